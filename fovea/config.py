@@ -1,0 +1,355 @@
+"""The one tree of settings: typed, strict, units in names. Imports no torch, so that it loads in a blink.
+
+Precedence: the defaults below < recipe files, left to right < `key.sub=value` on the command line
+(`fovea.config_io`). A setting is stored once; nothing writes to the tree after it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
+NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
+NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TinyModel(Section):
+    """A real Qwen-VL of transformers' own classes, small enough to learn on a laptop; made on the spot."""
+
+    family: Family = "qwen3_vl"
+    """Which architecture."""
+    hidden_size: PositiveInt = 64
+    """Width of the language model."""
+    num_layers: PositiveInt = 3
+    """Decoder layers."""
+    num_heads: PositiveInt = 2
+    """Query heads."""
+    num_kv_heads: PositiveInt = 1
+    """Key and value heads."""
+    head_dim: PositiveInt = 32
+    """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads."""
+    intermediate_size: PositiveInt = 128
+    """Width of the MLP."""
+    vision_hidden_size: PositiveInt = 64
+    """Width of the vision tower."""
+    vision_depth: PositiveInt = 2
+    """Blocks of the vision tower."""
+    vision_heads: PositiveInt = 2
+    """Heads of the vision tower."""
+    patch_size_px: PositiveInt = 8
+    """Side of a patch; one visual token covers 2x2 patches."""
+    image_side_px: PositiveInt = 48
+    """Side of the image for which the learned position grid of qwen3_vl is made; others are interpolated."""
+    vocabulary_size: Annotated[int, Field(ge=300)] = 512
+    """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
+    init_std: PositiveFloat = 0.1
+    """Standard deviation of the random weights."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyModel:
+        if self.family != "qwen3_vl" and self.head_dim * self.num_heads != self.hidden_size:
+            raise ValueError(
+                f"model.tiny: {self.family} needs head_dim = hidden_size / num_heads, but "
+                f"{self.head_dim} * {self.num_heads} != {self.hidden_size}; set head_dim="
+                f"{self.hidden_size // self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.tiny: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
+                "set num_kv_heads=1"
+            )
+        return self
+
+
+class Lora(Section):
+    """Low-rank adapters on the language layers, by peft."""
+
+    rank: PositiveInt = 16
+    """Rank of every adapter."""
+    alpha: PositiveFloat = 32.0
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = LANGUAGE_LINEARS
+    """Names of the linear layers that get an adapter."""
+    exclude: tuple[str, ...] = ("visual",)
+    """Modules with one of these words in their path get none."""
+
+
+class Model(Section):
+    """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
+
+    path: str | None = None
+    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL."""
+    tiny: TinyModel | None = None
+    """Make a tiny model instead of loading one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; log-probs and losses are float32 always."""
+    freeze_vision_tower: bool = False
+    """Train the language model only; each image is then encoded once for the whole run."""
+    feature_cache_gib: NonNegativeFloat = 2.0
+    """Memory for the features of a frozen vision tower; the least recently used go first."""
+    lora: Lora | None = None
+    """Train adapters instead of the weights (the vision tower is then frozen)."""
+    min_pixels: PositiveInt | None = None
+    """Smaller images are scaled up to this area; default: the model's own."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are scaled down to this area; default: the model's own."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder brings. Leave it off unless you wrote that code."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one; the run prints what it became."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError(
+                "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
+            )
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them"
+            )
+        return self
+
+    @property
+    def trains_vision(self) -> bool:
+        return not self.freeze_vision_tower and self.lora is None
+
+
+class ShapesEnvironment(Section):
+    """Rendered scenes with questions on number, colour, shape and existence."""
+
+    name: Literal["shapes"] = "shapes"
+    level: Annotated[int, Field(ge=1, le=3)] = 1
+    """1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all sizes."""
+    train_size: PositiveInt = 24_000
+    """Distinct training scenes, rendered when first used."""
+    dev_size: PositiveInt = 400
+    """Scenes for the stop rule of the warm-up and for readings while training."""
+    test_size: PositiveInt = 800
+    """Held-out scenes for the final table."""
+    image_side_px: Annotated[int, Field(ge=32)] = 48
+    """Width and height of a scene."""
+
+
+class Geo3kEnvironment(Section):
+    """Geometry problems with a diagram; the last boxed answer is graded (Geometry3K's public layouts)."""
+
+    name: Literal["geo3k"] = "geo3k"
+    train_files: tuple[str, ...]
+    """Parquet files to train on."""
+    test_files: tuple[str, ...]
+    """Parquet files held out; half of their rows serve as dev readings while training, all as the final test."""
+    prompt_key: str = "problem"
+    """Column of the question."""
+    answer_key: str = "answer"
+    """Column of the true answer."""
+    image_keys: tuple[str, ...] = ("images",)
+    """Columns of the images, in order."""
+    system_prompt: str | None = None
+    """Put before every question."""
+    format_weight: Fraction = 0.1
+    """Share of the reward for a boxed answer at all; 0 gives the binary reward."""
+
+
+EnvironmentConfig: TypeAlias = Annotated[ShapesEnvironment | Geo3kEnvironment, Field(discriminator="name")]
+
+
+class Data(Section):
+    """What happens to rows and images on their way in."""
+
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot become a prompt: stop, or drop it and count it (`data/rows_skipped`)."""
+    max_prompt_tokens: PositiveInt = 2048
+    """Longer prompts (visual tokens counted) are bad rows; nothing is ever cut."""
+    max_image_mib: PositiveFloat = 32.0
+    """Larger image files are refused."""
+    max_image_megapixels: PositiveFloat = 64.0
+    """Images of more pixels are refused before they are decoded."""
+    kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """How often each question type is drawn for RL, relative to its share of the rows; default 1."""
+    prompt_cache_gib: NonNegativeFloat = 1.0
+    """Memory for prompts whose images were processed before; the least recently used go first."""
+
+
+class Rollout(Section):
+    """How completions are drawn."""
+
+    engine: Literal["embedded"] = "embedded"
+    """The embedded engine shares the trainer's weights without a copy."""
+    prompts_per_step: PositiveInt = 40
+    """Groups of one step."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """n: completions of one prompt, the size of a group."""
+    max_new_tokens: PositiveInt = 512
+    """Longest completion."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling and of every log-prob in training."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens with this much probability."""
+    top_k: NonNegativeInt = 0
+    """Keep the k likeliest tokens; 0: all."""
+    min_p: Fraction = 0.0
+    """Keep tokens with at least this share of the likeliest one's probability."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, besides the model's own end token."""
+    max_batch_tokens: PositiveInt = 65_536
+    """Key-value cache of the embedded engine: prompts once, plus max_new_tokens of each running completion."""
+
+
+class Algorithm(Section):
+    """GRPO: group-centred rewards, a clipped ratio, token mean over the whole batch (SEMANTICS in docs/step.md)."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: Fraction = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: NonNegativeFloat = 0.2
+    """and above at 1 + clip_high (DAPO: 0.28)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bound on the loss of a bad token whose ratio runs away; null: off."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the k3 estimate of the KL to the starting model; at 0 no reference model is kept."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the mean token entropy."""
+    normalize_by_std: bool = True
+    """Divide a group's advantages by their standard deviation."""
+    max_groups_without_signal: NonNegativeInt = 0
+    """How many groups of equal rewards train along for the entropy bonus, worst first; the rest are skipped."""
+
+
+class Train(Section):
+    """The optimizer and how a batch is cut."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak rate of AdamW."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay of the two moments."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's, decoupled."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    lr_warmup_steps: NonNegativeInt = 10
+    """Steps of linear rise."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From the peak at the end of the rise to final_lr_frac at max_steps."""
+    final_lr_frac: Fraction = 0.0
+    """Rate at max_steps as a share of the peak (linear and cosine)."""
+    epochs: PositiveInt = 1
+    """Passes over the batch of a step."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass."""
+    max_tokens_per_microbatch: PositiveInt = 16_384
+    """Packed tokens of one forward and backward; groups larger than this are split, prompt repeated."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Completion tokens whose logits exist at once."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more time."""
+
+
+class Warmup(Section):
+    """Supervised pairs before RL, so that a model that starts from nothing has something to reinforce."""
+
+    max_steps: PositiveInt = 800
+    """At most this many."""
+    batch_size: PositiveInt = 32
+    """Pairs of a step."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak rate of AdamW."""
+    lr_warmup_steps: NonNegativeInt = 20
+    """Steps of linear rise."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's, decoupled."""
+    kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """How often each question type is drawn, relative to its share of the rows; default 1."""
+    check_every_steps: PositiveInt = 25
+    """How often the stop rule is read."""
+    stop_accuracy: Fraction = 1.0
+    """Stop at this accuracy on dev ..."""
+    stop_kind_accuracy: dict[str, Fraction] = Field(default_factory=dict)
+    """... once these question types have reached theirs."""
+
+
+class Evaluate(Section):
+    """Greedy accuracy on held-out rows."""
+
+    every_steps: NonNegativeInt = 0
+    """Read dev accuracy this often while training; 0: never."""
+    dev_size: PositiveInt = 200
+    """Dev rows of such a reading."""
+    test_size: PositiveInt | None = None
+    """Rows of the final table; default: all."""
+    batch_size: PositiveInt = 200
+    """Rows in flight at once."""
+    image_controls: bool = True
+    """Also answer every question with another row's image and with a blank one: what the text alone gives."""
+
+
+class Checkpoint(Section):
+    """When a run is saved, so that it can go on bit for bit."""
+
+    every_steps: NonNegativeInt = 100
+    """0: at the end only."""
+    keep: PositiveInt = 2
+    """Older ones are deleted."""
+
+
+class Log(Section):
+    """What a run writes down."""
+
+    samples_every_steps: PositiveInt = 50
+    """How often prompts, images and answers are kept for the report."""
+    samples_prompts: PositiveInt = 4
+    """Prompts of such a record."""
+    samples_answers: PositiveInt = 4
+    """Answers shown of each."""
+    tensorboard: bool = True
+    """Write tensorboard/ in the run folder."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (extra: wandb)."""
+    progress: bool = True
+    """Live display in the terminal."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    seed: NonNegativeInt = 0
+    """Of weights, data order and sampling."""
+    run_dir: str = "runs/run"
+    """Folder of this run: config, metrics, samples, checkpoints, report."""
+    max_steps: PositiveInt = 1000
+    """RL steps."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: go on from the newest checkpoint in run_dir, if there is one."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch; default: torch's own choice."""
+    model: Model
+    environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
+    data: Data = Field(default_factory=Data)
+    warmup: Warmup | None = None
+    rollout: Rollout = Field(default_factory=Rollout)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    train: Train = Field(default_factory=Train)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    log: Log = Field(default_factory=Log)
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        if self.train.minibatches > self.rollout.prompts_per_step:
+            raise ValueError(
+                f"train.minibatches={self.train.minibatches} is more than rollout.prompts_per_step="
+                f"{self.rollout.prompts_per_step}, so that some would be empty; lower train.minibatches"
+            )
+        return self

@@ -1,0 +1,36 @@
+"""The failure policy, stated once.
+
+* What a user can get wrong (a setting, a file, a row) ends in one line: what was seen, why it cannot work, the
+  one thing to change. The command line prints that line; `--debug` adds the traceback.
+* What was dropped on purpose (a bad row, a group without signal) is a counter in the metrics, never silent.
+* What our own code guarantees is an `assert` with the values in its message.
+* Everything else travels: nothing outside this module catches a broad exception.
+"""
+
+
+class FoveaError(Exception):
+    """An error whose text is meant for the user: what was seen, why it fails, the fix."""
+
+
+class ConfigError(FoveaError, ValueError):
+    """A setting that is unknown, out of range, or at odds with another one."""
+
+
+class DataError(FoveaError, ValueError):
+    """A file, a row or an image that cannot be read as asked."""
+
+
+class ModelError(FoveaError, ValueError):
+    """A model folder that cannot be loaded, or a model that is not of a known family."""
+
+
+class EngineError(FoveaError, RuntimeError):
+    """A request that the rollout engine cannot serve."""
+
+
+class TrainError(FoveaError, RuntimeError):
+    """A training step that cannot be taken: a batch that does not fit, a number that is not finite."""
+
+
+class MissingExtraError(FoveaError, ImportError):
+    """An optional package that a setting needs and that is not installed."""

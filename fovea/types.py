@@ -1,0 +1,211 @@
+"""The records that go from stage to stage of a step (see docs/step.md); nothing here imports torch.
+
+Axes: `L` tokens of a prompt, `T` tokens of a completion, `N` patches of an image, `C` values of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
+"""Hugging Face parameter names and full tensors, produced one by one."""
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+Metrics: TypeAlias = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRef:
+    """Where one image is, not yet opened. Opened by `fovea.data.images.open_image` only."""
+
+    source: bytes | str | NDArray[np.uint8]
+    """Encoded file content, a local path, or RGB values [height, width, 3]."""
+    where: str = "image"
+    """What an error message calls it: `train.parquet row 12, image 1`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One row of a data set, as an environment understands it."""
+
+    id: str
+    """Unique in its split and equal in every run; keys the prompt cache and the resumable order."""
+    question: str
+    """The user's text; `<image>` marks where an image goes (none: images come first)."""
+    answer: str
+    images: tuple[ImageRef, ...] = ()
+    kind: str = "all"
+    """The question type by which accuracies are reported."""
+    row: Mapping[str, object] = field(default_factory=dict)
+    """The untouched row, for a user's own reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message; text and images in the order in which the model reads them."""
+
+    role: Literal["system", "user", "assistant"]
+    parts: tuple[str | ImageRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImage:
+    """One image as the model sees it."""
+
+    key: str
+    """Hash of the processed pixels: equal key, equal features (see `models.features`)."""
+    pixels_NC: NDArray[np.float32]
+    grid_thw: tuple[int, int, int]
+    """Patches in time, height and width."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Token ids and pixels, made once and used by rollout and training alike.
+
+    With one 4x6-patch image and a merge size of 2 the ids hold 6 image pads:
+    `token_ids_L = [im_start, ..., vision_start, pad x 6, vision_end, "How", " many", ...]`.
+    """
+
+    token_ids_L: NDArray[np.int64]
+    positions_3L: NDArray[np.int64]
+    """M-RoPE positions in time, height and width."""
+    next_position: int
+    """Position of the first completion token, on all three axes."""
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_L)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an engine draws a completion. Log-probs are at this temperature, before top-p/top-k/min-p."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy (log-probs are then at temperature 1)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One generation. `token_ids_T` ends with the stop token when `finish` is "stop" by token."""
+
+    token_ids_T: NDArray[np.int64]
+    logprobs_T: NDArray[np.float32]
+    """Natural log, at the sampling temperature, of the engine that drew them."""
+    text: str
+    """Decoded without special tokens, cut before a stop string."""
+    finish: FinishReason
+    version: int
+    """Of the policy whose weights drew it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the model was asked and what it said."""
+
+    messages: tuple[Message, ...]
+    text: str
+    finish: FinishReason = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What an environment says of an episode."""
+
+    reward: float
+    accuracy: float
+    """0..1; what accuracies are reported by, whatever else the reward holds."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The named parts of the reward, for logs and reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A finished, scored completion."""
+
+    task: Task
+    completion: Completion
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The episodes of one task; they share one prompt."""
+
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion to train on; every array has one value per completion token."""
+
+    token_ids_T: NDArray[np.int64]
+    rollout_logprobs_T: NDArray[np.float32]
+    advantages_T: NDArray[np.float32]
+    old_logprobs_T: NDArray[np.float32] | None = None
+    """The trainer's before the update; None when the update is on-policy and makes its own."""
+    reference_logprobs_T: NDArray[np.float32] | None = None
+    """None when the KL coefficient is 0."""
+
+    def __post_init__(self) -> None:
+        arrays = (
+            self.rollout_logprobs_T,
+            self.advantages_T,
+            self.old_logprobs_T,
+            self.reference_logprobs_T,
+        )
+        lengths = {len(array) for array in arrays if array is not None} | {len(self.token_ids_T)}
+        assert len(lengths) == 1, f"per-token fields of a sample differ in length: {sorted(lengths)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleGroup:
+    """Samples that share one prompt: the unit of packing."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one update trains on."""
+
+    groups: tuple[SampleGroup, ...]
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(len(sample.token_ids_T) for group in self.groups for sample in group.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Greedy accuracies on held-out rows, by question type."""
+
+    accuracies: Mapping[str, tuple[float, ...]]
+    """For each kind, one value in 0..1 per row."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(values) for values in self.accuracies.values())
+
+    @property
+    def accuracy(self) -> float:
+        return sum(sum(values) for values in self.accuracies.values()) / max(self.num_rows, 1)
