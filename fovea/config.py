@@ -291,6 +291,8 @@ class Evaluate(Section):
     """Rows of the final table; default: all."""
     batch_size: PositiveInt = 200
     """Rows in flight at once."""
+    shared_images: Literal["ignore", "count", "forbid"] = "count"
+    """Test images that are also in the training split: count them at the end, or stop with an error."""
     image_controls: bool = True
     """Also answer every question with another row's image and with a blank one: what the text alone gives."""
 

@@ -189,10 +189,8 @@ class Batch:
     """What one update trains on."""
 
     groups: tuple[SampleGroup, ...]
-
-    @property
-    def num_action_tokens(self) -> int:
-        return sum(len(sample.token_ids_T) for group in self.groups for sample in group.samples)
+    normalizer_tokens: int
+    """What sums over actions are divided by: the action tokens of the whole step, those left out included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

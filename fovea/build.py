@@ -1,0 +1,202 @@
+"""From settings to a run: the one place that names concrete backends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from fovea.checkpoint import Checkpoint, Checkpoints
+from fovea.config import Config, Geo3kEnvironment
+from fovea.config_io import dump_config
+from fovea.data.images import open_image
+from fovea.data.order import Order, kinds_of
+from fovea.environments.base import Environment
+from fovea.environments.geo3k import Geo3k
+from fovea.environments.shapes import Shapes
+from fovea.evaluate import Evaluator, OpenImage, with_blank_images, with_shuffled_images
+from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
+from fovea.models.features import FeatureCache
+from fovea.models.load import DTYPES, load_pretrained, pick_device
+from fovea.models.parts import ModelParts
+from fovea.models.render import Renderer
+from fovea.models.tiny import make_tiny
+from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
+from fovea.models.vlm import VLM
+from fovea.prompts import PromptSource
+from fovea.report.progress import Progress
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.run import Run, Sources
+from fovea.run_folder import open_run_folder
+from fovea.train.supervised import SupervisedTrainer
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Task
+from fovea.warmup import Warmup
+
+CORPUS_ROWS = 2000
+"""Enough rows to know the words of a task by."""
+
+
+def build(config: Config) -> Run:
+    """Everything made, nothing trained; each error says which setting to change."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    folder = open_run_folder(Path(config.run_dir), config)
+    checkpoints = Checkpoints(folder, config.checkpoint.keep)
+    resumed = checkpoints.latest() if config.resume == "auto" else None
+    start_step = resumed.step if resumed else 0
+    progress = Progress(config.max_steps, start_step, config.log.progress)
+    progress.stage("making the model")
+    environment = make_environment(config)
+    parts, vlm = make_model(config, environment)
+    progress.print(_model_table(parts, vlm))
+    opener = partial(
+        open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels
+    )
+    renderer = Renderer(
+        parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels
+    )
+    sources = make_sources(config, environment, renderer, opener, folder)
+    engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens)
+    return Run(
+        config=config,
+        folder=folder,
+        environment=environment,
+        sources=sources,
+        order=Order(kinds_of(sources.train.tasks), weights=config.data.kind_weights, seed=config.seed),
+        engine=engine,
+        policy=make_policy(config, vlm),
+        warmup=make_warmup(config, vlm, environment, sources.train, renderer),
+        open_image=opener,
+        evaluator=Evaluator(
+            engine,
+            environment,
+            max_new_tokens=config.rollout.max_new_tokens,
+            stop=config.rollout.stop,
+            batch_size=config.evaluate.batch_size,
+        ),
+        checkpoints=checkpoints,
+        resumed=resumed,
+        metrics=MetricsLog(make_sinks(config, folder, start_step)),
+        phases=Phases(),
+        progress=progress,
+    )
+
+
+def make_environment(config: Config) -> Environment:
+    """The task family that `environment.name` names."""
+    if isinstance(config.environment, Geo3kEnvironment):
+        return Geo3k(config.environment)
+    return Shapes(config.environment, config.seed)
+
+
+def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VLM]:
+    """The model on its device, with what is trained chosen."""
+    settings = config.model
+    if settings.tiny is not None:
+        parts = make_tiny(settings.tiny, _corpus(environment), config.seed)
+        parts.network.to(DTYPES[settings.dtype])
+    else:
+        parts = load_pretrained(settings)
+    choose_trainable(parts.network, settings, config.seed)
+    if config.train.gradient_checkpointing:
+        recompute_activations(parts.network)
+    cache = None if settings.trains_vision else FeatureCache(settings.feature_cache_gib * 2**30)
+    return parts, VLM(parts, feature_cache=cache).to(pick_device(settings.device))
+
+
+def _corpus(environment: Environment) -> list[str]:
+    """Questions and answers of the first training rows: the words of the task."""
+    tasks = environment.tasks("train")
+    rows = (tasks[index] for index in range(min(len(tasks), CORPUS_ROWS)))
+    return [text for task in rows for text in (task.question, environment.target(task))]
+
+
+def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
+    """The trainer; a frozen copy of the model only where a KL term needs it and no adapter can be switched off."""
+    needs_copy = config.algorithm.kl_coef > 0 and not lora_layers(vlm)
+    return TorchPolicy(
+        vlm,
+        train=config.train,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        max_steps=config.max_steps,
+        reference=copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None,
+    )
+
+
+def make_sources(
+    config: Config, environment: Environment, renderer: Renderer, opener: OpenImage, folder: Path
+) -> Sources:
+    """Prompts of every split, and the image controls."""
+    test = environment.tasks("test")
+
+    def source(tasks: Sequence[Task], cache_gib: float = 0.0) -> PromptSource:
+        return PromptSource(
+            tasks,
+            environment,
+            renderer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            on_bad_row=config.data.on_bad_row,
+            cache_gib=cache_gib,
+            bad_rows_file=folder / "bad_rows.jsonl",
+        )
+
+    controls = list(test) if config.evaluate.image_controls else None
+    return Sources(
+        train=source(environment.tasks("train"), config.data.prompt_cache_gib),
+        dev=source(environment.tasks("dev"), config.data.prompt_cache_gib),
+        test=source(test),
+        shuffled=source(with_shuffled_images(controls)) if controls else None,
+        blank=source(with_blank_images(controls, opener)) if controls else None,
+    )
+
+
+def make_warmup(
+    config: Config, vlm: VLM, environment: Environment, train: PromptSource, renderer: Renderer
+) -> Warmup | None:
+    """The supervised stage, if there is one."""
+    settings = config.warmup
+    if settings is None:
+        return None
+    return Warmup(
+        settings=settings,
+        # an order of its own, so that the rows of RL do not depend on how long the warm-up took
+        order=Order(
+            kinds_of(train.tasks),
+            weights=settings.kind_weights,
+            seed=config.seed + 1,
+            setting="warmup.kind_weights",
+        ),
+        source=train,
+        environment=environment,
+        answer_ids=renderer.target,
+        make_trainer=lambda: SupervisedTrainer(vlm, settings),
+    )
+
+
+def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
+    """Where metrics go."""
+    sinks: list[Sink] = [JsonlSink(folder, resume_step=start_step)]
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", resume_step=start_step))
+    if config.log.wandb_project is not None:
+        from fovea.wandb_sink import WandbSink  # an extra: absent packages are named by its own error
+
+        sinks.append(WandbSink(folder, project=config.log.wandb_project, resume_step=start_step))
+    return sinks
+
+
+def _model_table(parts: ModelParts, vlm: VLM) -> Table:
+    device = next(vlm.parameters()).device
+    table = Table(title=f"{parts.name} on {device}, {torch.get_num_threads()} threads", title_justify="left")
+    for header in ("part", "trainable", "total"):
+        table.add_column(header, justify="left" if header == "part" else "right")
+    for row in count_parameters(parts.network):
+        table.add_row(row.part, f"{row.trainable:,}", f"{row.total:,}")
+    return table

@@ -1,0 +1,71 @@
+"""Checkpoints of a run: `checkpoints/step-N/` is complete or absent, never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fovea.train.base import Policy
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A saved step."""
+
+    folder: Path
+    step: int
+    """RL steps taken."""
+    state: Mapping[str, Any]
+    """Whatever the run keeps beside the policy: data order, readings, seconds."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self._root = run_dir / "checkpoints"
+        self._keep = keep
+
+    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> None:
+        """Write beside, flush to disk, rename; then delete what is older than the newest `keep`."""
+        final = self._root / f"step-{step}"
+        partial = self._root / f".step-{step}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        policy.save(partial)
+        (partial / STATE).write_text(json.dumps({"step": step, **state}))
+        for file in (*partial.iterdir(), partial):
+            _flush(file)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _flush(self._root)
+        for old in self._folders()[: -self._keep]:
+            shutil.rmtree(old)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint."""
+        folders = self._folders()
+        if not folders:
+            return None
+        state = json.loads((folders[-1] / STATE).read_text())
+        return Checkpoint(folder=folders[-1], step=state.pop("step"), state=state)
+
+    def _folders(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(self._root.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def _flush(path: Path) -> None:
+    """A rename is only safe once what it names is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

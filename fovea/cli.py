@@ -1,0 +1,269 @@
+"""The command line. A `FoveaError` ends in one line and exit code 2, Ctrl-C in one line and 130.
+
+`train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These are
+the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from fovea import __version__
+from fovea.config_io import describe, load_config
+from fovea.errors import ConfigError, DataError, FoveaError
+
+app = typer.Typer(
+    name="fovea",
+    help="Post-train vision-language models by reinforcement learning.",
+    epilog="Start with `fovea train recipes/shapes.yaml`; `fovea config` lists every setting.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+PACKAGES = {
+    "torch": "import torch",
+    "transformers": "from transformers import Qwen3VLForConditionalGeneration",
+    "peft": "import peft",
+}
+"""What a run needs, and an import that fails where the installation is broken (a bare `import transformers`
+loads nothing)."""
+
+WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
+
+EXTRAS = {"wandb": "log.wandb_project"}
+"""Optional packages, and the setting that needs each."""
+
+PROBE = """
+import json, sys
+broken = {}
+for name, statement in json.loads(sys.argv[1]).items():
+    try:
+        exec(statement)
+    except Exception as error:
+        broken[name] = f"{type(error).__name__}: {error}".split("\\n")[0]
+devices = []
+if "torch" not in broken:
+    import torch
+    for index in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index} {of.name}, {of.total_memory / 2**30:.0f} GiB")
+print(json.dumps({"broken": broken, "devices": devices}))
+"""
+"""Runs in a process of its own, so that a broken installation cannot break the doctor."""
+
+
+class Found(NamedTuple):
+    """What the probe prints."""
+
+    broken: dict[str, str]
+    """Package to error."""
+    devices: list[str]
+
+
+def main() -> None:
+    app()
+
+
+@contextmanager
+def one_line_errors(*, debug: bool = False) -> Iterator[None]:
+    """The way out of every command."""
+    try:
+        yield
+    except FoveaError as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        typer.echo(
+            "stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one", err=True
+        )
+        raise typer.Exit(130) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fovea {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def fovea(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Post-train vision-language models by reinforcement learning."""
+
+
+@app.command(
+    add_help_option=False,  # its own --help also explains the keys beside it
+    context_settings={"ignore_unknown_options": True},  # so that --rollout.top_p=1 gets an answer of ours
+    epilog="`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
+)
+def train(
+    context: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    show_help: Annotated[
+        bool, typer.Option("--help", help="Show this message, or explain the KEYs beside it.")
+    ] = False,
+) -> None:
+    """Train as a recipe says.
+
+    Examples: fovea train recipes/shapes.yaml seed=1 warmup=null; fovea train recipes/geo3k.yaml
+    model.path=models/Qwen3-VL-2B-Instruct 'environment.train_files=[train.parquet]'.
+    """
+    with one_line_errors(debug=debug):
+        if show_help:
+            keys = [
+                key
+                for key in map(_bare_key, words or [])
+                if not _is_path(key) and (_is_key(key) or "." in key)
+            ]
+            typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
+            return
+        recipes, overrides = sort_words(words or [])
+        config = load_config(recipes, overrides)
+        from fovea.build import build
+        from fovea.loop import train as train_run
+
+        train_run(build(config))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
+) -> None:
+    """Write report.html (and the reward curve) of a run."""
+    with one_line_errors():
+        if not run.is_dir():
+            raise DataError(f"{run}: no such run folder; `fovea train` names the one it makes (run_dir)")
+        from fovea.report.html import write_report
+
+        typer.echo(write_report(run))
+
+
+@app.command()
+def config(
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="A key or a section, such as rollout.")
+    ] = "",
+) -> None:
+    """List every setting with type, default and meaning."""
+    with one_line_errors():
+        typer.echo(explain(prefix))
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices and optional packages, and what to install."""
+    with one_line_errors():
+        typer.echo("looking (this imports torch) ...", err=True)
+        found = _probe()
+        lines = {"fovea": __version__, "python": platform.python_version()}
+        lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
+        lines["devices"] = ", ".join(["cpu", *found.devices])
+        lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
+        for name, setting in EXTRAS.items():
+            lines[name] = _version(name) or f"not installed; {setting} needs it: pip install {name}"
+        for name, text in lines.items():
+            typer.echo(f"{name:<14}{text}")
+    if found.broken:
+        raise typer.Exit(1)
+
+
+def explain(prefix: str) -> str:
+    """The settings at or below `prefix`, two lines each."""
+    return "\n".join(
+        f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix)
+    )
+
+
+def sort_words(words: list[str]) -> tuple[list[Path], list[str]]:
+    """Recipes and overrides; whatever is neither is told what it may have been meant as."""
+    recipes, overrides = [], []
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if word.startswith("-"):
+            raise ConfigError(_no_option(word))
+        if equals and "/" not in key and not Path(word).is_file():  # a path may hold `=`
+            overrides.append(word)
+        elif not _is_path(word) and _is_key(word):
+            raise ConfigError(f"{word}: a setting without a value; write {word}=VALUE")
+        else:
+            recipes.append(Path(word))
+    if not recipes:
+        raise ConfigError("no recipe given; write fovea train recipes/shapes.yaml [KEY=VALUE]...")
+    return recipes, overrides
+
+
+def _no_option(word: str) -> str:
+    key = _bare_key(word)
+    if _is_key(key):
+        value = word.partition("=")[2] or "VALUE"
+        return f"{word}: settings have no dashes; write {key}={value}"
+    return f"{word}: no such option; there are --debug and --help, and settings are written key=value"
+
+
+def _bare_key(word: str) -> str:
+    return word.lstrip("-").partition("=")[0]
+
+
+def _is_path(word: str) -> bool:
+    return "/" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file()
+
+
+def _is_key(word: str) -> bool:
+    try:
+        return bool(describe(word))
+    except ConfigError:
+        return False
+
+
+def _probe() -> Found:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(PACKAGES)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Found({"torch": f"importing it ended Python with code {done.returncode}: {last}"}, [])
+    return Found(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _state(name: str, broken: str | None) -> str:
+    version = _version(name)
+    if version is None:
+        return f"not installed: pip install {name}"
+    return f"{version}, but broken: {broken}" if broken else version
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Which row comes next: seeded, weighted by kind, and resumable to the row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypedDict, overload, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.errors import ConfigError, DataError
+from fovea.types import Task
+
+# Kinds are drawn in blocks, each from a generator of its own, so that a position is one number.
+_BLOCK = 4096
+_KIND_STREAM, _ROW_STREAM = 0, 1
+
+
+@runtime_checkable
+class HasKinds(Protocol):
+    """Tasks whose kinds are known without making the tasks."""
+
+    @property
+    def kinds(self) -> Sequence[str]: ...
+
+
+class LazyTasks(Sequence[Task]):
+    """Tasks made when asked for: `make(i)` for each i of `indices`; a slice is lazy too."""
+
+    def __init__(
+        self, make: Callable[[int], Task], indices: Sequence[int], *, kind_of: Callable[[int], str]
+    ) -> None:
+        self._make = make
+        self._indices = indices
+        self._kind_of = kind_of
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return [self._kind_of(index) for index in self._indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazyTasks: ...
+    def __getitem__(self, index: int | slice) -> Task | LazyTasks:
+        if isinstance(index, slice):
+            return LazyTasks(self._make, self._indices[index], kind_of=self._kind_of)
+        return self._make(self._indices[index])
+
+
+def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
+    """The kind of every task, without making the tasks where they know it."""
+    return tasks.kinds if isinstance(tasks, HasKinds) else [task.kind for task in tasks]
+
+
+class OrderState(TypedDict):
+    """All that a checkpoint keeps of an order; JSON-serialisable."""
+
+    num_drawn: int
+    num_drawn_of_kind: dict[str, int]
+    num_rows_of_kind: dict[str, int]
+
+
+class Order:
+    """An endless order of rows.
+
+    The kind of each draw is random, with a probability proportional to (rows of that kind x its weight). The
+    rows of one kind come in a shuffled order, none twice until all were drawn; then they are shuffled anew.
+    How many are taken at once does not change the order.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        *,
+        weights: Mapping[str, float],
+        seed: int,
+        setting: str = "data.kind_weights",
+    ) -> None:
+        if not kinds:
+            raise DataError("there are no rows to draw from; give the data set at least one row")
+        counts = Counter(kinds)
+        self._names = sorted(counts)
+        _check_weights(weights, self._names, setting)
+        self._rows = [np.flatnonzero(np.asarray(kinds) == name) for name in self._names]
+        shares = np.array([counts[name] * weights.get(name, 1.0) for name in self._names])
+        self._bounds = np.cumsum(shares / shares.sum())[:-1]
+        self._seed = seed
+        self._num_drawn = 0
+        self._num_drawn_of_kind = [0] * len(self._names)
+        self._kind_blocks: dict[int, NDArray[np.int64]] = {}
+        self._shuffles: dict[int, tuple[int, NDArray[np.int64]]] = {}
+
+    def take(self, n: int) -> list[int]:
+        """The next n rows."""
+        kinds = self._next_kinds(n)
+        rows = np.empty(n, dtype=np.int64)
+        for kind in range(len(self._names)):
+            places = np.flatnonzero(kinds == kind)
+            rows[places] = self._next_rows(kind, len(places))
+        self._num_drawn += n
+        taken: list[int] = rows.tolist()
+        return taken
+
+    def state(self) -> OrderState:
+        """The position, small whatever the number of rows."""
+        return {
+            "num_drawn": self._num_drawn,
+            "num_drawn_of_kind": dict(zip(self._names, self._num_drawn_of_kind, strict=True)),
+            "num_rows_of_kind": self._num_rows_of_kind(),
+        }
+
+    def restore(self, state: OrderState) -> None:
+        """Go on from a position; the rows must be those of the order that gave it."""
+        saved, found = state["num_rows_of_kind"], self._num_rows_of_kind()
+        if saved != found:
+            raise DataError(
+                f"the saved order is of rows {saved}, but the data have {found}, so it cannot go on; "
+                "resume with the data files the run began with"
+            )
+        self._num_drawn = state["num_drawn"]
+        self._num_drawn_of_kind = [state["num_drawn_of_kind"][name] for name in self._names]
+
+    def _num_rows_of_kind(self) -> dict[str, int]:
+        return {name: len(rows) for name, rows in zip(self._names, self._rows, strict=True)}
+
+    def _next_kinds(self, n: int) -> NDArray[np.int64]:
+        first, last = self._num_drawn // _BLOCK, (self._num_drawn + n) // _BLOCK
+        blocks = {block: self._kind_block(block) for block in range(first, last + 1)}
+        self._kind_blocks = {last: blocks[last]}
+        start = self._num_drawn - first * _BLOCK
+        return np.concatenate(list(blocks.values()))[start : start + n]
+
+    def _kind_block(self, block: int) -> NDArray[np.int64]:
+        if block in self._kind_blocks:
+            return self._kind_blocks[block]
+        draws = np.random.default_rng([self._seed, _KIND_STREAM, block]).random(_BLOCK)
+        return np.searchsorted(self._bounds, draws, side="right").astype(np.int64)
+
+    def _next_rows(self, kind: int, n: int) -> NDArray[np.int64]:
+        taken: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+        while n > 0:
+            epoch, start = divmod(self._num_drawn_of_kind[kind], len(self._rows[kind]))
+            taken.append(self._shuffled(kind, epoch)[start : start + n])
+            self._num_drawn_of_kind[kind] += len(taken[-1])
+            n -= len(taken[-1])
+        return np.concatenate(taken)
+
+    def _shuffled(self, kind: int, epoch: int) -> NDArray[np.int64]:
+        known = self._shuffles.get(kind)
+        if known is None or known[0] != epoch:
+            generator = np.random.default_rng([self._seed, _ROW_STREAM, kind, epoch])
+            known = self._shuffles[kind] = (epoch, generator.permutation(self._rows[kind]))
+        return known[1]
+
+
+def _check_weights(weights: Mapping[str, float], names: Sequence[str], setting: str) -> None:
+    for name, weight in weights.items():
+        if name not in names:
+            raise ConfigError(
+                f"{setting} weighs {name!r}, but no row is of that kind; use one of {', '.join(names)}"
+            )
+        if not weight > 0:
+            raise ConfigError(
+                f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0"
+            )

@@ -1,0 +1,198 @@
+r"""The value of a short LaTeX formula, by a parser of our own: nothing is eval'ed, every input ends quickly.
+
+The grammar, loosest first (spaces matter in mixed numbers only):
+
+    ratio    sum [":" sum]
+    sum      product (("+" | "-") product)*
+    product  signed (("*" | "\cdot" | "\times" | "/" | "\div") signed | power)*   16(4 - \pi), 10 y
+    signed   ("+" | "-")* power
+    power    atom ["^" argument]                                                  no "^" inside an exponent
+    atom     number | mixed | letter | \pi | \sqrt | \frac | "(" sum ")" | "{" sum "}"
+    mixed    4 \frac{4}{11} | 4 4/11
+
+A letter stands for a fixed transcendental number, so that formulas in `y` are equal when they are one
+polynomial.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_MAX_NESTING = 20
+_MAX_EXPONENT = 20
+# Beyond 15 digits float64 would call different integers equal.
+_MAX_DIGITS = 15
+# Sums of a few square roots in float64 agree to 1e-15; whole answers have up to 10 digits.
+_TOLERANCE = 1e-12
+
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d\d?(?!\d))?"
+_TOKEN = re.compile(rf"\s*({_NUMBER}|\\?[A-Za-z]+|[-+*/^(){{}}:\[\]]|.)", re.ASCII | re.DOTALL)
+_TIMES = ("*", r"\cdot", r"\times")
+_OVER = ("/", r"\div")
+# What an implicit product may go on with, besides a letter: never a digit, as in `6 0`.
+_FACTOR_STARTS = ("(", "{", r"\pi", r"\sqrt", r"\frac")
+_CLOSING = {"(": ")", "{": "}"}
+
+
+class _NotAFormula(Exception):
+    pass
+
+
+def formula_value(text: str) -> float | None:
+    """The number that a formula stands for; None for what is no formula of the grammar, or is too large."""
+    try:
+        value = _Parser(_TOKEN.findall(text.strip())).ratio()
+    except (_NotAFormula, ArithmeticError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def is_close(one: float, other: float) -> bool:
+    """Whether two values are equal but for rounding in float64."""
+    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def _is_letter(token: str) -> bool:
+    return len(token) == 1 and token.isascii() and token.isalpha()
+
+
+def _is_number(token: str) -> bool:
+    return token[:1].isascii() and (token[:1].isdigit() or token[:1] == ".")
+
+
+def _number(token: str) -> float:
+    if not _is_number(token) or token == "." or sum(map(str.isdigit, token)) > _MAX_DIGITS:
+        raise _NotAFormula
+    return float(token)
+
+
+class _Parser:
+    """Recursive descent; each method reads one construct from where the last one stopped."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._at = 0
+        self._nesting = 0
+        self._in_exponent = False
+
+    def ratio(self) -> float:
+        value = self._sum()
+        if self._take(":"):
+            value /= self._sum()
+        if self._peek():
+            raise _NotAFormula
+        return value
+
+    def _peek(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _take(self, *expected: str) -> bool:
+        is_next = self._peek() in expected
+        self._at += is_next
+        return is_next
+
+    def _need(self, token: str) -> None:
+        if not self._take(token):
+            raise _NotAFormula
+
+    def _sum(self) -> float:
+        value = self._product()
+        while (sign := self._peek()) in ("+", "-"):
+            self._at += 1
+            value += self._product() if sign == "+" else -self._product()
+        return value
+
+    def _product(self) -> float:
+        value = self._signed()
+        while True:
+            if self._take(*_TIMES):
+                value *= self._signed()
+            elif self._take(*_OVER):
+                value /= self._signed()
+            elif self._goes_on():
+                value *= self._power()
+            else:
+                return value
+
+    def _goes_on(self) -> bool:
+        # two letters side by side are the name of a segment or a word, not a product
+        token, previous = self._peek(), self._tokens[self._at - 1]
+        return token in _FACTOR_STARTS or (_is_letter(token) and not _is_letter(previous))
+
+    def _signed(self) -> float:
+        sign = 1
+        while (token := self._peek()) in ("+", "-"):
+            sign = -sign if token == "-" else sign
+            self._at += 1
+        return sign * self._power()
+
+    def _power(self) -> float:
+        base = self._atom()
+        if not self._take("^"):
+            return base
+        if self._in_exponent:
+            raise _NotAFormula
+        self._in_exponent = True
+        exponent = self._argument()
+        self._in_exponent = False
+        if abs(exponent) > _MAX_EXPONENT or (base < 0 and exponent != int(exponent)):
+            raise _NotAFormula
+        return float(base**exponent)
+
+    def _atom(self) -> float:
+        self._nesting += 1
+        if self._nesting > _MAX_NESTING:
+            raise _NotAFormula
+        token = self._peek()
+        self._at += 1
+        value = self._value_from(token)
+        self._nesting -= 1
+        return value
+
+    def _value_from(self, token: str) -> float:
+        if token in _CLOSING:
+            value = self._sum()
+            self._need(_CLOSING[token])
+            return value
+        if token == r"\pi":
+            return math.pi
+        if token == r"\sqrt":
+            return self._root()
+        if token == r"\frac":
+            return self._argument() / self._argument()
+        if _is_letter(token):
+            return 2 + math.sin(ord(token))
+        return _number(token) + self._fraction_of_mixed(token)
+
+    def _argument(self) -> float:
+        r"""What a command or an exponent applies to: a group, a number or a symbol (`\sqrt 3`)."""
+        if _is_number(self._peek()):
+            self._at += 1
+            return _number(self._tokens[self._at - 1])
+        return self._atom()
+
+    def _root(self) -> float:
+        degree = 2.0
+        if self._take("["):
+            degree = self._argument()
+            self._need("]")
+        radicand = self._argument()
+        if radicand < 0 or not 2 <= degree <= _MAX_EXPONENT:
+            raise _NotAFormula
+        return math.sqrt(radicand) if degree == 2 else float(radicand ** (1 / degree))
+
+    def _fraction_of_mixed(self, whole: str) -> float:
+        """The 4/11 of a mixed number; 0 where the integer stands alone."""
+        match self._tokens[self._at : self._at + 7]:
+            case [r"\frac", "{", over, "}", "{", under, "}"]:
+                num_tokens = 7
+            case [over, "/", under, *_]:
+                num_tokens = 3
+            case _:
+                return 0.0
+        # an improper fraction is a factor, as in `3 \frac{7}{2}`
+        if not (whole.isdigit() and over.isdigit() and under.isdigit()) or _number(over) >= _number(under):
+            return 0.0
+        self._at += num_tokens
+        return _number(over) / _number(under)

@@ -1,0 +1,144 @@
+"""Small scenes of plain shapes, drawn with anti-aliasing by their distance fields.
+
+Lengths are in units of a 48-pixel image and scale with its side. Axes: `Y`, `X` pixels, `C` colour channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Shape: TypeAlias = Literal["circle", "square", "triangle"]
+Colour: TypeAlias = Literal["red", "green", "blue", "yellow"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+COLOURS: tuple[Colour, ...] = get_args(Colour)
+
+_RGB = {"red": (220, 45, 40), "green": (40, 175, 65), "blue": (45, 80, 225), "yellow": (235, 210, 45)}
+_UNIT_SIDE = 48
+_CELL = 16.0
+_GRID_RADII = (5.8, 7.4)
+_FREE_RADII = (4.5, 10.5)
+# How far an object may reach over the edge of its cell.
+_SLACK = 0.5
+_TRIES_PER_OBJECT = 40
+_NOISE_STD = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thing:
+    """One object, not yet placed."""
+
+    shape: Shape
+    colour: Colour
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    x: float
+    y: float
+    radius: float
+
+
+def draw(
+    things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, free: bool
+) -> NDArray[np.float32]:
+    """A scene without its noise, on a dark background; `free` places objects anywhere, else on a 3x3 grid."""
+    spots = (_free_spots if free else _grid_spots)(len(things), rng)
+    scale = side_px / _UNIT_SIDE
+    canvas_YXC = _background(side_px, rng)
+    for thing, spot in zip(things, spots, strict=True):
+        placed = _Spot(spot.x * scale, spot.y * scale, spot.radius * scale)
+        _paint(canvas_YXC, thing.shape, _shade(thing.colour, rng), placed)
+    return canvas_YXC
+
+
+def with_noise(canvas_YXC: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.uint8]:
+    """The canvas as a camera would see it."""
+    noise_YXC = rng.standard_normal(canvas_YXC.shape, dtype=np.float32) * _NOISE_STD
+    return np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
+
+
+def _grid_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
+    cells_per_side = int(_UNIT_SIDE // _CELL)
+    spots = []
+    for cell in rng.permutation(cells_per_side**2)[:n]:
+        row, column = divmod(int(cell), cells_per_side)
+        radius = rng.uniform(*_GRID_RADII)
+        reach = _CELL / 2 - radius + _SLACK
+        dx, dy = rng.uniform(-reach, reach, 2)
+        spots.append(_Spot((column + 0.5) * _CELL + dx, (row + 0.5) * _CELL + dy, radius))
+    return spots
+
+
+def _free_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
+    smallest, largest = _FREE_RADII
+    while True:
+        spots: list[_Spot] = []
+        for _ in range(n * _TRIES_PER_OBJECT):
+            spot = _random_spot(rng, smallest, largest)
+            if all(_apart(spot, other) for other in spots):
+                spots.append(spot)
+            if len(spots) == n:
+                return spots
+        # a crowded scene fits with smaller objects
+        largest = max(smallest + 0.2, largest - 0.5)
+
+
+def _random_spot(rng: np.random.Generator, smallest: float, largest: float) -> _Spot:
+    radius = rng.uniform(smallest, largest)
+    x, y = rng.uniform(radius + _SLACK, _UNIT_SIDE - radius - _SLACK, 2)
+    return _Spot(x, y, radius)
+
+
+def _apart(one: _Spot, other: _Spot) -> bool:
+    return max(abs(one.x - other.x), abs(one.y - other.y)) > one.radius + other.radius + 1
+
+
+def _background(side_px: int, rng: np.random.Generator) -> NDArray[np.float32]:
+    colour_C = rng.uniform(20, 70) + rng.uniform(-10, 10, 3)
+    slope_x, slope_y = rng.uniform(-12, 12, 2)
+    ramp = (np.arange(side_px, dtype=np.float32) + 0.5) / side_px - 0.5
+    light_YX = slope_y * ramp[:, None] + slope_x * ramp[None, :]
+    canvas_YXC: NDArray[np.float32] = (light_YX[:, :, None] + colour_C).astype(np.float32)
+    return canvas_YXC
+
+
+def _shade(colour: Colour, rng: np.random.Generator) -> NDArray[np.float32]:
+    shade_C = np.array(_RGB[colour]) * rng.uniform(0.75, 1.08) + rng.uniform(-10, 10, 3)
+    return np.clip(shade_C, 0, 255).astype(np.float32)
+
+
+def _paint(canvas_YXC: NDArray[np.float32], shape: Shape, colour_C: NDArray[np.float32], spot: _Spot) -> None:
+    rows, columns = (_window(centre, spot.radius, len(canvas_YXC)) for centre in (spot.y, spot.x))
+    dy = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] + np.float32(0.5 - spot.y)
+    dx = np.arange(columns.start, columns.stop, dtype=np.float32)[None, :] + np.float32(0.5 - spot.x)
+    cover_YX = np.clip(0.5 - _distance(shape, dx, dy, spot.radius), 0, 1)[:, :, None]
+    part_YXC = canvas_YXC[rows, columns]
+    part_YXC += cover_YX * (colour_C - part_YXC)
+
+
+def _window(centre: float, radius: float, side_px: int) -> slice:
+    """The pixels that an object can touch, its soft edge included."""
+    return slice(max(int(centre - radius) - 1, 0), min(int(centre + radius) + 2, side_px))
+
+
+def _distance(
+    shape: Shape, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float
+) -> NDArray[np.float32]:
+    """Pixels from the edge of a shape, negative inside."""
+    r = np.float32(radius)
+    distance_YX: NDArray[np.float32]
+    if shape == "circle":
+        distance_YX = np.sqrt(dx * dx + dy * dy) - r
+    elif shape == "square":
+        # smaller by a twelfth, so that its area is near a circle's
+        distance_YX = np.maximum(np.abs(dx), np.abs(dy)) - r * np.float32(0.92)
+    else:
+        # base below, as wide as high: the normals of the sides are (2, -1) / sqrt(5)
+        distance_YX = np.maximum(dy - r, (2 * np.abs(dx) - (dy + r)) / np.float32(math.sqrt(5)))
+    return distance_YX

@@ -1,0 +1,89 @@
+"""Greedy accuracy on held-out rows, and the controls that tell seeing from guessing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from PIL.Image import Image
+
+from fovea.environments.base import Environment
+from fovea.prompts import PromptedTask, PromptSource
+from fovea.rollout.base import Engine
+from fovea.rollout.collect import collect
+from fovea.types import Evaluation, Group, ImageRef, Sampling, Task
+
+OpenImage = Callable[[ImageRef], Image]
+GREY = 128
+
+
+class Evaluator:
+    """Asks an engine every question of a source once, greedily."""
+
+    def __init__(
+        self, engine: Engine, environment: Environment, *, max_new_tokens: int, stop: tuple[str, ...], batch_size: int
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop=stop)
+        self._batch_size = batch_size
+
+    def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
+        """Accuracies by question type over the first `size` rows that are usable."""
+        return asyncio.run(self._evaluate(source, min(size or len(source), len(source))))
+
+    async def _evaluate(self, source: PromptSource, size: int) -> Evaluation:
+        accuracies: dict[str, list[float]] = defaultdict(list)
+        for start in range(0, size, self._batch_size):
+            rows = (source.get(index) for index in range(start, min(start + self._batch_size, size)))
+            for group in await self._groups([row for row in rows if row is not None]):
+                episode = group.episodes[0]
+                accuracies[episode.task.kind].append(episode.score.accuracy)
+        return Evaluation(accuracies={kind: tuple(accuracies[kind]) for kind in sorted(accuracies)})
+
+    async def _groups(self, rows: Sequence[PromptedTask]) -> list[Group]:
+        return await collect(self._engine, self._environment, rows, sampling=self._sampling, n=1, seed=(0,))
+
+
+def with_shuffled_images(tasks: Sequence[Task], seed: int = 0) -> list[Task]:
+    """Every task with the images of another one of its kind and number of images."""
+    pools: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, task in enumerate(tasks):
+        pools[task.kind, len(task.images)].append(index)
+    shuffled = list(tasks)
+    for pool in pools.values():
+        random.Random(seed).shuffle(pool)
+        for index, other in zip(pool, [*pool[1:], pool[0]], strict=True):
+            shuffled[index] = replace(tasks[index], images=tasks[other].images)
+    return shuffled
+
+
+def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task]:
+    """Every task with grey images of the same sizes."""
+    return [replace(task, images=tuple(_blank(image, open_image) for image in task.images)) for task in tasks]
+
+
+def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
+    width, height = open_image(ref).size
+    return replace(ref, source=np.full((height, width, 3), GREY, dtype=np.uint8))
+
+
+def count_shared_images(test: Iterable[Task], train: Iterable[Task], open_image: OpenImage) -> int:
+    """Test rows with an image that some training row also has, pixel for pixel."""
+    hashes_of_test = [_image_hashes([task], open_image) for task in test]
+    shared = set().union(*hashes_of_test) & _image_hashes(train, open_image)
+    return sum(bool(hashes & shared) for hashes in hashes_of_test)
+
+
+def _image_hashes(tasks: Iterable[Task], open_image: OpenImage) -> set[bytes]:
+    return {_pixel_hash(open_image(ref)) for task in tasks for ref in task.images}
+
+
+def _pixel_hash(image: Image) -> bytes:
+    size = f"{image.width}x{image.height}".encode()
+    return hashlib.blake2b(image.tobytes(), digest_size=16, person=size[:16]).digest()

@@ -1,0 +1,178 @@
+"""What a run writes down at every step, and how it measures its own time and memory.
+
+Keys are paths: `reward`, `groups/with_signal`, `seconds/rollout`, `accuracy/dev/count`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from fovea.errors import DataError
+from fovea.types import Metrics
+
+METRICS_FILE = "metrics.jsonl"
+GIB = 2**30
+
+
+class Sink(Protocol):
+    """Where metrics go. A sink is made for a run that goes on after `resume_step` (0: a new run)."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Hands the metrics of each step to every sink."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonlSink:
+    """metrics.jsonl: one JSON object per step, `{"step": 7, "reward": 0.5, ...}`; NaN and infinity are null.
+
+    A resumed run first drops the lines after its checkpoint, so that each step stands there once.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+        path = run_dir / METRICS_FILE
+        kept = [line for line, row in _complete_lines(path) if resume_step and row["step"] <= resume_step]
+        write_atomically(path, "".join(kept).encode())
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert "step" not in metrics, f"`step` is the line's own key, but it is in the metrics of step {step}"
+        row = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Event files that `tensorboard --logdir` reads."""
+
+    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
+        # TensorBoard hides what an earlier run wrote from purge_step on
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(run_dir: Path) -> list[Metrics]:
+    """The steps of metrics.jsonl with `step` among the keys and NaN for null; empty if there is no file."""
+    return [row for _, row in _complete_lines(run_dir / METRICS_FILE)]
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
+    """A last line without its newline was cut short by a crash, or is being written now: it is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                yield line, _parse(line, where=f"{path} line {number}")
+
+
+def _parse(line: str, *, where: str) -> Metrics:
+    try:
+        row = {key: from_json_number(value) for key, value in json.loads(line).items()}
+        return {"step": row.pop("step")} | row
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{where} is {line[:60]!r}, which is no JSON object of numbers with a step; delete that line"
+        ) from error
+
+
+def json_number(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return float(value) if math.isfinite(value) else None
+
+
+def from_json_number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Whoever looks at `path`, even after a crash, sees the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+class Phases:
+    """A stopwatch for the named parts of a step: `with phases("rollout"): ...`.
+
+    A phase that is entered again adds up. CUDA work that was started but not awaited counts for the phase
+    that waits for it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: Metrics = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        key, start = f"seconds/{name}", self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
+
+    def seconds(self) -> Metrics:
+        """`{"seconds/rollout": 0.031, ...}` since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def peak_memory() -> Metrics:
+    """Most memory that this process ever held; on CUDA also that of torch's allocator on the device."""
+    peaks = {"memory/peak_rss_gib": peak_rss_gib()}
+    if torch.cuda.is_available():
+        peaks["memory/peak_cuda_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return peaks
+
+
+def peak_rss_gib() -> float:
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # see getrusage(2) of macOS and Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB

@@ -1,0 +1,93 @@
+"""From messages to token ids and pixels: the only caller of a chat template and of an image processor.
+
+Equal to transformers' own processor token for token and pixel for pixel, without needing torchvision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from PIL.Image import Image
+
+from fovea.errors import DataError
+from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.models.positions import prompt_positions
+from fovea.types import ImageRef, Message, Prompt, PromptImage
+
+OpenImage = Callable[[ImageRef], Image]
+
+
+class Renderer:
+    """Makes prompts for one model."""
+
+    def __init__(
+        self, parts: ModelParts, open_image: OpenImage, *, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> None:
+        self._tokenizer = parts.tokenizer
+        self._template = parts.chat_template
+        self._processor = parts.image_processor
+        self._open_image = open_image
+        self._size = {
+            "shortest_edge": min_pixels or parts.image_processor.size["shortest_edge"],
+            "longest_edge": max_pixels or parts.image_processor.size["longest_edge"],
+        }
+        self._image_pad_id = int(parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Token ids with expanded image pads, pixels, and M-RoPE positions, ending where the assistant begins."""
+        images = [self._process(part) for message in messages for part in message.parts if isinstance(part, ImageRef)]
+        text = self._expand_pads(self.text(messages), images)
+        token_ids_L = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        positions_3L, next_position = prompt_positions(
+            token_ids_L,
+            [image.grid_thw for image in images],
+            image_pad_id=self._image_pad_id,
+            merge_size=self._processor.merge_size,
+        )
+        return Prompt(
+            token_ids_L=token_ids_L, positions_3L=positions_3L, next_position=next_position, images=tuple(images)
+        )
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """What the chat template makes of the messages, one pad per image."""
+        chat = [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
+        text = self._tokenizer.apply_chat_template(
+            chat, chat_template=self._template, tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        return text
+
+    def target(self, text: str) -> tuple[int, ...]:
+        """Token ids of an answer, with the end token."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return (*ids, int(self._tokenizer.eos_token_id))
+
+    def _process(self, ref: ImageRef) -> PromptImage:
+        image = self._open_image(ref)
+        try:
+            out = self._processor(images=[image], size=self._size, return_tensors="np")
+        except ValueError as error:
+            raise DataError(f"{ref.where}: the image processor refuses it ({error}); fix or drop the row") from error
+        pixels_NC = np.ascontiguousarray(out["pixel_values"], dtype=np.float32)
+        time, height, width = (int(n) for n in out["image_grid_thw"][0])
+        key = hashlib.blake2b(pixels_NC.tobytes(), digest_size=16, person=f"{height}x{width}".encode()[:16])
+        return PromptImage(key=key.hexdigest(), pixels_NC=pixels_NC, grid_thw=(time, height, width))
+
+    def _expand_pads(self, text: str, images: Sequence[PromptImage]) -> str:
+        pieces = text.split(IMAGE_PAD)
+        if len(pieces) != len(images) + 1:
+            raise DataError(
+                f"the prompt holds {len(pieces) - 1} image pads for {len(images)} images: its text contains "
+                f"{IMAGE_PAD} itself; remove that from the row"
+            )
+        merged = self._processor.merge_size**2
+        for index, image in enumerate(images):
+            pieces[index] += IMAGE_PAD * (int(np.prod(image.grid_thw)) // merged)
+        return "".join(pieces)
+
+
+def _part(part: str | ImageRef) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}

@@ -1,0 +1,182 @@
+"""The embedded model: transformers' own Qwen-VL classes at a tiny size, with a small tokenizer of Qwen's shape.
+
+Nothing is downloaded: the weights are random, the tokenizer is trained on the texts of the task at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from fovea.config import TinyModel
+from fovea.models.parts import IMAGE_PAD, ModelParts
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    IMAGE_PAD,
+    "<|video_pad|>",
+)
+# Qwen splits digits one by one and keeps a leading space with its word
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+MERGE = 2
+MODEL_CLASS = {
+    "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+}
+
+
+def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int) -> ModelParts:
+    """A tiny Qwen-VL with random weights; equal for equal arguments."""
+    tokenizer = build_tokenizer(corpus, settings.vocabulary_size)
+    return ModelParts(
+        network=build_network(settings, tokenizer, seed),
+        tokenizer=tokenizer,
+        image_processor=build_image_processor(settings),
+        chat_template=CHAT_TEMPLATE,
+        name=f"tiny {settings.family}",
+    )
+
+
+def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on `corpus`: any text can be written, the corpus' own words are short."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size - len(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["user\n", "assistant\n", "system\n", *corpus], trainer)
+    bpe.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_image_processor(settings: TinyModel) -> Qwen2VLImageProcessorPil:
+    """Qwen's own image processor for this patch size; the area limits are those of a small model."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=settings.patch_size_px,
+        merge_size=MERGE,
+        temporal_patch_size=2,
+        size={"shortest_edge": (2 * settings.patch_size_px) ** 2, "longest_edge": 1 << 20},
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
+
+
+def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+    """Random weights of the given spread, from `seed` and without touching torch's global generator."""
+    config_class, model_class = MODEL_CLASS[settings.family]
+    config = config_class(
+        text_config=_text_config(settings, tokenizer),
+        vision_config=_vision_config(settings),
+        tie_word_embeddings=True,
+        **_token_ids(tokenizer),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network: PreTrainedModel = model_class(config)
+    generation = network.generation_config
+    assert generation is not None
+    generation.eos_token_id = tokenizer.eos_token_id
+    generation.pad_token_id = tokenizer.pad_token_id
+    return network.eval()
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    names = {
+        "image_token_id": IMAGE_PAD,
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {key: int(tokenizer.convert_tokens_to_ids(token)) for key, token in names.items()}
+
+
+def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    half = settings.head_dim // 2
+    # the shares of time, height and width are those of the full-size families: 24/20/20 and 16/24/24 of 64
+    interleaved = settings.family == "qwen3_vl"
+    side = half * (20 if interleaved else 24) // 64
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [half - 2 * side, side, side],
+    }
+    if interleaved:
+        rope["mrope_interleaved"] = True
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_kv_heads,
+        "head_dim": settings.head_dim,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope,
+        "initializer_range": settings.init_std,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": True,
+    }
+
+
+def _vision_config(settings: TinyModel) -> dict[str, Any]:
+    shared = {
+        "depth": settings.vision_depth,
+        "num_heads": settings.vision_heads,
+        "patch_size": settings.patch_size_px,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "initializer_range": settings.init_std,
+    }
+    width = settings.vision_hidden_size
+    if settings.family == "qwen2_vl":
+        return shared | {"embed_dim": width, "hidden_size": settings.hidden_size, "mlp_ratio": 2}
+    shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": settings.hidden_size}
+    if settings.family == "qwen2_5_vl":
+        window = 4 * settings.patch_size_px
+        return shared | {"window_size": window, "fullatt_block_indexes": [settings.vision_depth - 1]}
+    side = settings.image_side_px // settings.patch_size_px
+    return shared | {"num_position_embeddings": side * side, "deepstack_visual_indexes": [0]}

@@ -1,0 +1,162 @@
+"""What of a model is trained: the vision tower frozen or not, LoRA adapters or the weights themselves.
+
+LoRA: Hu et al., arXiv 2106.09685, by peft. The adapters live inside the network, whose module names stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fovea.config import Lora, Model
+from fovea.errors import ConfigError, TrainError
+from fovea.models.parts import vision_tower
+
+ADAPTER = "default"
+
+
+def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
+    """Freeze what `model.freeze_vision_tower` and `model.lora` say; add the adapters."""
+    if settings.lora is not None:
+        _add_lora(network, settings.lora, seed)
+    if not settings.trains_vision:
+        vision_tower(network).requires_grad_(False)
+
+
+def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
+    """Adapters on the named linear layers; everything else is frozen."""
+    targets = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.rsplit(".", 1)[-1] in lora.targets
+        and not any(word in name for word in lora.exclude)
+    ]
+    if not targets:
+        raise ConfigError(
+            f"model.lora.targets={list(lora.targets)} with exclude={list(lora.exclude)} matches no linear layer; "
+            "leave model.lora.targets out to adapt all linear layers of the language model"
+        )
+    network.requires_grad_(False)
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, network, adapter_name=ADAPTER)
+
+
+def recompute_activations(network: PreTrainedModel) -> None:
+    """Gradient checkpointing of every layer."""
+    # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
+    enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:
+    """The adapted layers by module name; empty without LoRA."""
+    return {name: module for name, module in network.named_modules() if isinstance(module, LoraLayer)}
+
+
+@contextmanager
+def adapters_off(network: nn.Module) -> Iterator[None]:
+    """The model as it was before LoRA: the reference policy."""
+    layers = list(lora_layers(network).values())
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every parameter, adapters merged in.
+
+    A weight without an adapter is the parameter itself, not a copy. Tied weights come once.
+    """
+    layers = lora_layers(network)
+    for name, parameter in network.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        if any(f"{key}.lora_" in f"{name}." for key in layers):
+            continue
+        owner = module.removesuffix(".base_layer")
+        value = parameter.detach()
+        if owner in layers and leaf == "weight":
+            value = value + layers[owner].get_delta_weight(ADAPTER).detach().to(value.dtype)
+        yield f"{owner}.{leaf}", value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """One row of the table of trainable parameters."""
+
+    part: str
+    trainable: int
+    total: int
+
+
+def count_parameters(network: nn.Module) -> list[ParameterCount]:
+    """Vision tower, language model, head and adapters, then all."""
+    counts: dict[str, list[int]] = {}
+    for name, parameter in network.named_parameters():
+        row = counts.setdefault(_part_of(name), [0, 0])
+        row[0] += parameter.numel() * parameter.requires_grad
+        row[1] += parameter.numel()
+    rows = [ParameterCount(part=part, trainable=n[0], total=n[1]) for part, n in counts.items()]
+    return [
+        *rows,
+        ParameterCount(
+            part="all", trainable=sum(row.trainable for row in rows), total=sum(row.total for row in rows)
+        ),
+    ]
+
+
+def _part_of(name: str) -> str:
+    if ".lora_" in name:
+        return "LoRA adapters"
+    if ".visual." in name:
+        return "vision tower"
+    return "head" if name.startswith("lm_head") else "language model"
+
+
+class FrozenGuard:
+    """Notices when something moves that must not: hashes of every frozen parameter and buffer."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._hashes = dict(_frozen_hashes(network))
+
+    def check(self, network: nn.Module) -> None:
+        """TrainError that names the first parameter that changed."""
+        moved = [name for name, digest in _frozen_hashes(network) if self._hashes.get(name) != digest]
+        if moved:
+            raise TrainError(
+                f"{len(moved)} frozen parameters changed, first {moved[0]}; a frozen part must not move: "
+                "this is a bug, please report it with the run's config.yaml"
+            )
+
+
+def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            yield name, tensor_hash(parameter)
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Hash of the bytes of a tensor of any type."""
+    flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=16).hexdigest()
+
+
+def trainable_parameters(network: nn.Module) -> Mapping[str, nn.Parameter]:
+    """By name, in the order of the network."""
+    return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}

@@ -1,0 +1,128 @@
+"""Rows in their order, as prompts: rendered when first used, kept while memory allows, bad rows counted."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from fovea.data.order import Order
+from fovea.environments.base import Environment
+from fovea.errors import DataError
+from fovea.types import Message, Prompt, Task
+
+MAX_BAD_IN_A_ROW = 1000
+
+
+class RendersPrompts(Protocol):
+    """`models.render.Renderer`, or a stand-in."""
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptedTask:
+    """A row and what the model reads of it."""
+
+    task: Task
+    prompt: Prompt
+
+
+class PromptSource:
+    """Prompts of one split."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        environment: Environment,
+        renderer: RendersPrompts,
+        *,
+        max_prompt_tokens: int,
+        on_bad_row: Literal["error", "skip"],
+        cache_gib: float,
+        bad_rows_file: Path | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self._environment = environment
+        self._renderer = renderer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._on_bad_row = on_bad_row
+        self._cache = _PromptCache(int(cache_gib * 2**30))
+        self._bad_rows_file = bad_rows_file
+        self.bad_rows: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def take(self, order: Order, n: int) -> list[PromptedTask]:
+        """The next n usable rows of an order."""
+        taken: list[PromptedTask] = []
+        bad_in_a_row = 0
+        while len(taken) < n:
+            for index in order.take(n - len(taken)):
+                prompted = self.get(index)
+                bad_in_a_row = 0 if prompted else bad_in_a_row + 1
+                taken += [prompted] if prompted else []
+            if bad_in_a_row > MAX_BAD_IN_A_ROW:
+                raise DataError(
+                    f"{bad_in_a_row} bad rows in a row, the last one: {next(reversed(self.bad_rows.values()))}; "
+                    "set data.on_bad_row=error to stop at the first"
+                )
+        return taken
+
+    def get(self, index: int) -> PromptedTask | None:
+        """One row; None when it is bad and data.on_bad_row is skip."""
+        cached = self._cache.get(index)
+        if cached is None and index not in self.bad_rows:
+            try:
+                cached = self._render(self.tasks[index])
+            except DataError as error:
+                self._note_bad_row(index, error)
+            else:
+                self._cache.put(index, cached)
+        return cached
+
+    def _render(self, task: Task) -> PromptedTask:
+        prompt = self._renderer.prompt(self._environment.prompt(task))
+        if prompt.num_tokens > self._max_prompt_tokens:
+            raise DataError(
+                f"{task.id}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="
+                f"{self._max_prompt_tokens}; raise that, or lower model.max_pixels"
+            )
+        return PromptedTask(task=task, prompt=prompt)
+
+    def _note_bad_row(self, index: int, error: DataError) -> None:
+        if self._on_bad_row == "error":
+            raise error
+        self.bad_rows[index] = str(error)
+        if self._bad_rows_file is not None:
+            with self._bad_rows_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"row": index, "reason": str(error)}) + "\n")
+
+
+class _PromptCache:
+    """Prompts by row, bounded by the bytes of their pixels; the least recently used leave first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._prompts: OrderedDict[int, PromptedTask] = OrderedDict()
+
+    def get(self, index: int) -> PromptedTask | None:
+        if index in self._prompts:
+            self._prompts.move_to_end(index)
+        return self._prompts.get(index)
+
+    def put(self, index: int, prompted: PromptedTask) -> None:
+        self._prompts[index] = prompted
+        self._bytes += _num_bytes(prompted)
+        while self._bytes > self._max_bytes:
+            self._bytes -= _num_bytes(self._prompts.popitem(last=False)[1])
+
+
+def _num_bytes(prompted: PromptedTask) -> int:
+    prompt = prompted.prompt
+    return 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.pixels_NC.nbytes for image in prompt.images)

@@ -1,0 +1,236 @@
+"""report.html: one file that shows what a run did, made from the run folder alone.
+
+Prompts, answers and truths were written by a model or come from a data set: all text is escaped by Jinja, and
+a Content-Security-Policy forbids scripts and every outside request, should an escape ever be missed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fovea.metrics import read_metrics, write_atomically
+from fovea.report.curve import CURVE_FILE, draw_curve
+from fovea.report.samples import SampleRecord, read_samples, sample_steps
+from fovea.summary import SUMMARY_FILE, SummaryJson, format_interval, read_summary, wilson_interval
+from fovea.types import Metrics
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.yaml"
+SMALL_IMAGE_PX = 128
+"""Smaller images are enlarged without blur."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number with its name, as text."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeRow:
+    """The accuracies of one question type; fractions in 0..1."""
+
+    name: str
+    warmup: float | None
+    final: float
+    n: int
+    interval: tuple[float, float]
+
+    @property
+    def final_text(self) -> str:
+        return f"{_percent(self.final)} {format_interval(self.interval)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseRow:
+    """The time that a phase took over all steps."""
+
+    name: str
+    seconds: float
+    mean_ms: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleStep:
+    """The records of one step; `when` is early, middle or late."""
+
+    when: str
+    step: int
+    records: tuple[SampleRecord, ...]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes reward_curve.png and report.html from what the run folder holds so far."""
+    metrics = read_metrics(run_dir)
+    if metrics:
+        draw_curve(metrics, run_dir / CURVE_FILE)
+    page = _environment().get_template("report.html.j2").render(_content(run_dir, metrics))
+    path = run_dir / REPORT_FILE
+    # a data set's text may hold half a surrogate pair, which no encoding can write
+    write_atomically(path, page.encode("utf-8", errors="replace"))
+    return path
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("fovea", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "png_uri": _png_uri,
+        "is_small": _is_small,
+        "number": _number,
+        "percent": _percent,
+        "csp_hash": _csp_hash,
+    }
+    return environment
+
+
+def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
+    summary_path, config_path = run_dir / SUMMARY_FILE, run_dir / CONFIG_FILE
+    summary = read_summary(summary_path) if summary_path.exists() else None
+    return {
+        "name": run_dir.resolve().name,
+        "summary": summary,
+        "figures": _headline(summary, metrics),
+        "types": _type_rows(summary) if summary else [],
+        "last_step": int(metrics[-1]["step"]) if metrics else 0,
+        "curve": (run_dir / CURVE_FILE).read_bytes() if metrics else None,
+        "phases": _phase_rows(metrics),
+        "machine": _machine_figures(metrics),
+        "samples": _sample_steps(run_dir),
+        "config": config_path.read_text(encoding="utf-8") if config_path.exists() else None,
+    }
+
+
+def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[Figure]:
+    if summary is None:
+        return _reward_figures(metrics)
+    accuracy, n = summary["accuracy"], sum(row["n"] for row in summary["by_type"].values())
+    before = "before warm-up" if accuracy["warmup"] is not None else "before RL"
+    stages = {before: accuracy["before"], "after warm-up": accuracy["warmup"], "after RL": accuracy["final"]}
+    return [
+        Figure(
+            label=label,
+            value=f"{_percent(value)} %",
+            note=f"95 % interval {format_interval(wilson_interval(value, n))}",
+        )
+        for label, value in stages.items()
+        if value is not None
+    ]
+
+
+def _reward_figures(metrics: Sequence[Metrics]) -> list[Figure]:
+    rewards = _values(metrics, "reward")
+    if not rewards:
+        return []
+    tenth = math.ceil(len(rewards) / 10)
+    note = f"mean of {tenth} step{'s' if tenth > 1 else ''}"
+    return [
+        Figure(label="reward at the start", value=f"{fmean(rewards[:tenth]):.3f}", note=note),
+        Figure(label="reward now", value=f"{fmean(rewards[-tenth:]):.3f}", note=note),
+    ]
+
+
+def _type_rows(summary: SummaryJson) -> list[TypeRow]:
+    rows = [_type_row(name, **figures) for name, figures in summary["by_type"].items()]
+    if [row.name for row in rows] != ["all"]:
+        accuracy, n = summary["accuracy"], sum(row.n for row in rows)
+        rows.append(_type_row("all", warmup=accuracy["warmup"], final=accuracy["final"], n=n))
+    return rows
+
+
+def _type_row(name: str, *, warmup: float | None, final: float, n: int) -> TypeRow:
+    return TypeRow(name=name, warmup=warmup, final=final, n=n, interval=wilson_interval(final, n))
+
+
+def _phase_rows(metrics: Sequence[Metrics]) -> list[PhaseRow]:
+    """Longest first; what `seconds/step` holds beyond the named phases is "other"."""
+    totals: Metrics = {}
+    for row in metrics:
+        for key, value in row.items():
+            if key.startswith("seconds/") and math.isfinite(value):
+                totals[key.removeprefix("seconds/")] = totals.get(key.removeprefix("seconds/"), 0.0) + value
+    step = totals.pop("step", 0.0)
+    named = sum(totals.values())
+    if step > named:
+        totals["other"] = step - named
+    whole = max(step, named)
+    return [
+        PhaseRow(name=name, seconds=s, mean_ms=1000 * s / len(metrics), share=s / whole if whole else 0.0)
+        for name, s in sorted(totals.items(), key=lambda pair: -pair[1])
+    ]
+
+
+def _machine_figures(metrics: Sequence[Metrics]) -> list[Figure]:
+    """Peaks of memory and the means of the last tenth of the steps."""
+    figures = []
+    for key, label in {
+        "memory/peak_rss_gib": "peak memory",
+        "memory/peak_cuda_gib": "peak on the GPU",
+    }.items():
+        if values := _values(metrics, key):
+            figures.append(Figure(label=label, value=f"{max(values):.2f} GiB"))
+    late = metrics[-math.ceil(len(metrics) / 10) :] if metrics else []
+    for key, label in {
+        "tokens_per_second": "tokens/s",
+        "response_tokens_mean": "tokens of an answer",
+    }.items():
+        if values := _values(late, key):
+            figures.append(
+                Figure(label=label, value=_count(fmean(values)), note="in the last tenth of steps")
+            )
+    return figures
+
+
+def _sample_steps(run_dir: Path) -> list[SampleStep]:
+    steps = sample_steps(run_dir)
+    if not steps:
+        return []
+    when = {steps[len(steps) // 2]: "middle", steps[-1]: "late", steps[0]: "early"}
+    records = read_samples(run_dir, when)
+    return [SampleStep(when=when[step], step=step, records=records[step]) for step in sorted(when)]
+
+
+def _values(metrics: Sequence[Mapping[str, float]], key: str) -> list[float]:
+    return [row[key] for row in metrics if math.isfinite(row.get(key, math.nan))]
+
+
+def _png_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _is_small(png: bytes) -> bool:
+    """By the width in the PNG header."""
+    return int.from_bytes(png[16:20]) < SMALL_IMAGE_PX
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "not finite"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}"
+
+
+def _csp_hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,160 @@
+"""What the terminal shows while a run goes on: a live display, or plain lines where output is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 5.0
+LINES_PER_RUN = 10
+"""Plain lines come every LINE_EVERY_S, and at least this often in a run that is faster."""
+SMOOTHING = 0.1
+"""Weight of the newest step in the moving average of step seconds."""
+
+
+class Progress:
+    """`with Progress(...) as progress: progress.stage("making the model"); progress.step(1, metrics)`.
+
+    With `enabled=False` nothing at all is printed, not even by `print`.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        enabled: bool,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = Console(quiet=True) if not enabled else console or Console()
+        self._total_steps = total_steps
+        self._step = start_step
+        self._stage: Spinner | None = None
+        self._figures: dict[str, str] = {}
+        self._step_seconds: float | None = None
+        self._lines = _PlainLines(self._console, clock, total_steps)
+        self._live: Live | None = None
+        if enabled and self._console.is_interactive:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+
+    def stage(self, text: str) -> None:
+        """What is being done before, between or after the steps: "warm-up 125/800  loss 0.41"."""
+        self._stage = Spinner("dots", Text(text))
+        if not self._live:
+            self._lines.stage(text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step was taken; its number and its metrics."""
+        self._step, self._stage = step, None
+        self._figures = self._figures | _figures(metrics)
+        self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
+        if not self._live:
+            self._lines.step(step, f"step {self._count()}  {self._figures_line()}  {self._time_left()}")
+
+    def print(self, renderable: RenderableType) -> None:
+        """Prints above the live display; a string as it is, without rich's markup or line breaks."""
+        if isinstance(renderable, str):
+            self._console.print(Text(renderable), soft_wrap=True)
+        else:
+            self._console.print(renderable)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stage = None
+        if self._live:
+            self._live.stop()
+
+    def _render(self) -> RenderableType:
+        lines: list[RenderableType] = []
+        if self._figures:
+            lines += [self._bar(), Text(self._figures_line(), style="dim")]
+        if self._stage:
+            lines.append(self._stage)
+        return Group(*lines)
+
+    def _bar(self) -> RenderableType:
+        row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        row.add_column()
+        row.add_column(ratio=1)
+        row.add_column(justify="right")
+        bar = ProgressBar(total=self._total_steps, completed=self._step, complete_style="cyan")
+        row.add_row(f"step {self._count()}", bar, self._time_left())
+        return row
+
+    def _count(self) -> str:
+        return f"{self._step:,}/{self._total_steps:,}"
+
+    def _figures_line(self) -> str:
+        return "  ".join(self._figures.values())
+
+    def _time_left(self) -> str:
+        if self._step_seconds is None:
+            return ""
+        return f"{_duration(self._step_seconds * (self._total_steps - self._step))} left"
+
+
+class _PlainLines:
+    """Decides which of many stages and steps get a line."""
+
+    def __init__(self, console: Console, clock: Callable[[], float], total_steps: int) -> None:
+        self._console = console
+        self._clock = clock
+        self._total_steps = total_steps
+        self._last_s: float | None = None
+        self._last_word = ""
+        self._next_step = 0
+
+    def stage(self, text: str) -> None:
+        word = text.split(maxsplit=1)[0] if text else ""
+        if word != self._last_word or self._is_late():
+            self._print(text)
+        self._last_word = word
+
+    def step(self, step: int, text: str) -> None:
+        if step >= min(self._next_step, self._total_steps) or self._is_late():
+            self._next_step = step + max(1, self._total_steps // LINES_PER_RUN)
+            self._print(text)
+
+    def _is_late(self) -> bool:
+        return self._last_s is None or self._clock() - self._last_s >= LINE_EVERY_S
+
+    def _print(self, text: str) -> None:
+        self._last_s = self._clock()
+        self._console.print(Text(text.rstrip()), soft_wrap=True)
+
+
+def _figures(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The figures to show, by key; one that a step lacks keeps its last value."""
+    formats: dict[str, Callable[[float], str]] = {
+        "reward": lambda value: f"reward {value:.3f}",
+        "accuracy": lambda value: f"accuracy {value:.3f}",
+        "accuracy/dev": lambda value: f"dev {value:.3f}",
+        "response_tokens_mean": lambda value: f"length {value:.1f}",
+        "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+    }
+    return {key: show(metrics[key]) for key, show in formats.items() if key in metrics}
+
+
+def _smooth(average: float | None, value: float | None) -> float | None:
+    if average is None or value is None:
+        return value if average is None else average
+    return average + SMOOTHING * (value - average)
+
+
+def _duration(seconds: float) -> str:
+    """2:05 or 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

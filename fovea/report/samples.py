@@ -1,0 +1,149 @@
+"""Prompts, images and sampled answers of some steps, kept in the run folder for the report.
+
+samples/step-000050.jsonl has one record per line; samples/images/<hash>.png has each image once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from fovea.errors import DataError
+from fovea.metrics import from_json_number, json_number, write_atomically
+from fovea.types import FinishReason
+
+MAX_SIDE_PX = 768
+"""Larger images are kept at this size: they are for looking at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAnswer:
+    """One completion and what the environment said of it."""
+
+    text: str
+    reward: float
+    accuracy: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    finish: FinishReason = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """One task with some of its sampled answers."""
+
+    prompt: str
+    truth: str
+    kind: str
+    images: tuple[bytes, ...] = ()
+    """PNG files, see `png_bytes`."""
+    answers: tuple[SampledAnswer, ...]
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """The image as a PNG file, scaled down to MAX_SIDE_PX if it is larger."""
+    small = image.convert("RGB")
+    small.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX))
+    buffer = io.BytesIO()
+    small.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> None:
+    """A step that is written again, as after a resume, replaces what was there."""
+    lines = []
+    for record in records:
+        names = [_write_image(run_dir, image) for image in record.images]
+        lines.append(json.dumps(_to_json(record, names), allow_nan=False) + "\n")
+    write_atomically(_folder(run_dir) / f"step-{step:06d}.jsonl", "".join(lines).encode())
+
+
+def sample_steps(run_dir: Path) -> list[int]:
+    """The steps of which samples were kept, in order."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in _folder(run_dir).glob("step-*.jsonl"))
+
+
+def read_samples(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, tuple[SampleRecord, ...]]:
+    """The records by step, in order; of all steps, or of those asked for."""
+    chosen = sample_steps(run_dir) if steps is None else sorted(steps)
+    return {step: _read_step(run_dir, step) for step in chosen}
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "samples"
+
+
+def _image_path(run_dir: Path, name: str) -> Path:
+    return _folder(run_dir) / "images" / f"{name}.png"
+
+
+def _write_image(run_dir: Path, png: bytes) -> str:
+    name = hashlib.sha256(png).hexdigest()[:16]
+    path = _image_path(run_dir, name)
+    if not path.exists():
+        write_atomically(path, png)
+    return name
+
+
+def _to_json(record: SampleRecord, image_names: Sequence[str]) -> dict[str, object]:
+    answers = [
+        {
+            "text": answer.text,
+            "reward": json_number(answer.reward),
+            "accuracy": json_number(answer.accuracy),
+            "parts": {name: json_number(value) for name, value in answer.parts.items()},
+            "finish": answer.finish,
+        }
+        for answer in record.answers
+    ]
+    return {
+        "kind": record.kind,
+        "prompt": record.prompt,
+        "truth": record.truth,
+        "images": list(image_names),
+        "answers": answers,
+    }
+
+
+def _read_step(run_dir: Path, step: int) -> tuple[SampleRecord, ...]:
+    path = _folder(run_dir) / f"step-{step:06d}.jsonl"
+    try:
+        # split at "\n" only: str.splitlines would also cut inside a text with a line separator
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        return tuple(_from_json(run_dir, row) for row in rows)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} holds no sample records ({error!r}); delete that file") from error
+
+
+def _from_json(run_dir: Path, row: Mapping[str, Any]) -> SampleRecord:
+    return SampleRecord(
+        kind=str(row["kind"]),
+        prompt=str(row["prompt"]),
+        truth=str(row["truth"]),
+        images=tuple(_read_image(run_dir, name) for name in row["images"]),
+        answers=tuple(_answer_from_json(answer) for answer in row["answers"]),
+    )
+
+
+def _answer_from_json(row: Mapping[str, Any]) -> SampledAnswer:
+    return SampledAnswer(
+        text=str(row["text"]),
+        reward=from_json_number(row["reward"]),
+        accuracy=from_json_number(row["accuracy"]),
+        parts={name: from_json_number(value) for name, value in row["parts"].items()},
+        finish="stop" if row["finish"] == "stop" else "length",
+    )
+
+
+def _read_image(run_dir: Path, name: str) -> bytes:
+    # a run folder may come from someone else: a name must not lead out of it
+    if not re.fullmatch(r"[0-9a-f]{16}", name):
+        raise ValueError(f"image name {name!r}")
+    return _image_path(run_dir, name).read_bytes()

@@ -1,0 +1,51 @@
+"""A run, ready to go: everything that the loop needs, behind protocols. Made by `fovea.build`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fovea.checkpoint import Checkpoint, Checkpoints
+from fovea.config import Config
+from fovea.data.order import Order
+from fovea.environments.base import Environment
+from fovea.evaluate import Evaluator, OpenImage
+from fovea.metrics import MetricsLog, Phases
+from fovea.prompts import PromptSource
+from fovea.report.progress import Progress
+from fovea.rollout.base import Engine
+from fovea.train.base import Policy
+from fovea.warmup import Warmup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Prompts of every split; the controls are the test questions with wrong images."""
+
+    train: PromptSource
+    dev: PromptSource
+    test: PromptSource
+    shuffled: PromptSource | None
+    blank: PromptSource | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What `fovea.loop.train` works with."""
+
+    config: Config
+    folder: Path
+    environment: Environment
+    sources: Sources
+    order: Order
+    engine: Engine
+    policy: Policy
+    warmup: Warmup | None
+    open_image: OpenImage
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    resumed: Checkpoint | None
+    """Where the run goes on; None: at the start."""
+    metrics: MetricsLog
+    phases: Phases
+    progress: Progress

@@ -1,0 +1,207 @@
+"""What happens around the steps: how a run begins, what it writes down after each, how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from fovea.errors import TrainError
+from fovea.evaluate import count_shared_images
+from fovea.metrics import peak_memory
+from fovea.prompts import PromptSource
+from fovea.report.html import write_report
+from fovea.report.samples import SampledAnswer, SampleRecord, png_bytes, write_samples
+from fovea.run import Run
+from fovea.summary import SUMMARY_FILE, Summary, summary_table, write_summary
+from fovea.types import Evaluation, Group, Metrics
+from fovea.warmup import warm_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a run is; part of every checkpoint."""
+
+    step: int = 0
+    """RL steps taken."""
+    before: Evaluation | None = None
+    after_warmup: Evaluation | None = None
+    warmup_seconds: float = 0.0
+    rl_seconds: float = 0.0
+    started: float = field(default_factory=perf_counter)
+    earlier_seconds: float = 0.0
+    """Of the processes that the run has had before this one."""
+
+    @property
+    def total_seconds(self) -> float:
+        return self.earlier_seconds + perf_counter() - self.started
+
+
+def begin(run: Run) -> Standing:
+    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again."""
+    if run.resumed is not None:
+        run.policy.load(run.resumed.folder)
+        run.order.restore(run.resumed.state["order"])
+        standing = _standing_from_json(run.resumed.step, run.resumed.state["standing"])
+        run.progress.print(f"resumed at step {standing.step} from {run.resumed.folder}")
+        run.engine.load_weights(run.policy.weights(), version=standing.step)
+        return standing
+    run.engine.load_weights(run.policy.weights(), version=0)
+    run.progress.stage("reading held-out accuracy before training")
+    standing = Standing(before=evaluate_test(run, run.sources.test))
+    if run.warmup is not None:
+        standing = _warmed_up(run, standing)
+    save_checkpoint(run, standing)
+    return standing
+
+
+def _warmed_up(run: Run, standing: Standing) -> Standing:
+    assert run.warmup is not None
+    started = perf_counter()
+    warm_up(run.warmup, lambda: _read_dev_of_warmup(run), run.progress.stage)
+    seconds = perf_counter() - started
+    run.engine.load_weights(run.policy.weights(), version=0)
+    run.progress.stage("reading held-out accuracy after the warm-up")
+    return replace(standing, after_warmup=evaluate_test(run, run.sources.test), warmup_seconds=seconds)
+
+
+def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metrics) -> Standing:
+    """Metrics, samples, dev readings and checkpoints of the step just taken."""
+    seconds = run.phases.seconds()
+    standing = replace(standing, step=standing.step + 1, rl_seconds=standing.rl_seconds + seconds["seconds/step"])
+    step, settings = standing.step, run.config
+    tokens = sum(len(episode.completion.token_ids_T) for group in groups for episode in group.episodes)
+    metrics = metrics | seconds | {"tokens_per_second": tokens / seconds["seconds/step"]} | peak_memory()
+    metrics["data/rows_skipped"] = float(len(run.sources.train.bad_rows))
+    if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
+        metrics |= _dev_metrics(read_dev(run))
+    run.metrics.write(step, metrics)
+    run.progress.step(step, metrics)
+    if step % settings.log.samples_every_steps == 0 or step == 1:
+        write_samples(run.folder, step, _sample_records(run, groups))
+    if settings.checkpoint.every_steps and step % settings.checkpoint.every_steps == 0:
+        save_checkpoint(run, standing)
+    return standing
+
+
+def finish(run: Run, standing: Standing) -> Summary:
+    """Final evaluation with its controls; checkpoint, summary.json, report.html and the table."""
+    save_checkpoint(run, standing)
+    run.progress.stage("reading held-out accuracy after RL")
+    sources = run.sources
+    final = evaluate_test(run, sources.test)
+    shuffled = evaluate_test(run, sources.shuffled) if sources.shuffled else None
+    blank = evaluate_test(run, sources.blank) if sources.blank else None
+    run.progress.stage("looking for test images in the training split")
+    duplicates = _count_shared(run)
+    summary = Summary(
+        before=standing.before,
+        warmup=standing.after_warmup,
+        final=final,
+        shuffled_images=shuffled,
+        blank_images=blank,
+        duplicates_across_splits=duplicates,
+        warmup_seconds=standing.warmup_seconds,
+        rl_seconds=standing.rl_seconds,
+        total_seconds=standing.total_seconds,
+        steps=standing.step,
+        seed=run.config.seed,
+    )
+    write_summary(run.folder / SUMMARY_FILE, summary)
+    report = write_report(run.folder)
+    run.progress.print(summary_table(summary))
+    run.progress.print(f"report: {report}")
+    return summary
+
+
+def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
+    return run.evaluator.evaluate(source, run.config.evaluate.test_size)
+
+
+def read_dev(run: Run) -> Evaluation:
+    """Dev accuracy of the weights that the engine holds."""
+    return run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size)
+
+
+def _read_dev_of_warmup(run: Run) -> Evaluation:
+    run.engine.load_weights(run.policy.weights(), version=0)
+    return read_dev(run)
+
+
+def save_checkpoint(run: Run, standing: Standing) -> None:
+    """Everything that `begin` needs to go on as if never stopped."""
+    state = {"order": run.order.state(), "standing": _standing_to_json(standing)}
+    run.checkpoints.save(standing.step, run.policy, state)
+
+
+def _standing_to_json(standing: Standing) -> dict[str, Any]:
+    return {
+        "before": _evaluation_to_json(standing.before),
+        "after_warmup": _evaluation_to_json(standing.after_warmup),
+        "warmup_seconds": standing.warmup_seconds,
+        "rl_seconds": standing.rl_seconds,
+        "total_seconds": standing.total_seconds,
+    }
+
+
+def _standing_from_json(step: int, saved: Mapping[str, Any]) -> Standing:
+    return Standing(
+        step=step,
+        before=_evaluation_from_json(saved["before"]),
+        after_warmup=_evaluation_from_json(saved["after_warmup"]),
+        warmup_seconds=saved["warmup_seconds"],
+        rl_seconds=saved["rl_seconds"],
+        earlier_seconds=saved["total_seconds"],
+    )
+
+
+def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, tuple[float, ...]] | None:
+    return dict(evaluation.accuracies) if evaluation else None
+
+
+def _evaluation_from_json(saved: Mapping[str, Sequence[float]] | None) -> Evaluation | None:
+    return Evaluation(accuracies={kind: tuple(values) for kind, values in saved.items()}) if saved else None
+
+
+def _dev_metrics(dev: Evaluation) -> Metrics:
+    by_kind = {f"accuracy/dev/{kind}": sum(x) / len(x) for kind, x in dev.accuracies.items()}
+    return {"accuracy/dev": dev.accuracy} | (by_kind if len(by_kind) > 1 else {})
+
+
+def _count_shared(run: Run) -> int | None:
+    """Test rows whose image is in the training split; TrainError when the config forbids any."""
+    if run.config.evaluate.shared_images == "ignore":
+        return None
+    shared = count_shared_images(run.sources.test.tasks, run.sources.train.tasks, run.open_image)
+    if shared and run.config.evaluate.shared_images == "forbid":
+        raise TrainError(
+            f"{shared} held-out images are also in the training split, so that the accuracy is not held-out; "
+            "split the rows by image, or set evaluate.shared_images=count"
+        )
+    return shared
+
+
+def _sample_records(run: Run, groups: Sequence[Group]) -> list[SampleRecord]:
+    settings = run.config.log
+    return [_sample_record(run, group, settings.samples_answers) for group in groups[: settings.samples_prompts]]
+
+
+def _sample_record(run: Run, group: Group, num_answers: int) -> SampleRecord:
+    task = group.episodes[0].task
+    return SampleRecord(
+        prompt=task.question,
+        truth=task.answer,
+        kind=task.kind,
+        images=tuple(png_bytes(run.open_image(ref)) for ref in task.images),
+        answers=tuple(
+            SampledAnswer(
+                text=episode.completion.text,
+                reward=episode.score.reward,
+                accuracy=episode.score.accuracy,
+                parts=episode.score.parts,
+                finish=episode.completion.finish,
+            )
+            for episode in group.episodes[:num_answers]
+        ),
+    )

@@ -1,0 +1,223 @@
+"""The figures of a finished run: accuracies before and after, what the text alone gives, the time it took."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from fovea.errors import DataError
+from fovea.metrics import write_atomically
+from fovea.types import Evaluation
+
+SUMMARY_FILE = "summary.json"
+Z_95 = 1.959964
+"""97.5 % point of the standard normal distribution."""
+
+
+class StageAccuracy(TypedDict):
+    before: float | None
+    warmup: float | None
+    final: float
+
+
+class TypeAccuracy(TypedDict):
+    warmup: float | None
+    final: float
+    n: int
+
+
+class StageSeconds(TypedDict):
+    warmup: float
+    rl: float
+    total: float
+
+
+class SummaryJson(TypedDict):
+    """summary.json. Accuracies are in 0..1; null where a stage did not run."""
+
+    accuracy: StageAccuracy
+    by_type: dict[str, TypeAccuracy]
+    shuffled_images: float | None
+    blank_images: float | None
+    duplicates_across_splits: int | None
+    seconds: StageSeconds
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """All evaluations are greedy and on the same held-out rows."""
+
+    before: Evaluation | None
+    """Of the model as it was made or loaded."""
+    warmup: Evaluation | None
+    """After the supervised warm-up."""
+    final: Evaluation
+    """After RL."""
+    shuffled_images: Evaluation | None
+    """After RL, every question asked with another question's image."""
+    blank_images: Evaluation | None
+    """After RL, every question asked with a blank image."""
+    duplicates_across_splits: int | None
+    """Test images that are also in the training split; None: not counted."""
+    warmup_seconds: float
+    rl_seconds: float
+    total_seconds: float
+    steps: int
+    seed: int
+
+    def to_json(self) -> SummaryJson:
+        return {
+            "accuracy": {
+                "before": _accuracy(self.before),
+                "warmup": _accuracy(self.warmup),
+                "final": self.final.accuracy,
+            },
+            "by_type": {kind: self._by_type(kind) for kind in self.final.accuracies},
+            "shuffled_images": _accuracy(self.shuffled_images),
+            "blank_images": _accuracy(self.blank_images),
+            "duplicates_across_splits": self.duplicates_across_splits,
+            "seconds": {"warmup": self.warmup_seconds, "rl": self.rl_seconds, "total": self.total_seconds},
+            "steps": self.steps,
+            "seed": self.seed,
+        }
+
+    def _by_type(self, kind: str) -> TypeAccuracy:
+        values = self.final.accuracies[kind]
+        warmup = self.warmup.accuracies.get(kind) if self.warmup else None
+        return {"warmup": _mean(warmup) if warmup else None, "final": _mean(values), "n": len(values)}
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    write_atomically(path, (json.dumps(summary.to_json(), indent=2) + "\n").encode())
+
+
+def read_summary(path: Path) -> SummaryJson:
+    try:
+        return TypeAdapter(SummaryJson).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(
+            f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; delete the file, "
+            "and the report will do without it"
+        ) from error
+
+
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the mean of independent values in 0..1; (0, 1) if too few to say.
+
+    Values that are all 0 or 1: `wilson_interval`. Others: mean +- z s / sqrt(n) with the sample deviation s
+    (of n - 1), the interval of the central limit theorem (NIST/SEMATECH e-Handbook of Statistical Methods,
+    1.3.5.2, with z for t), cut to 0..1.
+    """
+    n, mean = len(values), _mean(values)
+    if all(value in (0, 1) for value in values):
+        return wilson_interval(mean, n)
+    if n < 2:
+        return 0.0, 1.0
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    half = Z_95 * math.sqrt(variance / n)
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
+    """95 % score interval of a fraction of n trials; (0, 1) for n = 0.
+
+    Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927) 209-212;
+    advised for every n by Brown, Cai and DasGupta, Statistical Science 16 (2001) 101-133. For the mean of
+    values between 0 and 1 it is too wide rather than too narrow, as their variance is at most p (1 - p).
+    """
+    if n == 0:
+        return 0.0, 1.0
+    z2 = Z_95**2
+    centre = (fraction + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(fraction * (1 - fraction) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def format_interval(interval: tuple[float, float]) -> str:
+    """In percent: `[94, 97]`."""
+    low, high = interval
+    return f"[{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def summary_table(summary: Summary) -> Table:
+    """Accuracies in percent with 95 % intervals, by question type and stage, and the image controls."""
+    stages = _stages(summary)
+    table = Table(
+        title="Accuracy on held-out images in %, with 95 % intervals",
+        title_justify="left",
+        caption=_caption(summary) or None,
+        caption_justify="left",
+    )
+    table.add_column("question type")
+    for header in (*stages, "n"):
+        table.add_column(header, justify="right")
+    for kind in summary.final.accuracies:
+        _add_row(table, kind, [_values(evaluation, kind) for evaluation in stages.values()])
+    if set(summary.final.accuracies) != {"all"}:
+        table.add_section()
+        _add_row(table, "all", [_values(evaluation) for evaluation in stages.values()])
+    _add_controls(table, summary, num_stages=len(stages))
+    return table
+
+
+def _stages(summary: Summary) -> dict[str, Evaluation]:
+    before = "before warm-up" if summary.warmup else "before RL"
+    stages = {before: summary.before, "after warm-up": summary.warmup, "after RL": summary.final}
+    return {header: evaluation for header, evaluation in stages.items() if evaluation}
+
+
+def _add_controls(table: Table, summary: Summary, *, num_stages: int) -> None:
+    table.add_section()
+    empty: list[Sequence[float]] = [()] * (num_stages - 1)
+    controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
+    for name, evaluation in controls.items():
+        if evaluation:
+            _add_row(table, name, [*empty, _values(evaluation)])
+
+
+def _add_row(table: Table, name: str, stages: Sequence[Sequence[float]]) -> None:
+    table.add_row(Text(name), *map(_cell, stages), str(len(stages[-1])))
+
+
+def _cell(values: Sequence[float]) -> Text:
+    if not values:
+        return Text("")
+    interval = format_interval(confidence_interval(values))
+    return Text.assemble((f"{100 * _mean(values):.1f}", "bold"), (f" {interval}", "dim"))
+
+
+def _caption(summary: Summary) -> str:
+    sentences = []
+    if summary.shuffled_images or summary.blank_images:
+        sentences.append(
+            "Shuffled: each question with another question's image; blank: with an empty one. "
+            "Both show what the trained model gets from the text alone."
+        )
+    if summary.duplicates_across_splits is not None:
+        sentences.append(f"Test images found in the training split: {summary.duplicates_across_splits}.")
+    return " ".join(sentences)
+
+
+def _values(evaluation: Evaluation, kind: str | None = None) -> Sequence[float]:
+    if kind is not None:
+        return evaluation.accuracies.get(kind, ())
+    return [value for values in evaluation.accuracies.values() for value in values]
+
+
+def _accuracy(evaluation: Evaluation | None) -> float | None:
+    return evaluation.accuracy if evaluation else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)

@@ -1,0 +1,41 @@
+"""What a policy writes into a checkpoint, and how it is read back: safetensors, and torch files read as data only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fovea.errors import TrainError
+
+WEIGHTS, OPTIMIZER, POLICY = "trainable.safetensors", "optimizer.pt", "policy.json"
+
+
+def save_state(
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: int
+) -> None:
+    """Three files in an existing folder."""
+    save_file({name: x.detach().contiguous() for name, x in parameters.items()}, folder / WEIGHTS)
+    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
+    (folder / POLICY).write_text(json.dumps({"steps": steps}))
+
+
+def load_state(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Fill parameters and optimizer in place; returns the steps taken. TrainError when the model is another one."""
+    saved = load_file(folder / WEIGHTS)
+    if {name: x.shape for name, x in saved.items()} != {name: x.shape for name, x in parameters.items()}:
+        different = sorted(set(saved) ^ set(parameters)) or ["(same names, other sizes)"]
+        raise TrainError(
+            f"{folder} was saved by a model with other trainable parameters ({different[0]} ...); resume with the "
+            "config.yaml of its run folder, or start a new run_dir"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+    optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
+    steps: int = json.loads((folder / POLICY).read_text())["steps"]
+    return steps

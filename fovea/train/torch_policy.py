@@ -1,0 +1,164 @@
+"""A policy on torch: packed shared-prefix passes, gradients summed over micro-batches, AdamW.
+
+The model is entered through its root's `forward` only and every sum is divided by a count of the whole batch, so
+that sharding the module over a mesh changes neither this class nor the gradient.
+
+Axes: `A` actions of a micro-batch, `T` tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fovea.config import Algorithm, Train
+from fovea.errors import TrainError
+from fovea.models.trainable import FrozenGuard, adapters_off, lora_layers, merged_weights, trainable_parameters
+from fovea.models.vlm import VLM
+from fovea.packing import MicroBatch, micro_batches
+from fovea.train.objective import as_metrics, objective
+from fovea.train.schedule import learning_rate
+from fovea.train.state import load_state, save_state
+from fovea.types import Batch, Metrics, SampleGroup, Weights
+
+
+class TorchPolicy:
+    """One model on one device."""
+
+    def __init__(
+        self,
+        vlm: VLM,
+        *,
+        train: Train,
+        algorithm: Algorithm,
+        temperature: float,
+        max_steps: int,
+        reference: VLM | None = None,
+    ) -> None:
+        """`reference`: a frozen copy for the KL term; with LoRA the adapters are switched off instead."""
+        self._vlm = vlm
+        self._train = train
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._max_steps = max_steps
+        self._reference = reference
+        self._device = next(vlm.parameters()).device
+        self._parameters = trainable_parameters(vlm)
+        self._guard = FrozenGuard(vlm)
+        self._optimizer = make_adamw(
+            list(self._parameters.values()), betas=train.betas, weight_decay=train.weight_decay
+        )
+        self._steps = 0
+
+    def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Log-probs [T] of every sample under the current weights."""
+        return self._score(self._vlm, batch)
+
+    def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Log-probs [T] of every sample under the weights that the run began with."""
+        if self._reference is not None:
+            return self._score(self._reference, batch)
+        assert lora_layers(self._vlm), "no reference model was kept, and there are no adapters to switch off"
+        with adapters_off(self._vlm):
+            return self._score(self._vlm, batch)
+
+    def update(self, batch: Batch) -> Metrics:
+        """`epochs` passes in `minibatches` optimizer steps, none without groups; TrainError when not finite."""
+        rate = self._set_learning_rate()
+        sums: dict[str, float] = defaultdict(float)
+        norms: list[float] = []
+        self._vlm.train()
+        for _ in range(self._train.epochs):
+            for groups in _cut(batch.groups, self._train.minibatches):
+                normalizer = batch.normalizer_tokens * len(groups) / len(batch.groups)
+                norms.append(self._optimizer_step(groups, normalizer, sums))
+        self._vlm.eval()
+        self._steps += 1
+        if not norms:
+            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "actions_trained": 0.0}
+        metrics = as_metrics(sums, self._train.epochs * batch.normalizer_tokens)
+        return metrics | {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+
+    def weights(self) -> Weights:
+        """Current weights, adapters merged; a weight without an adapter is the parameter itself."""
+        return merged_weights(self._vlm.network)
+
+    def save(self, folder: Path) -> None:
+        """Trainable parameters, optimizer and step count; checks first that nothing frozen has moved."""
+        self._guard.check(self._vlm)
+        save_state(folder, self._parameters, self._optimizer, self._steps)
+
+    def load(self, folder: Path) -> None:
+        self._steps = load_state(folder, self._parameters, self._optimizer)
+
+    def _optimizer_step(self, groups: Sequence[SampleGroup], normalizer: float, sums: dict[str, float]) -> float:
+        """Gradient of these groups over all micro-batches, clipped; returns its norm before clipping."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for micro in micro_batches(groups, self._train.max_tokens_per_microbatch, self._device):
+            scores = self._vlm(
+                micro.row,
+                temperature=self._temperature,
+                chunk_tokens=self._train.logprob_chunk_tokens,
+                entropy_grad=self._algorithm.entropy_coef > 0,
+            )
+            loss, micro_sums = objective(scores, micro, self._algorithm)
+            (loss / normalizer).backward()
+            for key, value in micro_sums.items():
+                sums[key] += float(value)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._train.max_grad_norm)
+        if not bool(torch.isfinite(norm)):
+            raise TrainError(
+                f"the gradient norm is {float(norm)} at step {self._steps + 1}; lower train.learning_rate, or look for "
+                "non-finite values in the model"
+            )
+        self._optimizer.step()
+        return float(norm)
+
+    @torch.no_grad()
+    def _score(self, vlm: VLM, batch: Batch) -> list[NDArray[np.float32]]:
+        micros = micro_batches(batch.groups, self._train.max_tokens_per_microbatch, self._device)
+        return [values for micro in micros for values in self._score_micro(vlm, micro)]
+
+    def _score_micro(self, vlm: VLM, micro: MicroBatch) -> list[NDArray[np.float32]]:
+        scores = vlm(
+            micro.row, temperature=self._temperature, chunk_tokens=self._train.logprob_chunk_tokens
+        )
+        values: Tensor = scores.logprobs_A.cpu()
+        return [x.numpy() for x in values.split(micro.lengths)]
+
+    def _set_learning_rate(self) -> float:
+        train = self._train
+        rate = learning_rate(
+            self._steps,
+            peak=train.learning_rate,
+            warmup_steps=train.lr_warmup_steps,
+            total_steps=self._max_steps,
+            shape=train.lr_schedule,
+            final_frac=train.final_lr_frac,
+        )
+        set_learning_rate(self._optimizer, rate)
+        return rate
+
+
+def make_adamw(
+    parameters: Sequence[torch.nn.Parameter], *, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101); the rate is set before every step."""
+    return torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _cut(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:
+    """At most `parts` runs of groups, as even as can be; none is empty."""
+    bounds = np.linspace(0, len(groups), parts + 1).astype(int)
+    return [groups[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]

@@ -1,0 +1,58 @@
+"""Weights & Biases as a metrics sink: the one file that imports wandb (extra: `fovea[wandb]`)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from fovea.errors import MissingExtraError
+
+try:
+    import wandb
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"log.wandb_project is set, but {error.name} is not installed; pip install 'fovea[wandb]', "
+        "or set log.wandb_project=null"
+    ) from error
+
+RUN_ID_FILE = "wandb_run_id.txt"
+
+
+class WandbSink:
+    """Logs to one run whose id lies in the run folder, so that a resumed run goes on in the same curves.
+
+    Curves are drawn over our own `step`: W&B's counter refuses values that it has seen. What a stopped run
+    logged after its checkpoint stays there and is logged a second time.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        project: str,
+        settings: Mapping[str, object] | None = None,
+        resume_step: int = 0,
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=_run_id(run_dir / RUN_ID_FILE, keep=resume_step > 0),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings or {}),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(path: Path, *, keep: bool) -> str:
+    if not (keep and path.exists()):
+        path.write_text(uuid.uuid4().hex + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

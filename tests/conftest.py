@@ -1,0 +1,27 @@
+"""Settings of every test process, and models of all three families as fixtures."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+from fovea.models.parts import ModelParts
+from fovea.models.vlm import VLM
+from tests.tiny_models import FAMILIES, tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=FAMILIES)
+def parts(request: pytest.FixtureRequest) -> ModelParts:
+    return tiny(request.param)
+
+
+@pytest.fixture
+def vlm(parts: ModelParts) -> VLM:
+    return VLM(parts)

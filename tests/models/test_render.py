@@ -1,0 +1,112 @@
+"""Prompts against transformers' own processor class, token for token and pixel for pixel; positions against the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user
+from transformers.processing_utils import ProcessorMixin
+
+from fovea.errors import DataError
+from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.types import ImageRef, Message
+
+PROCESSORS = {
+    "qwen2_vl": transformers.Qwen2VLProcessor,
+    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
+    "qwen3_vl": transformers.Qwen3VLProcessor,
+}
+CHATS = {
+    "no image": user("How many circles are there?"),
+    "one image": user(image(1), "How many circles are there?"),
+    "image last": user("How many circles are there?", image(1, 80, 64)),
+    "three images and a system prompt": [
+        Message(role="system", parts=("Think first.\n",)),
+        *user(image(1), " and ", image(2, 64, 48), image(3, 33, 90), "\nWhich is \\boxed{red}?"),
+    ],
+}
+
+
+def processor_of(parts: ModelParts, family: str) -> ProcessorMixin:
+    """transformers' processor without its video processor, which needs torchvision."""
+
+    def init(self: ProcessorMixin, image_processor: object, tokenizer: object, chat_template: str) -> None:
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        for kind in ("image", "video"):
+            token = f"<|{kind}_pad|>"
+            setattr(self, f"{kind}_token", token)
+            setattr(self, f"{kind}_token_id", parts.tokenizer.convert_tokens_to_ids(token))
+
+    without_videos = type(PROCESSORS[family].__name__, (PROCESSORS[family],), {"__init__": init})
+    return without_videos(parts.image_processor, parts.tokenizer, parts.chat_template)
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+@pytest.mark.parametrize("chat", CHATS)
+def test_equal_to_the_processor(family: str, chat: str) -> None:
+    parts, messages = tiny(family), CHATS[chat]
+    processor = processor_of(parts, family)
+    images = [from_array(part) for message in messages for part in message.parts if isinstance(part, ImageRef)]
+    content = [
+        {
+            "role": message.role,
+            "content": [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in message.parts
+            ],
+        }
+        for message in messages
+    ]
+    text = processor.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+    expected = processor(text=[text], images=images or None, return_tensors="np")
+    prompt = renderer(parts).prompt(messages)
+    np.testing.assert_array_equal(prompt.token_ids_L, expected["input_ids"][0])
+    if images:
+        np.testing.assert_array_equal(np.concatenate([i.pixels_NC for i in prompt.images]), expected["pixel_values"])
+        assert [list(i.grid_thw) for i in prompt.images] == expected["image_grid_thw"].tolist()
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_positions_equal_get_rope_index(parts: ModelParts, chat: str) -> None:
+    prompt = renderer(parts).prompt(CHATS[chat])
+    ids = torch.from_numpy(prompt.token_ids_L)[None]
+    grids = torch.tensor([image.grid_thw for image in prompt.images]) if prompt.images else None
+    pad = parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    expected, delta = parts.network.model.get_rope_index(
+        ids, mm_token_type_ids=(ids == pad).int(), image_grid_thw=grids, attention_mask=torch.ones_like(ids)
+    )
+    np.testing.assert_array_equal(prompt.positions_3L, expected[:, 0].numpy())
+    assert prompt.next_position == prompt.num_tokens + int(delta)
+
+
+def test_equal_pixels_have_equal_keys(parts: ModelParts) -> None:
+    first, second, third = (renderer(parts).prompt(user(image(seed), "x")).images[0].key for seed in (1, 1, 2))
+    assert first == second != third
+
+
+def test_pixel_limits_are_obeyed(parts: ModelParts) -> None:
+    from fovea.models.render import Renderer
+
+    small = Renderer(parts, from_array, max_pixels=32 * 32)
+    assert small.prompt(user(image(1, 96, 96), "x")).images[0].grid_thw == (1, 4, 4)
+    large = Renderer(parts, from_array, min_pixels=96 * 96)
+    assert large.prompt(user(image(1, 48, 48), "x")).images[0].grid_thw == (1, 12, 12)
+
+
+def test_a_row_that_writes_an_image_pad_is_refused(parts: ModelParts) -> None:
+    with pytest.raises(DataError, match="2 image pads for 1 images"):
+        renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"))
+
+
+def test_target_ends_with_the_stop_token(parts: ModelParts) -> None:
+    ids = renderer(parts).target("\\boxed{3}")
+    assert ids[-1] == parts.tokenizer.eos_token_id
+    assert parts.tokenizer.decode(ids[:-1]) == "\\boxed{3}"
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_mixed_prompts_have_what_they_say(family: str) -> None:
+    prompts = mixed_prompts(tiny(family))
+    assert [len(prompt.images) for prompt in prompts] == [1, 2, 0]

@@ -1,0 +1,147 @@
+"""Shared prefix = repeated prefix: the packed pass against transformers' own, one row at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.tiny_models import CPU, image, mixed_prompts, random_completions, renderer, tiny, user
+from tests.reference import gradients, largest_relative_difference, reference_logprobs
+
+from fovea.models.features import FeatureCache
+from fovea.models.parts import ModelParts
+from fovea.models.trainable import recompute_activations
+from fovea.models.vlm import VLM
+from fovea.packing import pack_row
+
+LOGPROB_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-5
+UNEQUAL = ((5, 1, 7), (3, 9), (4,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperature: float) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    expected = torch.cat(
+        [
+            reference_logprobs(parts, prompt, completion, temperature)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+    )
+    expected.sum().backward()
+    expected_gradients = gradients(parts.network)
+    vlm = VLM(parts)
+    row = pack_row(prompts, completions, CPU)
+    scores = vlm(row, temperature=temperature, chunk_tokens=1000)
+    scores.logprobs_A.sum().backward()
+    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
+
+
+def test_row_holds_each_prompt_once_and_no_last_tokens(vlm: VLM, parts: ModelParts) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    row = pack_row(prompts, completions, CPU)
+    assert row.num_tokens == sum(prompt.num_tokens for prompt in prompts) + sum(sum(n) - len(n) for n in UNEQUAL)
+    assert row.num_actions == sum(map(sum, UNEQUAL))
+    assert vlm(row, temperature=1.0, chunk_tokens=10).logprobs_A.shape == (row.num_actions,)
+
+
+def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: ModelParts) -> None:
+    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+    results = []
+    for chunk in (1000, 4):
+        scores = vlm(row, temperature=1.0, chunk_tokens=chunk, entropy_grad=True)
+        (scores.logprobs_A.sum() + scores.entropies_A.sum()).backward()
+        results.append((scores, gradients(parts.network)))
+    (whole, whole_gradients), (cut, cut_gradients) = results
+    torch.testing.assert_close(cut.logprobs_A, whole.logprobs_A, atol=1e-6, rtol=0)
+    torch.testing.assert_close(cut.entropies_A, whole.entropies_A, atol=1e-6, rtol=0)
+    assert largest_relative_difference(whole_gradients, cut_gradients) < GRADIENT_TOLERANCE
+
+
+def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: ModelParts) -> None:
+    row = pack_row(mixed_prompts(parts)[:1], random_completions(UNEQUAL[:1]), CPU)
+    hidden = vlm.hidden_states(row)[row.hidden_index_A]
+    logits = parts.network.get_submodule("lm_head")(hidden)
+    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
+    entropies = vlm(row, temperature=0.5, chunk_tokens=1000).entropies_A
+    torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0)
+
+
+def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: ModelParts) -> None:
+    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+    vlm.train()
+    vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
+    plain = gradients(parts.network)
+    recompute_activations(parts.network)
+    vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
+    assert largest_relative_difference(plain, gradients(parts.network)) < GRADIENT_TOLERANCE
+
+
+def test_cached_features_equal_encoded_ones_and_are_made_once(parts: ModelParts) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    row = pack_row(prompts, completions, CPU)
+    with torch.no_grad():
+        encoded = VLM(parts)(row, temperature=1.0, chunk_tokens=1000).logprobs_A
+        cache = FeatureCache(2**20)
+        cached_vlm = VLM(parts, feature_cache=cache)
+        passes = [cached_vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A for _ in range(3)]
+    assert cache.encoded_images == 3
+    for cached in passes:
+        torch.testing.assert_close(cached, encoded, atol=1e-6, rtol=0)
+
+
+def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(parts: ModelParts) -> None:
+    render = renderer(parts)
+    prompts = [render.prompt(user(image(1), question)) for question in ("How many?", "What colour is the circle?")]
+    completions = random_completions([(3,), (4,)])
+    expected = [
+        reference_logprobs(parts, prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)
+    ]
+    torch.cat(expected).sum().backward()
+    expected_gradients = gradients(parts.network)
+    vlm = VLM(parts)
+    encoded: list[int] = []
+    tower = parts.network.get_submodule("model.visual")
+    tower.register_forward_pre_hook(lambda _module, args: encoded.append(len(args[0])))
+    vlm(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
+    assert encoded == [36], "one image of 36 patches"
+    assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
+
+
+def test_what_padding_holds_does_not_matter(vlm: VLM, parts: ModelParts) -> None:
+    """A row of unequal groups equals its groups alone: nothing leaks from one into another."""
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    with torch.no_grad():
+        together = vlm(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100).logprobs_A
+        alone = [
+            vlm(pack_row([prompt], [[completion]], CPU), temperature=1.0, chunk_tokens=100).logprobs_A
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
+
+
+def test_grouped_heads_with_more_than_one_key_head() -> None:
+    parts = tiny("qwen3_vl", num_heads=4, num_kv_heads=2)
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    expected = torch.cat(
+        [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    )
+    scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
+    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_feature_cache_keeps_to_its_bound(parts: ModelParts) -> None:
+    render = renderer(parts)
+    images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(5)]
+    vlm = VLM(parts)
+    with torch.no_grad():
+        one = vlm.encode(images[:1])[0].num_bytes
+        cache = FeatureCache(2 * one)
+        for picture in images:
+            cache.get([picture], vlm.encode)
+        cache.get(images[3:], vlm.encode)
+        assert cache.encoded_images == 5, "the two newest are still there"
+        cache.get(images[:1], vlm.encode)
+    assert cache.encoded_images == 6, "the oldest had left"

@@ -1,0 +1,50 @@
+"""The slow twin: transformers' own forward, one unpacked row at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fovea.models.attention import use_packed_attention
+from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.types import Prompt
+
+
+def model_inputs(parts: ModelParts, prompt: Prompt, completion: np.ndarray) -> dict[str, Tensor]:
+    """What transformers' model takes for prompt + completion, positions left to the model."""
+    ids = torch.from_numpy(np.concatenate([prompt.token_ids_L, completion]))[None]
+    inputs = {"input_ids": ids}
+    if prompt.images:
+        pad = int(parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate([image.pixels_NC for image in prompt.images]))
+        inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images])
+        inputs["mm_token_type_ids"] = (ids == pad).int()
+    return inputs
+
+
+def reference_logprobs(
+    parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0
+) -> Tensor:
+    """Log-probs [T] by transformers' sdpa attention; the packed attention is put back afterwards."""
+    network = parts.network
+    network.set_attn_implementation("sdpa")
+    try:
+        logits = network(**model_inputs(parts, prompt, completion), use_cache=False).logits[0]
+    finally:
+        use_packed_attention(network)
+    predictions = (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
+    return predictions.gather(1, torch.from_numpy(completion)[:, None])[:, 0]
+
+
+def gradients(network: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of all gradients; they are zeroed."""
+    found = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    network.zero_grad()
+    return found
+
+
+def largest_relative_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Over all parameters, |a - b| / |a|; the sets of parameters must be equal."""
+    assert first.keys() == second.keys(), sorted(first.keys() ^ second.keys())
+    return max(float((first[name] - second[name]).norm() / (first[name].norm() + 1e-12)) for name in first)

@@ -1,0 +1,161 @@
+"""The layering contract: who may import whom. A new module fails here until it is given a level."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+LEVELS = [
+    {"types", "config", "config_io", "errors"},
+    {"algorithms", "data", "models"},
+    {"environments", "samples", "packing", "prompts"},
+    {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink"},
+    {"evaluate", "warmup", "run", "stages", "loop"},
+    {"build", "cli"},
+]
+"""From the bottom; a module imports its own level and those below."""
+
+STRANGERS = {
+    ("config", "config_io"),
+    ("algorithms", "data"),
+    ("algorithms", "models"),
+    ("data", "algorithms"),
+    ("data", "models"),
+    ("models", "algorithms"),
+    ("rollout", "train"),
+    ("train", "rollout"),
+    ("build", "cli"),
+}
+"""(who, whom): on one level, and still none of its business."""
+
+SINGLE_FILE_BACKENDS = {"vllm", "sglang"}
+LATE_IMPORTS = {"fovea/build.py": None, "fovea/cli.py": {"train", "report"}}
+"""Files that may import inside functions, and inside which (None: any). The command line starts without
+torch, so the commands that need it import what they run."""
+
+DISTRIBUTIONS = {"PIL": "pillow", "typing_extensions": "typing-extensions", "yaml": "pyyaml"}
+"""Import name to distribution name, where they differ."""
+
+
+class Imported(NamedTuple):
+    file: str
+    importer: str
+    """The dotted module that imports."""
+    module: str
+    function: str | None
+    """The innermost function around the import, if any."""
+
+
+def imports_of(path: Path) -> Iterator[Imported]:
+    file = path.relative_to(ROOT).as_posix()
+    importer = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for node, function in nodes_with_functions(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import; write it in full"
+            # `from fovea.data import rows` imports a module, `from fovea.data.rows import read` a name
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            modules = [ast.unparse(node.args[0]).strip("'\"")]
+        else:
+            continue
+        for module in modules:
+            yield Imported(file, importer, module, function)
+
+
+def nodes_with_functions(node: ast.AST, function: str | None = None) -> Iterator[tuple[ast.AST, str | None]]:
+    for child in ast.iter_child_nodes(node):
+        yield child, function
+        inner = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        yield from nodes_with_functions(child, inner)
+
+
+ALL_IMPORTS = [found for path in sorted(ROOT.glob("fovea/**/*.py")) for found in imports_of(path)]
+OWN_IMPORTS = [found for found in ALL_IMPORTS if found.module.startswith("fovea.")]
+
+
+def level(name: str) -> int:
+    found = [index for index, names in enumerate(LEVELS) if name in names]
+    assert found, f"fovea/{name} is new: give it a level in tests/test_imports.py"
+    return found[0]
+
+
+def part(module: str, depth: int) -> str:
+    return [*module.split("."), "", ""][depth]
+
+
+def is_internal(found: Imported) -> bool:
+    """`from fovea import __version__` is no import of a module."""
+    return (ROOT / "fovea" / part(found.module, 1)).is_dir() or (
+        ROOT / "fovea" / f"{part(found.module, 1)}.py"
+    ).is_file()
+
+
+def is_backend(package: str, name: str) -> bool:
+    return name in SINGLE_FILE_BACKENDS or (bool(name) and (ROOT / "fovea" / package / name).is_dir())
+
+
+def test_every_module_has_a_level() -> None:
+    names = {path.stem for path in (ROOT / "fovea").iterdir() if path.suffix == ".py" or path.is_dir()}
+    for name in names - {"__init__", "__pycache__"}:
+        level(name)
+
+
+def test_imports_point_downwards() -> None:
+    upwards = [
+        f"{found.file} imports {found.module}"
+        for found in OWN_IMPORTS
+        if is_internal(found) and part(found.importer, 1)
+        if level(part(found.module, 1)) > level(part(found.importer, 1))
+        or (part(found.importer, 1), part(found.module, 1)) in STRANGERS
+    ]
+    assert not upwards
+
+
+def test_backends_do_not_know_each_other() -> None:
+    crossing = [
+        f"{found.file} imports {found.module}"
+        for found in OWN_IMPORTS
+        if (package := part(found.importer, 1)) in {"rollout", "train"} and part(found.module, 1) == package
+        if is_backend(package, mine := part(found.importer, 2))
+        and is_backend(package, other := part(found.module, 2))
+        and mine != other
+    ]
+    assert not crossing
+
+
+def test_wandb_is_imported_in_one_file() -> None:
+    files = {found.file for found in ALL_IMPORTS if part(found.module, 0) == "wandb"}
+    assert files <= {"fovea/wandb_sink.py"}
+
+
+def test_only_build_and_two_commands_import_inside_functions() -> None:
+    late = [found for found in ALL_IMPORTS if found.function is not None]
+    wrong = [
+        f"{found.file}: {found.function} imports {found.module}"
+        for found in late
+        if found.file not in LATE_IMPORTS
+        or (
+            LATE_IMPORTS[found.file] is not None and found.function not in (LATE_IMPORTS[found.file] or set())
+        )
+    ]
+    assert not wrong
+    assert any(found.file == "fovea/cli.py" for found in late), "an exception that nobody needs any more"
+
+
+def test_every_imported_package_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    declared = {
+        re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines
+    }
+    imported = {part(found.module, 0) for found in ALL_IMPORTS} - set(sys.stdlib_module_names) - {"fovea"}
+    assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared

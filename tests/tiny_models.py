@@ -1,0 +1,58 @@
+"""Tiny models of all three families, and prompts with no, one and two images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fovea.config import TinyModel
+from fovea.models.parts import ModelParts
+from fovea.models.render import Renderer
+from fovea.models.tiny import make_tiny
+from fovea.types import ImageRef, Message, Prompt
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+CORPUS = ["How many circles are there?", "What colour is the square?", "\\boxed{3}", "\\boxed{red}"] * 20
+CPU = torch.device("cpu")
+
+
+def image(seed: int, height: int = 48, width: int = 48) -> ImageRef:
+    """Noise of a size of its own."""
+    values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return ImageRef(source=values)
+
+
+def from_array(ref: ImageRef) -> Image.Image:
+    assert isinstance(ref.source, np.ndarray)
+    return Image.fromarray(ref.source)
+
+
+def user(*parts: str | ImageRef) -> list[Message]:
+    return [Message(role="user", parts=parts)]
+
+
+def tiny(family: str, seed: int = 0, **settings: object) -> ModelParts:
+    return make_tiny(TinyModel(family=family, **settings), CORPUS, seed)  # type: ignore[arg-type]
+
+
+def renderer(parts: ModelParts) -> Renderer:
+    return Renderer(parts, from_array)
+
+
+def mixed_prompts(parts: ModelParts) -> list[Prompt]:
+    """One image, two images of different size among text, none."""
+    render = renderer(parts)
+    return [
+        render.prompt(user(image(1), "How many circles?")),
+        render.prompt(user("Compare ", image(2), " with ", image(3, 64, 96), ": how many circles are there?")),
+        render.prompt(user("What colour is the square?")),
+    ]
+
+
+def random_completions(counts: Sequence[Sequence[int]], seed: int = 0) -> list[list[np.ndarray]]:
+    """Completions of these lengths, of ordinary tokens."""
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(0, 250, length) for length in lengths] for lengths in counts]
