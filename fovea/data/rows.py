@@ -40,22 +40,22 @@ class _RowGroup:
 class ParquetRows(Sequence[Mapping[str, object]]):
     """All rows of some Parquet files, in order.
 
-    `columns` holds the columns that must exist by the setting that asks for them, so that an error can name
-    it: `{"environment.prompt_key": "problem"}`. `setting` is the one that gave the files.
+    `columns` are those that must exist, each with the setting that asks for it, so that an error can name it:
+    `[("environment.prompt_key", "problem")]`. `setting` is the one that gave the files.
     """
 
     def __init__(
         self,
         files: Sequence[str],
         *,
-        columns: Mapping[str, str] | None = None,
+        columns: Sequence[tuple[str, str]] = (),
         setting: str = "environment.train_files",
     ) -> None:
         if not files:
             raise DataError(f"{setting} is empty, so there are no rows; name at least one Parquet file")
         opened = [(Path(file), _open(file, setting)) for file in files]
         for path, file in opened:
-            _check_columns(path, file.schema_arrow.names, columns or {})
+            _check_columns(path, file.schema_arrow.names, columns)
         self._groups = [group for path, file in opened for group in _row_groups(path, file)]
         self._ends = list(itertools.accumulate(group.num_rows for group in self._groups))
         if not len(self):
@@ -106,25 +106,25 @@ class ParquetRows(Sequence[Mapping[str, object]]):
             num_bytes -= self._decoded.popitem(last=False)[1].nbytes
 
 
-def image_refs(cell: object, *, where: str, folder: Path) -> tuple[ImageRef, ...]:
-    """The images of a cell: one or a list of bytes, paths relative to `folder`, or {bytes, path} structs."""
-    if cell is None:
-        return ()
-    images = cell if isinstance(cell, list) else [cell]
-    return tuple(
-        ImageRef(source=_source(image, f"{where}, image {number}", folder), where=f"{where}, image {number}")
-        for number, image in enumerate(images, start=1)
-    )
+def image_refs(*cells: object, where: str, folder: Path) -> tuple[ImageRef, ...]:
+    """The images of a row's cells, counted from 1 over all of them.
+
+    A cell is one image or a list of them: encoded bytes, a path relative to `folder`, a {bytes, path} struct;
+    None is no image.
+    """
+    present = [cell for cell in cells if cell is not None]
+    images = [image for cell in present for image in (cell if isinstance(cell, list) else [cell])]
+    return tuple(_image_ref(image, f"{where}, image {n}", folder) for n, image in enumerate(images, start=1))
 
 
-def _source(image: object, where: str, folder: Path) -> bytes | str:
+def _image_ref(image: object, where: str, folder: Path) -> ImageRef:
     if isinstance(image, dict):
         content = image.get("bytes")
         image = image.get("path") if content is None else content
     if isinstance(image, bytes):
-        return image
+        return ImageRef(source=image, where=where)
     if isinstance(image, str) and image:
-        return image if is_url(image) else str(folder / image)
+        return ImageRef(source=image if is_url(image) else str(folder / image), where=where)
     raise DataError(
         f"{where}: a value of type {type(image).__name__} is no image; store encoded bytes, a path or a "
         "{bytes, path} struct, or set data.on_bad_row=skip"
@@ -162,8 +162,8 @@ def _near(path: Path) -> str:
     return f"correct the path (the folder holds {_listed(names) or 'nothing'})"
 
 
-def _check_columns(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> None:
-    for setting, column in columns.items():
+def _check_columns(path: Path, names: Sequence[str], columns: Sequence[tuple[str, str]]) -> None:
+    for setting, column in columns:
         if column not in names:
             near = difflib.get_close_matches(column, names, n=1)
             fix = f"set {setting}={near[0]}" if near else f"set {setting} to one of them"

@@ -1,15 +1,15 @@
 r"""Geometry problems with a diagram, from Parquet files in one of two public layouts.
 
-* hub: `problem` is a text with `<image>` marks, `images` a list, `answer` the bare answer or `\boxed{answer}`;
-* verl: `prompt` is a list of {role, content}, the last one the user's; `reward_model` holds `ground_truth`.
+* hub: `problem` is a text with `<image>` marks, `images` a list, `answer` is bare or `\boxed{...}`;
+* verl: `prompt` is a list of {role, content}, the user's last; `reward_model` holds `ground_truth`.
 
-Which one it is shows in the cells of `prompt_key` and `answer_key`. Some diagrams of the public test split are
-in the train split too (172 of 601 rows): a held-out figure on them measures new questions, not new diagrams.
+Which one it is shows in the cells of `prompt_key` and `answer_key`. Some diagrams of the public test split
+are in the train split too (172 of 601 rows): there a figure measures new questions, not new diagrams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
@@ -77,11 +77,8 @@ class Geo3k:
 
     def _task(self, split: Split, rows: ParquetRows, index: int) -> Task:
         row, where = rows[index], rows.where(index)
-        images = tuple(
-            image
-            for key in self._config.image_keys
-            for image in image_refs(row[key], where=where, folder=rows.folder(index))
-        )
+        cells = [row[key] for key in self._config.image_keys]
+        images = image_refs(*cells, where=where, folder=rows.folder(index))
         texts = _texts(row[self._config.prompt_key], where)
         self._check(texts, images, where)
         return Task(
@@ -127,20 +124,43 @@ def _text(message: object, where: str) -> tuple[_Role, str]:
     for role in get_args(_Role):
         if message.get("role") == role:
             return role, content
-    raise DataError(
-        f"{where}: the role of a message is {message.get('role')!r}, not one of {', '.join(get_args(_Role))}; {_SKIP}"
-    )
+    known = ", ".join(get_args(_Role))
+    raise DataError(f"{where}: the role of a message is {message.get('role')!r}, not one of {known}; {_SKIP}")
 
 
 def _interleaved(texts: _Texts, images: Sequence[ImageRef], where: str) -> tuple[Message, ...]:
-    """Messages with images where their marks are; without any mark they come before the user's first text."""
+    """Messages with images where their marks are; without any mark they come before the last text."""
     num_marks = sum(text.count(IMAGE_MARK) for _, text in texts)
     if num_marks == 0:
-        return _images_first(texts, images)
+        *history, (role, question) = texts
+        first = Message(role=role, parts=(*images, question))
+        return (*(Message(role=role, parts=(text,)) for role, text in history), first)
     if num_marks != len(images):
         raise DataError(
-            f"{where}: {num_marks} {IMAGE_MARK} marks but {len(images)} images, so it is open which goes where; "
-            f"{_SKIP}"
+            f"{where}: {num_marks} {IMAGE_MARK} marks but {len(images)} images, so that one has no place; {_SKIP}"
         )
     left = iter(images)
     return tuple(Message(role=role, parts=_parts(text, left)) for role, text in texts)
+
+
+def _parts(text: str, images: Iterator[ImageRef]) -> tuple[str | ImageRef, ...]:
+    before, *after = text.split(IMAGE_MARK)
+    parts: list[str | ImageRef] = [before]
+    for piece in after:
+        parts += [next(images), piece]
+    return tuple(part for part in parts if part != "")
+
+
+def _answer(cell: object, where: str) -> str:
+    """The bare answer: out of verl's struct, out of its box."""
+    if isinstance(cell, Mapping):
+        cell = cell.get("ground_truth")
+    if isinstance(cell, int | float) and not isinstance(cell, bool):
+        cell = str(cell)
+    if not isinstance(cell, str):
+        raise DataError(f"{where}: the answer is a {type(cell).__name__}, not a text or a number; {_SKIP}")
+    boxed = last_boxed(cell)
+    answer = (cell if boxed is None else boxed).strip()
+    if not answer:
+        raise DataError(f"{where}: the answer is empty, so nothing can be right; {_SKIP}")
+    return answer

@@ -1,8 +1,8 @@
 """Questions about rendered scenes: how many, what colour, which shape, is there one.
 
 Scenes are drawn when asked for, from (seed, split, index) alone. The hash of its pixels says to which split
-a scene may belong, so no image is in two of them; dev and test do not depend on the seed and are the same in
-every run. The kind of row i is `KINDS[i % 4]`, and the answers of a kind take turns: every prefix is balanced.
+a scene may belong, so no image is in two of them; dev and test do not depend on the seed: every run has the
+same. The kind of row i is `KINDS[i % 4]`, and the answers of a kind take turns: every prefix is balanced.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class SupervisedTrainer:
         self._optimizer.step()
         self._vlm.eval()
         self._steps += 1
-        return float(loss)
+        return float(loss.detach())
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
         row = pack_row(

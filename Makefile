@@ -1,0 +1,43 @@
+# `make` lists the targets. Another Python: make PYTHON=python3.12 test
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# Tests that need a browser or a GPU run where there is one.
+BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+GPU := $(shell command -v nvidia-smi)
+MARKERS := $(if $(BROWSER),$(if $(GPU),,not gpu),not browser$(if $(GPU),, and not gpu))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(STAMP)  ## Train a tiny vision-language model on rendered scenes (CPU, a few minutes)
+	$(BIN)/fovea train recipes/shapes.yaml run_dir=runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest -m "$(MARKERS)"
+
+lint: $(STAMP)  ## Check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite files in the project's format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+clean:  ## Remove caches and builds (not .venv, not runs)
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find fovea tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Made once, and again when what it holds may have changed. pip and not uv, so that pip's own settings (local
+# wheels, mirrors) count.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Fovea needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

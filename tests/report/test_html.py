@@ -1,0 +1,256 @@
+import base64
+import hashlib
+import html
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fovea.errors import DataError
+from fovea.metrics import JsonlSink, MetricsLog
+from fovea.report.html import write_report
+from fovea.report.samples import SampledAnswer, SampleRecord, png_bytes, write_samples
+from fovea.summary import Summary, write_summary
+from fovea.types import Evaluation
+
+ATTACKS = (
+    "<script>document.title='owned'</script>",
+    '"><img src=x onerror="document.title=\'owned\'">',
+    "'><svg onload=document.title='owned'>",
+    "</pre></title></style><script>document.title='owned'</script>",
+    "<a href=\"javascript:document.title='owned'\">{{ 7 * 7 }}</a>",
+)
+ATTACK = "".join(ATTACKS)
+PNG = png_bytes(Image.new("RGB", (48, 48), (200, 30, 30)))
+FINAL = Evaluation(accuracies={"count": (1.0,) * 8 + (0.0,) * 2, "colour": (1.0,) * 10})
+SUMMARY = Summary(
+    before=Evaluation(accuracies={"count": (0.0,) * 10, "colour": (0.0,) * 10}),
+    warmup=Evaluation(accuracies={"count": (1.0,) * 4 + (0.0,) * 6, "colour": (1.0,) * 6 + (0.0,) * 4}),
+    final=FINAL,
+    shuffled_images=Evaluation(accuracies={"count": (1.0, 0.0, 0.0)}),
+    blank_images=None,
+    duplicates_across_splits=2,
+    warmup_seconds=20.5,
+    rl_seconds=100.0,
+    total_seconds=130.25,
+    steps=1200,
+    seed=3,
+)
+
+
+BROWSER_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--dump-dom",
+)
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text between them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.pieces: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        self.text = " ".join(" ".join(self.pieces).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.pieces.append(data)
+
+    def attributes(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def record(text: str, **changes: object) -> SampleRecord:
+    answers = (
+        SampledAnswer(text=text, reward=0.75, accuracy=1.0, parts={text: 0.5, "format": 0.25}),
+        SampledAnswer(text="", reward=math.nan, accuracy=0.0, finish="length"),
+    )
+    fields = {"prompt": text, "truth": text, "kind": text, "images": (PNG,), "answers": answers}
+    return SampleRecord(**(fields | changes))
+
+
+def fill(run_dir: Path, text: str) -> Path:
+    """A run folder in which `text` stands wherever a model, a data set or a user can write."""
+    with MetricsLog([JsonlSink(run_dir)]) as log:
+        for step in range(1, 11):
+            times = {"seconds/rollout": 0.25, "seconds/update": 0.5, "seconds/step": 1.0}
+            log.write(
+                step, {"reward": step / 10, f"seconds/{text}": 0.125, "memory/peak_rss_gib": 1.5} | times
+            )
+    for step in (1, 2, 3, 4, 5):
+        write_samples(run_dir, step, [record(f"{text} of step {step}")])
+    accuracies = SUMMARY.final.accuracies | {text: (1.0,)}
+    write_summary(run_dir / "summary.json", replace(SUMMARY, final=Evaluation(accuracies=accuracies)))
+    (run_dir / "config.yaml").write_text(f"note: {text}\n", encoding="utf-8")
+    return run_dir
+
+
+def test_an_empty_folder_gives_a_page(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path))
+    assert tmp_path.name in page.text
+    assert "No step has been taken yet" in page.text
+    assert page.attributes("img") == []
+
+
+def test_a_young_run_shows_its_reward(tmp_path: Path) -> None:
+    with MetricsLog([JsonlSink(tmp_path)]) as log:
+        for step in range(1, 21):
+            log.write(step, {"reward": step / 100})
+    page = Page(write_report(tmp_path))
+    assert "Not finished: 20 steps so far" in page.text
+    assert "reward at the start 0.015 mean of 2 steps reward now 0.195 mean of 2 steps" in page.text
+    assert (tmp_path / "reward_curve.png").exists()
+
+
+def test_headline_and_types_with_intervals(tmp_path: Path) -> None:
+    write_summary(tmp_path / "summary.json", SUMMARY)
+    text = Page(write_report(tmp_path)).text
+    assert "1,200 RL steps, seed 3; warm-up 20 s, RL 100 s, 130 s in all" in text
+    assert "before warm-up 0.0 % 95 % interval [0, 16]" in text
+    assert "after warm-up 50.0 % 95 % interval [30, 70] after RL 90.0 % 95 % interval [70, 97]" in text
+    assert "count 40.0 80.0 [49, 94] 10 colour 60.0 100.0 [72, 100] 10 all 50.0 90.0 [70, 97] 20" in text
+    assert "gets 33.3 % right with another question's image: this much" in text
+    assert "Test images found in the training split: 2 ." in text
+
+
+def test_a_run_without_warmup_has_no_such_column(tmp_path: Path) -> None:
+    final = Evaluation(accuracies={"all": (1.0, 0.0)})
+    rl_only = replace(SUMMARY, warmup=None, final=final, shuffled_images=None, duplicates_across_splits=None)
+    write_summary(tmp_path / "summary.json", rl_only)
+    text = Page(write_report(tmp_path)).text
+    assert "before RL 0.0 %" in text
+    assert "after warm-up" not in text
+    assert text.count("50.0 [9, 91]") == 1
+    assert "text alone" not in text
+    assert "training split" not in text
+
+
+def test_phases_and_memory(tmp_path: Path) -> None:
+    text = Page(write_report(fill(tmp_path, "score"))).text
+    assert "peak memory 1.50 GiB" in text
+    phases = text[text.index("phase s in all") :]
+    assert phases.startswith(
+        "phase s in all ms a step share update 5.0 500.0 50.0 % rollout 2.5 250.0 25.0 % "
+        "score 1.2 125.0 12.5 % other 1.2 125.0 12.5 %"
+    )
+
+
+def test_early_middle_and_late_samples(tmp_path: Path) -> None:
+    page = Page(write_report(fill(tmp_path, "How many?")))
+    assert re.findall(r"Step \d+ \(\w+\)", page.text) == [
+        "Step 1 (early)",
+        "Step 3 (middle)",
+        "Step 5 (late)",
+    ]
+    assert "Truth: How many? of step 3" in page.text
+    assert "reward 0.75 , accuracy 1, How many? of step 3 0.5, format 0.25" in page.text
+    assert "(nothing) reward not finite , accuracy 0, cut off" in page.text
+    pictures = [image["src"] for image in page.attributes("img") if image.get("class") == "small"]
+    assert [base64.b64decode(source.partition(",")[2]) for source in pictures] == [PNG] * 3
+
+
+def test_two_steps_are_early_and_late(tmp_path: Path) -> None:
+    for step in (50, 100):
+        write_samples(tmp_path, step, [record("x", images=())])
+    page = Page(write_report(tmp_path))
+    assert re.findall(r"Step \d+ \(\w+\)", page.text) == ["Step 50 (early)", "Step 100 (late)"]
+
+
+def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:
+    plain = Page(write_report(fill(tmp_path / "plain", "x")))
+    attacked = Page(write_report(fill(tmp_path / "attacked", ATTACK)))
+    assert [tag for tag, _ in attacked.tags] == [tag for tag, _ in plain.tags]
+    assert [sorted(found) for _, found in attacked.tags] == [sorted(found) for _, found in plain.tags]
+    assert not any(attack in attacked.source for attack in ATTACKS)
+    # prompt, truth, kind, answer and part name of three records; question type, phase, config
+    assert attacked.text.count(ATTACK) == 3 * 5 + 3
+
+
+def test_a_folder_name_is_text(tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    page = Page(write_report(fill(tmp_path / name, "x")))
+    assert page.text.startswith(f"{name} · Fovea report")
+    assert all("onerror" not in attributes for _, attributes in page.tags)
+
+
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
+    page = Page(write_report(fill(tmp_path, "x")))
+    assert "://" not in page.source
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object", "base", "form"})
+    for _, attributes in page.tags:
+        assert all((attributes.get(key) or "data:").startswith("data:") for key in ("src", "href", "srcset"))
+        assert not any(name.startswith("on") or name == "style" for name in attributes)
+
+
+def test_the_policy_allows_its_own_style_and_images_only(tmp_path: Path) -> None:
+    page = Page(write_report(fill(tmp_path, ATTACK)))
+    (style,) = re.findall(r"<style>(.*?)</style>", page.source, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    (policy,) = (
+        meta["content"]
+        for meta in page.attributes("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy == (
+        f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_text_that_no_encoding_can_write(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [record("half \ud800 pair")])
+    assert "half ? pair" in Page(write_report(tmp_path)).text
+
+
+def test_a_broken_metrics_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("oops\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 1"):
+        write_report(tmp_path)
+
+
+def dump_dom(page: Path, profile: Path) -> str:
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on the PATH")
+    command = [binary, *BROWSER_FLAGS, f"--user-data-dir={profile}", page.resolve().as_uri()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def title(dom: str) -> str:
+    (found,) = re.findall(r"<title>(.*?)</title>", dom)
+    return found
+
+
+@pytest.mark.browser
+def test_injected_scripts_do_not_run_in_a_browser(tmp_path: Path) -> None:
+    control = tmp_path / "control.html"
+    control.write_text(f"<!doctype html><title>clean</title><body>{ATTACKS[0]}")
+    assert title(dump_dom(control, tmp_path / "profile")) == "owned", "the browser runs no scripts at all"
+    dom = dump_dom(write_report(fill(tmp_path / "run", ATTACK)), tmp_path / "profile")
+    assert title(dom) == "run · Fovea report"
+    assert html.escape(ATTACKS[0], quote=False) in dom
+
+
+@pytest.mark.browser
+def test_the_policy_alone_stops_a_script(tmp_path: Path) -> None:
+    report = write_report(fill(tmp_path / "run", "x"))
+    report.write_text(report.read_text().replace("<body>", f"<body>{ATTACKS[0]}{ATTACKS[1]}"))
+    assert title(dump_dom(report, tmp_path / "profile")) == "run · Fovea report"
