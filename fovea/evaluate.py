@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
 from collections import defaultdict
@@ -16,6 +15,7 @@ from fovea.environments.base import Environment
 from fovea.prompts import PromptedTask, PromptSource
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import collect
+from fovea.rollout.wait import wait_for
 from fovea.types import Evaluation, Group, ImageRef, Sampling, Task
 
 OpenImage = Callable[[ImageRef], Image]
@@ -35,7 +35,7 @@ class Evaluator:
 
     def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
         """Accuracies by question type over the first `size` rows that are usable."""
-        return asyncio.run(self._evaluate(source, min(size or len(source), len(source))))
+        return wait_for(self._evaluate(source, min(size or len(source), len(source))))
 
     async def _evaluate(self, source: PromptSource, size: int) -> Evaluation:
         accuracies: dict[str, list[float]] = defaultdict(list)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fovea.rollout.collect import collect
+from fovea.rollout.wait import wait_for
 from fovea.run import Run
 from fovea.samples import episode_metrics, make_batch, with_old_logprobs, with_reference_logprobs
 from fovea.stages import begin, finish, record
@@ -18,7 +17,7 @@ def train(run: Run) -> Summary:
         standing = begin(run)
         for step in range(standing.step, run.config.max_steps):
             with run.phases("step"):
-                groups, metrics = asyncio.run(take_step(run, step))
+                groups, metrics = wait_for(take_step(run, step))
             standing = record(run, standing, groups, metrics)
         return finish(run, standing)
 

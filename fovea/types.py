@@ -1,5 +1,7 @@
 """The records that go from stage to stage of a step (see docs/step.md); nothing here imports torch.
 
+Records that hold arrays compare by identity.
+
 Axes: `L` tokens of a prompt, `T` tokens of a completion, `N` patches of an image, `C` values of a patch.
 """
 
@@ -22,7 +24,7 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 Metrics: TypeAlias = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageRef:
     """Where one image is, not yet opened. Opened by `fovea.data.images.open_image` only."""
 
@@ -56,7 +58,7 @@ class Message:
     parts: tuple[str | ImageRef, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptImage:
     """One image as the model sees it."""
 
@@ -67,7 +69,7 @@ class PromptImage:
     """Patches in time, height and width."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
     """Token ids and pixels, made once and used by rollout and training alike.
 
@@ -102,7 +104,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """One generation. `token_ids_T` ends with the stop token when `finish` is "stop" by token."""
 
@@ -153,7 +155,7 @@ class Group:
     episodes: tuple[Episode, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """One completion to train on; every array has one value per completion token."""
 

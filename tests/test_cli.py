@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -107,6 +109,30 @@ def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -
     assert (
         result.stderr == "stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one\n"
     )
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_real_run(tmp_path: Path) -> None:
+    words = [
+        "recipes/shapes.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        "warmup=null",
+        "environment.train_size=500",
+    ]
+    sizes = ["environment.test_size=8", "environment.dev_size=8", "log.progress=false"]
+    command = [sys.executable, "-m", "fovea.cli", "train", *words, *sizes]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("stopped by Ctrl-C")
+    assert "Traceback" not in errors
 
 
 def test_help_of_train_points_at_the_settings() -> None:

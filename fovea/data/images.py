@@ -22,7 +22,7 @@ from fovea.errors import DataError
 from fovea.types import ImageRef
 
 # Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 # What Pillow's decoders raise on broken content, as found with half a million mutated files.
 _BROKEN = (
     OSError,

@@ -41,7 +41,7 @@ class Geo3k:
         return LazyTasks(lambda index: self._task(split, rows, index), indices, kind_of=lambda _: KIND)
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        history = _texts(task.row[self._config.prompt_key], task.id)[:-1]
+        history = _texts(task.row.get(self._config.prompt_key, task.question), task.id)[:-1]
         if self._config.system_prompt is not None:
             history = [("system", self._config.system_prompt), *history]
         return _interleaved([*history, ("user", task.question)], task.images, task.id)
@@ -114,13 +114,11 @@ def _texts(cell: object, where: str) -> _Texts:
 def _text(message: object, where: str) -> tuple[_Role, str]:
     if not isinstance(message, Mapping):
         raise DataError(
-            f"{where}: a {type(message).__name__} is no message, which is {{role, content}}; {_SKIP}"
+            f"{where}: a value of type {type(message).__name__} is no message {{role, content}}; {_SKIP}"
         )
     content = message.get("content")
     if not isinstance(content, str):
-        raise DataError(
-            f"{where}: the prompt is a {type(content).__name__}, not a text with {IMAGE_MARK} marks; {_SKIP}"
-        )
+        raise DataError(f"{where}: the prompt is of type {type(content).__name__}, not a text; {_SKIP}")
     for role in get_args(_Role):
         if message.get("role") == role:
             return role, content
@@ -137,7 +135,7 @@ def _interleaved(texts: _Texts, images: Sequence[ImageRef], where: str) -> tuple
         return (*(Message(role=role, parts=(text,)) for role, text in history), first)
     if num_marks != len(images):
         raise DataError(
-            f"{where}: {num_marks} {IMAGE_MARK} marks but {len(images)} images, so that one has no place; {_SKIP}"
+            f"{where}: {num_marks} {IMAGE_MARK} marks but {len(images)} images, which do not pair up; {_SKIP}"
         )
     left = iter(images)
     return tuple(Message(role=role, parts=_parts(text, left)) for role, text in texts)
@@ -158,7 +156,9 @@ def _answer(cell: object, where: str) -> str:
     if isinstance(cell, int | float) and not isinstance(cell, bool):
         cell = str(cell)
     if not isinstance(cell, str):
-        raise DataError(f"{where}: the answer is a {type(cell).__name__}, not a text or a number; {_SKIP}")
+        raise DataError(
+            f"{where}: the answer is of type {type(cell).__name__}, not a text or a number; {_SKIP}"
+        )
     boxed = last_boxed(cell)
     answer = (cell if boxed is None else boxed).strip()
     if not answer:

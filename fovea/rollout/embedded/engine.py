@@ -41,6 +41,8 @@ class EmbeddedEngine:
         self._weights: TextWeights | None = None
         self._version = 0
         self._queue: deque[Request] = deque()
+        self._open: list[Request] = []
+        """Asked and not answered: queued or running."""
         self._worker: asyncio.Task[None] | None = None
 
     async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
@@ -53,6 +55,7 @@ class EmbeddedEngine:
                 "that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         self._queue.append(request)
+        self._open.append(request)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._run())
         return await request.done
@@ -89,13 +92,17 @@ class EmbeddedEngine:
                 self._step(groups)
                 groups = self._retire(groups)
         except BaseException as error:
-            waiting = [*self._queue, *(groups.requests if groups is not None else ())]
-            self._queue.clear()
-            for request in waiting:
-                if not request.done.done():
-                    request.done.set_exception(error)
+            self._fail(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Pass an error to every caller that waits."""
+        for request in self._open:
+            if not request.done.done():
+                request.done.set_exception(error)
+        self._queue.clear()
+        self._open.clear()
 
     @torch.no_grad()
     def _admit(self, groups: Groups | None) -> Groups:
@@ -132,7 +139,7 @@ class EmbeddedEngine:
         if not bool(groups.running_PG.any()):
             return
         weights = self._loaded_weights()
-        index_P = groups.last_index_P
+        index_P = groups.index_P
         tokens_PG = groups.tokens_PGT[groups.rows_P, :, index_P]
         position_B = (groups.next_position_P + index_P).repeat_interleave(groups.size)
         hidden_BE = weights.embed[tokens_PG.flatten()]
@@ -142,7 +149,7 @@ class EmbeddedEngine:
 
     def _draw(self, groups: Groups, logits_BW: Tensor) -> None:
         """Draw and record the next token of every completion; note which ended."""
-        index_P = groups.next_index_P
+        index_P = groups.index_P
         settings = groups.settings(logits_BW.shape[1])
         uniform_B = groups.uniforms_PGT[groups.rows_P, :, index_P].flatten()
         tokens_B, logprobs_B = draw(logits_BW, uniform_B, settings, self._banned_ids)
@@ -164,6 +171,7 @@ class EmbeddedEngine:
         for row, request in enumerate(groups.requests):
             if ended[row] and not request.done.done():
                 request.done.set_result(self._completions(groups, row))
+                self._open.remove(request)
         if all(ended):
             return None
         if 4 * sum(ended) < len(ended):

@@ -17,7 +17,7 @@ from fovea.rollout.embedded.sampler import RowSettings, row_settings, uniforms
 from fovea.types import Completion, Prompt, Sampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One call of `generate`."""
 
@@ -58,14 +58,12 @@ class Groups:
         return torch.arange(len(self.requests), device=self.limit_P.device)
 
     @property
-    def next_index_P(self) -> Tensor:
-        """Place of the token to be drawn; a group that has ended and not yet left draws its last one again."""
-        return torch.minimum(self.cache.own_lengths_P, self.limit_P - 1)
+    def index_P(self) -> Tensor:
+        """Place of the newest token: before a step the one whose keys are not stored yet, after it the one to draw.
 
-    @property
-    def last_index_P(self) -> Tensor:
-        """Place of the token drawn last, whose keys are not stored yet."""
-        return self.next_index_P
+        A group that has ended and not yet left stays at its last place.
+        """
+        return torch.minimum(self.cache.own_lengths_P, self.limit_P - 1)
 
     def record(self, index_P: Tensor, tokens_B: Tensor, logprobs_B: Tensor, stop_ids: Tensor) -> None:
         """Write drawn tokens at `index_P`; completions end at a stop token or at their limit."""

@@ -1,0 +1,255 @@
+"""Every kind of image file becomes the RGB picture a viewer would show, or one line that says why not."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from fovea.data.images import open_image
+from fovea.errors import DataError
+from fovea.types import ImageRef
+
+WHERE = "train.parquet row 12, image 1"
+
+
+def open_bytes(content: bytes, *, max_mib: float = 32, max_megapixels: float = 64) -> Image.Image:
+    ref = ImageRef(source=content, where=WHERE)
+    return open_image(ref, max_mib=max_mib, max_megapixels=max_megapixels)
+
+
+def values(image: Image.Image) -> NDArray[np.uint8]:
+    return np.asarray(image)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def colours(height: int = 5, width: int = 7) -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def png(width: int, height: int, body: bytes = b"") -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + data
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+def test_bytes_path_and_values_open_alike(kind: str, tmp_path: Path) -> None:
+    pixels = colours()
+    content = encoded(Image.fromarray(pixels), kind)
+    (tmp_path / "a.bin").write_bytes(content)
+    for source in (content, str(tmp_path / "a.bin"), pixels):
+        image = open_image(ImageRef(source=source), max_mib=1, max_megapixels=1)
+        assert image.mode == "RGB"
+        np.testing.assert_array_equal(values(image), pixels)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "JPEG2000"])
+def test_lossy_formats_open(kind: str) -> None:
+    image = open_bytes(encoded(Image.new("RGB", (32, 16), (200, 60, 30)), kind))
+    assert image.size == (32, 16)
+    np.testing.assert_allclose(values(image)[8, 16], (200, 60, 30), atol=6)
+
+
+def test_alpha_is_flattened_on_white() -> None:
+    rgba = np.zeros((1, 3, 4), dtype=np.uint8)
+    rgba[0, :, 3] = (255, 51, 0)
+    opened = values(open_bytes(encoded(Image.fromarray(rgba))))
+    np.testing.assert_array_equal(opened[0, :, 0], (0, 204, 255))
+    grey = Image.fromarray(rgba[..., 2:].copy(), "LA")
+    np.testing.assert_array_equal(values(open_bytes(encoded(grey))), opened)
+
+
+def test_opaque_alpha_changes_nothing() -> None:
+    image = Image.fromarray(colours())
+    opened = open_bytes(encoded(image.convert("RGBA")))
+    np.testing.assert_array_equal(values(opened), values(image))
+
+
+def test_palette_and_its_transparent_colour() -> None:
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.putpixel((1, 0), 1)
+    assert values(open_bytes(encoded(palette))).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+    opened = open_bytes(encoded(palette, transparency=1))
+    assert values(opened).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+
+
+def test_transparent_colour_without_alpha_channel() -> None:
+    image = Image.fromarray(np.array([[0, 9]], dtype=np.uint8))
+    assert values(open_bytes(encoded(image, transparency=0)))[0, :, 0].tolist() == [255, 9]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bit_grey_is_scaled(kind: str) -> None:
+    wide = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
+    opened = values(open_bytes(encoded(Image.fromarray(wide), kind)))
+    assert opened[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert opened.shape == (1, 4, 3)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_unknown_range_are_refused(dtype: type) -> None:
+    content = encoded(Image.fromarray(np.ones((2, 2), dtype=dtype)), "TIFF")
+    with pytest.raises(
+        DataError, match=r"row 12, image 1: pixels are 32-bit numbers .* save the image with 8"
+    ):
+        open_bytes(content)
+
+
+def test_cmyk() -> None:
+    opened = open_bytes(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"))
+    assert values(opened)[4, 4].tolist() == [255, 0, 0]
+    assert open_bytes(encoded(Image.new("CMYK", (8, 8)), "JPEG")).mode == "RGB"
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_first_frame_of_an_animation(kind: str) -> None:
+    red, blue = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (8, 8), (0, 0, 255))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    content = encoded(red, kind, save_all=True, append_images=[blue], **options)
+    np.testing.assert_allclose(values(open_bytes(content))[4, 4], (255, 0, 0), atol=1)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_exif_rotation_is_applied_once(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(Image.fromarray(colours()), kind, exif=exif)
+    opened = open_bytes(content)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    np.testing.assert_array_equal(values(opened), values(expected))
+    np.testing.assert_array_equal(values(ImageOps.exif_transpose(opened)), values(opened))
+    assert opened.size == ((5, 7) if orientation > 4 else (7, 5))
+
+
+def test_bomb_is_refused_from_its_header() -> None:
+    with pytest.raises(DataError) as error:
+        open_bytes(png(9000, 9000))
+    assert str(error.value) == (
+        f"{WHERE}: the image is 9000x9000 pixels (81.0 megapixels), above data.max_image_megapixels=64; "
+        "shrink the image, raise the limit, or set data.on_bad_row=skip"
+    )
+    with pytest.raises(DataError, match="Pillow refuses it"):
+        open_bytes(png(60000, 60000))
+    assert Image.MAX_IMAGE_PIXELS == 89478485
+
+
+def test_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(DataError, match=r"1024\.0 MiB, above data.max_image_mib=32; shrink the image, raise"):
+        open_image(ImageRef(source=str(path)), max_mib=32, max_megapixels=64)
+    with pytest.raises(DataError, match=r"above data.max_image_mib=0\.001"):
+        open_bytes(b"x" * 2000, max_mib=0.001)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
+def test_half_a_file_is_an_error(kind: str) -> None:
+    content = encoded(Image.fromarray(colours(64, 64)), kind)
+    with pytest.raises(
+        DataError, match=r"row 12, image 1: .*; replace the file, or set data.on_bad_row=skip"
+    ):
+        open_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "the file is empty (0 bytes)"),
+        (b"not an image, a text", "content that starts with b'not an image, a ' is no image"),
+        (png(0, 5), "is no image with pixels in a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image with pixels in a known format"),
+    ],
+)
+def test_what_is_no_image(content: bytes, problem: str) -> None:
+    with pytest.raises(DataError) as error:
+        open_bytes(content)
+    assert problem in str(error.value)
+    assert str(error.value).startswith(f"{WHERE}: ")
+
+
+def test_text_file_called_png(tmp_path: Path) -> None:
+    path = tmp_path / "pointer.png"
+    path.write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataError, match=r"pointer\.png\): content that starts with b'version https://"):
+        open_image(ImageRef(source=str(path), where=WHERE), max_mib=1, max_megapixels=1)
+
+
+@pytest.mark.parametrize("path", ["https://a.org/b.png", "s3://bucket/b.png", "data:image/png;base64,AAAA"])
+def test_only_local_files(path: str) -> None:
+    with pytest.raises(DataError, match=r"only local files are read so far; download it"):
+        open_image(ImageRef(source=path, where=WHERE), max_mib=1, max_megapixels=1)
+
+
+def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, problem in [
+        (str(tmp_path / "none.png"), "no such image file; correct the path in the row, or set"),
+        (str(tmp_path), "is no regular file"),
+        ("a\0b", "the file cannot be read"),
+        ("x" * 5000, "the file cannot be read"),
+    ]:
+        with pytest.raises(DataError, match=problem):
+            open_image(ImageRef(source=path, where=WHERE), max_mib=1, max_megapixels=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: np.zeros((4, 4, 4), np.uint8),
+            r"an array of uint8 with shape \[4, 4, 4\] is no RGB picture",
+        ),
+        (lambda: np.zeros((4, 4, 3), np.float32), r"an array of float32"),
+        (lambda: np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),
+        (lambda: np.zeros((0, 4, 3), np.uint8), r"4x0 pixels, that is empty"),
+        (lambda: np.zeros((1001, 1000, 3), np.uint8), r"1000x1001 pixels \(1\.0 megapixels\), above"),
+    ],
+)
+def test_arrays_that_are_no_picture(make: Callable[[], NDArray[np.uint8]], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        open_image(ImageRef(source=make(), where=WHERE), max_mib=1, max_megapixels=1)
+
+
+SEEDS = [
+    encoded(Image.fromarray(colours(9, 9)), kind) for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP")
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL.*")
+@settings(max_examples=300, deadline=None)
+@given(
+    content=st.sampled_from(SEEDS),
+    edits=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_damaged_files_open_or_are_a_data_error(content: bytes, edits: list[tuple[float, int]]) -> None:
+    damaged = bytearray(content)
+    for place, value in edits:
+        damaged[int(place * len(damaged))] = value
+    try:
+        image = open_bytes(bytes(damaged), max_megapixels=1)
+    except DataError as error:
+        message = str(error)
+    else:
+        assert image.mode == "RGB"
+        return
+    assert message.startswith(WHERE)

@@ -1,0 +1,130 @@
+"""Parquet rows: the values as written, where they stand, and one line for what is wrong with a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fovea.data import rows as rows_module
+from fovea.data.rows import ParquetRows, image_refs
+from fovea.errors import DataError
+
+
+def written(path: Path, num_rows: int, *, first: int = 0, rows_per_group: int = 4) -> str:
+    numbers = list(range(first, first + num_rows))
+    table = pa.table({"n": numbers, "images": [[{"bytes": bytes([n]), "path": None}] for n in numbers]})
+    pq.write_table(table, path, row_group_size=rows_per_group)
+    return str(path)
+
+
+def test_rows_of_several_files_in_order(tmp_path: Path) -> None:
+    files = [written(tmp_path / "a.parquet", 10), written(tmp_path / "b.parquet", 3, first=10)]
+    rows = ParquetRows(files)
+    assert len(rows) == 13
+    assert [row["n"] for row in rows] == list(range(13))
+    assert rows[11] == {"n": 11, "images": [{"bytes": b"\x0b", "path": None}]}
+    assert rows[-1]["n"] == 12
+    assert [row["n"] for row in rows[8:12]] == [8, 9, 10, 11]
+    with pytest.raises(IndexError):
+        rows[13]
+
+
+def test_where_a_row_stands(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    files = [written(tmp_path / "a.parquet", 10), written(tmp_path / "more" / "b.parquet", 6)]
+    rows = ParquetRows(files)
+    assert rows.where(0) == "a.parquet row 0"
+    assert rows.where(9) == "a.parquet row 9"
+    assert rows.where(15) == "b.parquet row 5"
+    assert rows.folder(9) == tmp_path
+    assert rows.folder(10) == tmp_path / "more"
+
+
+def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ParquetRows([written(tmp_path / "a.parquet", 40)])
+    monkeypatch.setattr(rows_module, "_CACHE_BYTES", 3 * pq.read_table(tmp_path / "a.parquet").nbytes // 10)
+    assert [rows[n]["n"] for n in reversed(range(40))] == list(reversed(range(40)))
+    assert 1 <= len(rows._decoded) <= 4
+
+
+def test_images_of_a_row(tmp_path: Path) -> None:
+    refs = image_refs(
+        b"one", None, [{"bytes": b"two", "path": "x.png"}, {"bytes": None, "path": "three.png"}], "/four.png",
+        where="a.parquet row 2", folder=tmp_path,
+    )  # fmt: skip
+    assert [ref.source for ref in refs] == [b"one", b"two", str(tmp_path / "three.png"), "/four.png"]
+    assert [ref.where for ref in refs] == [f"a.parquet row 2, image {n}" for n in (1, 2, 3, 4)]
+    assert image_refs(None, where="w", folder=tmp_path) == ()
+    (url,) = image_refs("https://a.org/b.png", where="w", folder=tmp_path)
+    assert url.source == "https://a.org/b.png"
+
+
+@pytest.mark.parametrize("cell", [7, [None], {"bytes": None, "path": None}, "", {"url": "x"}])
+def test_cells_that_are_no_image(cell: object, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: a value of type .* is no image; store"):
+        image_refs(cell, where="a.parquet row 2", folder=tmp_path)
+
+
+def error_of(files: list[str], columns: tuple[tuple[str, str], ...] = ()) -> str:
+    with pytest.raises(DataError) as error:
+        ParquetRows(files, columns=columns)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    written(tmp_path / "train.parquet", 1)
+    path = tmp_path / "trian.parquet"
+    assert (
+        error_of([str(path)]) == f"environment.train_files: no such file {path}; did you mean train.parquet?"
+    )
+    assert "(the folder holds train.parquet)" in error_of([str(tmp_path / "0000")])
+    assert "does not exist; correct the path" in error_of([str(tmp_path / "no" / "a.parquet")])
+    assert "it is a folder; name the files in it (train.parquet)" in error_of([str(tmp_path)])
+    assert "is empty" in error_of([])
+
+
+def test_only_local_files() -> None:
+    assert "only local files are read so far; download it" in error_of(["hf://datasets/a/b.parquet"])
+
+
+def test_not_a_parquet_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text('{"problem": "x"}\n' * 3)
+    message = error_of([str(path)])
+    assert f"environment.train_files: {path} is not a Parquet file that can be read" in message
+    assert message.endswith("write it again, for example with pandas: frame.to_parquet(path)")
+    path.write_bytes(b"")
+    assert "is not a Parquet file" in error_of([str(path)])
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    assert "holds no rows; name a file with rows" in error_of([written(tmp_path / "a.parquet", 0)])
+
+
+def test_no_such_column(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.parquet", 1)
+    assert error_of([file], (("environment.image_keys", "image"),)) == (
+        "environment.image_keys: a.parquet has no column 'image'; its columns are n, images; "
+        "set environment.image_keys=images"
+    )
+    assert error_of([file], (("environment.prompt_key", "problem"),)).endswith(
+        "set environment.prompt_key to one of them"
+    )
+
+
+def test_damaged_row_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"{n} " * 50 for n in range(100)]})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[40:400] = bytes(360)
+    path.write_bytes(bytes(content))
+    rows = ParquetRows([str(path)])
+    with pytest.raises(
+        DataError, match=r"a.parquet rows 0 to 99 cannot be decoded .* copy or write it again"
+    ):
+        rows[3]

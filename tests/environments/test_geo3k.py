@@ -1,0 +1,230 @@
+"""Geometry3K: both public layouts, marks and images in step, rewards by formula, one line for a bad row."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fovea.config import Geo3kEnvironment
+from fovea.data.images import open_image
+from fovea.data.order import kinds_of
+from fovea.environments.base import Environment, Split
+from fovea.environments.geo3k import Geo3k
+from fovea.errors import DataError
+from fovea.types import ImageRef, Task, Turn
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
+VERL = {"prompt_key": "prompt", "answer_key": "reward_model"}
+
+
+def image(grey: int = 0) -> dict[str, object]:
+    buffer = io.BytesIO()
+    Image.new("L", (8, 8), grey).save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def row(problem: object = "<image>Find x.", answer: object = "12", num_images: int = 1) -> dict[str, object]:
+    return {"images": [image(n) for n in range(num_images)], "problem": problem, "answer": answer}
+
+
+def geo3k(folder: Path, rows: list[dict[str, object]], **settings: object) -> Environment:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "test.parquet")
+    files = (str(folder / "test.parquet"),)
+    return Geo3k(Geo3kEnvironment.model_validate({"train_files": files, "test_files": files, **settings}))
+
+
+def parts_of(environment: Environment, task: Task) -> list[tuple[str, list[str]]]:
+    """Roles and parts, with an image written as its number."""
+    names = {id(ref): f"#{number}" for number, ref in enumerate(task.images, start=1)}
+    return [
+        (message.role, [names[id(part)] if isinstance(part, ImageRef) else part for part in message.parts])
+        for message in environment.prompt(task)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_images", "parts"),
+    [
+        ("<image>Find x.", 1, ["#1", "Find x."]),
+        ("See <image> and\r\n<image>.", 2, ["See ", "#1", " and\r\n", "#2", "."]),
+        ("Find x.", 2, ["#1", "#2", "Find x."]),
+        ("Find x <image><image>", 2, ["Find x ", "#1", "#2"]),
+        ("What is 2 + 2?", 0, ["What is 2 + 2?"]),
+    ],
+)
+def test_images_go_where_their_marks_are(
+    problem: str, num_images: int, parts: list[str], tmp_path: Path
+) -> None:
+    environment = geo3k(tmp_path, [row(), row(problem, num_images=num_images)])
+    task = environment.tasks("test")[1]
+    assert parts_of(environment, task) == [("user", parts)]
+    assert task.question == problem
+    assert task.id == "test/1"
+
+
+def test_system_prompt_comes_first(tmp_path: Path) -> None:
+    environment = geo3k(tmp_path, [row()], system_prompt="Be brief.")
+    (task,) = environment.tasks("train")
+    assert parts_of(environment, task) == [("system", ["Be brief."]), ("user", ["#1", "Find x."])]
+
+
+def test_verl_layout(tmp_path: Path) -> None:
+    chat = [("system", "Rules."), ("user", "<image>One?"), ("assistant", "1"), ("user", "Two <image>?")]
+    verl = {
+        "images": [image(0), image(1)],
+        "prompt": [{"role": role, "content": content} for role, content in chat],
+        "reward_model": {"style": "rule", "ground_truth": r"\boxed{\frac{1}{2}}"},
+    }
+    environment = geo3k(tmp_path, [verl], **VERL)
+    (task,) = environment.tasks("test")
+    assert parts_of(environment, task) == [
+        ("system", ["Rules."]),
+        ("user", ["#1", "One?"]),
+        ("assistant", ["1"]),
+        ("user", ["Two ", "#2", "?"]),
+    ]
+    assert task.answer == r"\frac{1}{2}"
+    assert task.row["reward_model"] == verl["reward_model"]
+    with pytest.raises(
+        DataError, match=r"row 0: the row has a system message, .* unset environment.system_prompt"
+    ):
+        geo3k(tmp_path, [verl], system_prompt="Be brief.", **VERL).tasks("test")[0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "answer"), [(r"\boxed{12}", "12"), (" 12 ", "12"), (12, "12"), (2.5, "2.5")]
+)
+def test_answers_are_unboxed(cell: object, answer: str, tmp_path: Path) -> None:
+    assert geo3k(tmp_path, [row(answer=cell)]).tasks("test")[0].answer == answer
+
+
+def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4), (1, 2, 3)).save(tmp_path / "b.png")
+    cells = {"problem": "<image> or <image>?", "answer": "1", "one": image(), "two": "b.png"}
+    environment = geo3k(tmp_path, [cells], image_keys=("one", "two"))
+    (task,) = environment.tasks("test")
+    assert [ref.where for ref in task.images] == [f"test.parquet row 0, image {n}" for n in (1, 2)]
+    opened = open_image(task.images[1], max_mib=1, max_megapixels=1)
+    assert opened.getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_dev_is_every_other_test_row(tmp_path: Path) -> None:
+    environment = geo3k(tmp_path, [row(answer=str(n)) for n in range(5)])
+    assert [task.answer for task in environment.tasks("test")] == list("01234")
+    assert [(task.id, task.answer) for task in environment.tasks("dev")] == [
+        ("dev/0", "0"),
+        ("dev/2", "2"),
+        ("dev/4", "4"),
+    ]
+    assert list(kinds_of(environment.tasks("dev"))) == ["all"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "accuracy", "formatted"),
+    [
+        (r"so \boxed{x = 12.0}", 1, 1),
+        (r"\boxed{11}, no, \boxed{12}", 1, 1),
+        (r"\boxed{12}, no, \boxed{11}", 0, 1),
+        (r"\boxed{}", 0, 1),
+        (r"12", 0, 0),
+        (r"\boxed{12", 0, 0),
+    ],
+)
+def test_reward_weighs_accuracy_and_format(
+    text: str, accuracy: float, formatted: float, tmp_path: Path
+) -> None:
+    for weight in (0.1, 0.0, 1.0):
+        environment = geo3k(tmp_path, [row()], format_weight=weight)
+        score = environment.score(environment.tasks("test")[0], [Turn(messages=(), text=text)])
+        assert score.reward == (1 - weight) * accuracy + weight * formatted
+        assert score.accuracy == accuracy
+        assert score.parts == {"answer": accuracy, "format": formatted}
+
+
+@pytest.mark.parametrize(
+    ("cells", "problem"),
+    [
+        (row(num_images=2), "1 <image> marks but 2 images, which do not pair up"),
+        (row("<image><image>Find x."), "2 <image> marks but 1 images, which do not pair up"),
+        (row("<image>", "12"), "the prompt is empty, so there is nothing to answer"),
+        (row(None), "the prompt is empty"),
+        (row("   "), "the prompt is empty"),
+        (row(7), "the prompt is of type int, not a text"),
+        (row(answer=None), "the answer is of type NoneType, not a text or a number"),
+        (row(answer=" "), "the answer is empty, so nothing can be right"),
+        (row(answer=r"\boxed{}"), "the answer is empty"),
+        (row(answer={"style": "rule"}), "the answer is of type NoneType"),
+        (row([]), "the last message is missing"),
+        (row(["Find x."]), "a value of type str is no message {role, content}"),
+        (row([{"role": "assistant", "content": "a"}]), "the last message is assistant"),
+        (row([{"role": "tool", "content": "a"}]), "the role of a message is 'tool', not one of system, user"),
+        (row([{"role": "user", "content": None}]), "the prompt is of type NoneType"),
+        (row() | {"images": [7]}, "image 1: a value of type int is no image"),
+    ],
+)
+def test_bad_rows_say_what_is_wrong(cells: dict[str, object], problem: str, tmp_path: Path) -> None:
+    tasks = geo3k(tmp_path, [cells]).tasks("train")
+    assert len(tasks) == 1
+    with pytest.raises(DataError) as error:
+        tasks[0]
+    assert str(error.value).startswith("test.parquet row 0")
+    assert problem in str(error.value)
+    assert str(error.value).endswith("or set data.on_bad_row=skip")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"prompt_key": "question"},
+            "environment.prompt_key: test.parquet has no column 'question'; its columns",
+        ),
+        ({"answer_key": "answers"}, "set environment.answer_key=answer"),
+        ({"image_keys": ("image",)}, "set environment.image_keys=images"),
+        ({"test_files": ("tset.parquet",)}, "environment.test_files: no such file tset.parquet"),
+    ],
+)
+def test_settings_that_do_not_fit_the_file(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        geo3k(tmp_path, [row()], **settings).tasks("test")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "num_rows"),
+    [("fixture", {}, (64, 32)), ("fixture_verl", VERL, (64, 32)), ("full", {}, (2101, 300))],
+)
+def test_gold_answers_of_the_real_data_score_full_marks(
+    name: str, settings: dict[str, object], num_rows: tuple[int, int]
+) -> None:
+    names = ("train", "validation") if name == "full" else (f"{name}_train", f"{name}_test")
+    files = [SHARED / f"{one}.parquet" for one in names]
+    if not all(file.exists() for file in files):
+        pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
+    config = {"train_files": (str(files[0]),), "test_files": (str(files[1]),), **settings}
+    environment = Geo3k(Geo3kEnvironment.model_validate(config))
+    splits: tuple[Split, ...] = ("train", "test")
+    for split, expected in zip(splits, num_rows, strict=True):
+        tasks = environment.tasks(split)
+        assert len(tasks) == expected
+        for task in tasks:
+            messages = tuple(environment.prompt(task))
+            assert sum(isinstance(part, ImageRef) for part in messages[-1].parts) == len(task.images) == 1
+            score = environment.score(task, [Turn(messages=messages, text=environment.target(task))])
+            assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
+
+
+def test_images_of_the_real_data_open() -> None:
+    file = SHARED / "fixture_test.parquet"
+    if not file.exists():
+        pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
+    environment = Geo3k(Geo3kEnvironment(train_files=(str(file),), test_files=(str(file),)))
+    for task in environment.tasks("test"):
+        for ref in task.images:
+            assert min(open_image(ref, max_mib=32, max_megapixels=64).size) > 50

@@ -1,0 +1,222 @@
+"""The embedded engine against transformers: greedy = generate, log-probs = forward, whatever else runs beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.errors import EngineError
+from fovea.models.attention import use_packed_attention
+from fovea.models.parts import ModelParts, banned_token_ids
+from fovea.models.trainable import merged_weights
+from fovea.models.vlm import VLM
+from fovea.packing import pack_row
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.wait import wait_for
+from fovea.types import Completion, Prompt, Sampling
+from tests.reference import model_inputs, reference_logprobs
+from tests.tiny_models import CPU, mixed_prompts, renderer, tiny, user
+
+LOGPROB_TOLERANCE = 1e-5
+
+
+def make_engine(parts: ModelParts, max_batch_tokens: int = 10_000) -> EmbeddedEngine:
+    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=max_batch_tokens)
+    engine.load_weights(merged_weights(parts.network), version=7)
+    return engine
+
+
+def generate(
+    engine: EmbeddedEngine, prompts: Sequence[Prompt], samplings: Sequence[Sampling], n: int | Sequence[int]
+) -> list[Sequence[Completion]]:
+    """All requests at once."""
+    counts = [n] * len(prompts) if isinstance(n, int) else n
+
+    async def all_of_them() -> list[Sequence[Completion]]:
+        calls = (engine.generate(p, s, k) for p, s, k in zip(prompts, samplings, counts, strict=True))
+        return await asyncio.gather(*calls)
+
+    return wait_for(all_of_them())
+
+
+def seeded(count: int, **settings: object) -> list[Sampling]:
+    return [Sampling(seed=seed, **settings) for seed in range(count)]  # type: ignore[arg-type]
+
+
+def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
+    return all(
+        a.token_ids_T.tolist() == b.token_ids_T.tolist()
+        and np.allclose(a.logprobs_T, b.logprobs_T, atol=LOGPROB_TOLERANCE)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def test_greedy_equals_transformers_generate(parts: ModelParts) -> None:
+    prompts = mixed_prompts(parts)
+    groups = generate(make_engine(parts), prompts, [Sampling(max_new_tokens=24, temperature=0)] * 3, n=1)
+    parts.network.set_attn_implementation("sdpa")
+    for prompt, group in zip(prompts, groups, strict=True):
+        inputs = model_inputs(parts, prompt, np.empty(0, dtype=np.int64))
+        expected = parts.network.generate(
+            **inputs, max_new_tokens=24, do_sample=False, suppress_tokens=list(banned_token_ids(parts))
+        )
+        assert group[0].token_ids_T.tolist() == expected[0, prompt.num_tokens :].tolist()
+    use_packed_attention(parts.network)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_equal_transformers_forward(parts: ModelParts, temperature: float) -> None:
+    prompts = mixed_prompts(parts)
+    samplings = seeded(3, max_new_tokens=12, temperature=temperature)
+    for prompt, group in zip(prompts, generate(make_engine(parts), prompts, samplings, n=4), strict=True):
+        for completion in group:
+            expected = reference_logprobs(parts, prompt, completion.token_ids_T, temperature)
+            torch.testing.assert_close(
+                torch.from_numpy(completion.logprobs_T), expected, atol=LOGPROB_TOLERANCE, rtol=0
+            )
+
+
+def test_logprobs_equal_the_trainers(parts: ModelParts) -> None:
+    prompts = mixed_prompts(parts)
+    groups = generate(make_engine(parts), prompts, seeded(3, max_new_tokens=12, temperature=0.8), n=5)
+    row = pack_row(prompts, [[c.token_ids_T for c in group] for group in groups], CPU)
+    with torch.no_grad():
+        scores = VLM(parts)(row, temperature=0.8, chunk_tokens=100)
+    drawn = torch.from_numpy(np.concatenate([c.logprobs_T for group in groups for c in group]))
+    torch.testing.assert_close(drawn, scores.logprobs_A, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_a_request_does_not_feel_what_runs_beside_it(parts: ModelParts) -> None:
+    prompts = mixed_prompts(parts)
+    samplings = [
+        Sampling(max_new_tokens=20, seed=1),
+        Sampling(max_new_tokens=5, seed=2, temperature=0.5, top_k=9),
+        Sampling(max_new_tokens=11, seed=3, top_p=0.8, min_p=0.01, stop=("e",)),
+    ]
+    alone = [generate(make_engine(parts), [p], [s], n=3)[0] for p, s in zip(prompts, samplings, strict=True)]
+    together = generate(make_engine(parts), prompts * 3, samplings * 3, n=3)
+    for index, group in enumerate(together):
+        assert same(group, alone[index % 3])
+
+
+def test_a_small_budget_and_mixed_group_sizes_change_nothing(parts: ModelParts) -> None:
+    prompts = mixed_prompts(parts) * 3
+    samplings, counts = seeded(9, max_new_tokens=9), [2, 2, 1, 4, 4, 4, 2, 1, 1]
+    free = generate(make_engine(parts), prompts, samplings, counts)
+    largest = max(p.num_tokens + n * 9 for p, n in zip(prompts, counts, strict=True))
+    tight = generate(make_engine(parts, max_batch_tokens=2 * largest), prompts, samplings, counts)
+    assert all(same(a, b) for a, b in zip(free, tight, strict=True))
+
+
+def test_completions_of_a_group_are_those_of_a_smaller_group(parts: ModelParts) -> None:
+    prompt, sampling = mixed_prompts(parts)[0], Sampling(max_new_tokens=8, seed=5)
+    eight, three = (generate(make_engine(parts), [prompt], [sampling], n)[0] for n in (8, 3))
+    assert same(eight[:3], three)
+
+
+def test_each_image_and_prompt_is_run_once(parts: ModelParts) -> None:
+    engine, prompts = make_engine(parts), mixed_prompts(parts)
+    patches: list[int] = []
+    tower = parts.network.get_submodule("model.visual")
+    tower.register_forward_pre_hook(lambda _module, args: patches.append(len(args[0])))
+    generate(engine, prompts, seeded(3, max_new_tokens=6), n=8)
+    distinct = {image.key: len(image.pixels_NC) for prompt in prompts for image in prompt.images}
+    assert patches == [sum(distinct.values())]
+
+
+def test_stop_token_ends_a_completion_and_is_part_of_it(parts: ModelParts) -> None:
+    prompt = mixed_prompts(parts)[0]
+    group = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=300, seed=1, temperature=2.0)], n=8)[0]
+    stopped = [completion for completion in group if completion.finish == "stop"]
+    assert stopped, "300 tokens of near-uniform sampling meet the stop token"
+    for completion in stopped:
+        assert completion.token_ids_T[-1] == parts.tokenizer.eos_token_id
+        assert parts.tokenizer.eos_token_id not in completion.token_ids_T[:-1]
+        assert "<|im_end|>" not in completion.text
+
+
+def test_stop_string_ends_a_completion_and_is_cut_from_its_text() -> None:
+    parts = tiny("qwen3_vl")
+    prompt, sampling = mixed_prompts(parts)[2], Sampling(max_new_tokens=60, seed=4)
+    free = generate(make_engine(parts), [prompt], [sampling], n=4)[0]
+    stop = free[0].text[10:12]
+    cut = generate(
+        make_engine(parts), [prompt], [Sampling(max_new_tokens=60, seed=4, stop=(stop, "never"))], n=4
+    )[0]
+    for whole, short in zip(free, cut, strict=True):
+        assert stop not in short.text
+        assert short.text == whole.text.split(stop)[0]
+        assert short.token_ids_T.tolist() == whole.token_ids_T[: len(short.token_ids_T)].tolist()
+        if stop in whole.text:
+            assert short.finish == "stop"
+            assert stop in parts.tokenizer.decode(short.token_ids_T, skip_special_tokens=True)
+
+
+def test_no_special_token_is_ever_drawn(parts: ModelParts) -> None:
+    groups = generate(
+        make_engine(parts), mixed_prompts(parts), seeded(3, max_new_tokens=200, temperature=5.0), n=8
+    )
+    drawn = {int(token) for group in groups for completion in group for token in completion.token_ids_T}
+    assert len(drawn) > 200, "near-uniform sampling visits most of the vocabulary"
+    assert not drawn & set(banned_token_ids(parts))
+    assert parts.tokenizer.convert_tokens_to_ids("<|image_pad|>") in banned_token_ids(parts)
+
+
+def test_length_ends_a_completion(parts: ModelParts) -> None:
+    completion = generate(make_engine(parts), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=1)], n=2)[0][0]
+    assert (len(completion.token_ids_T), completion.finish, completion.version) == (1, "length", 7)
+
+
+def test_weights_are_shared_not_copied_and_follow_the_trainer() -> None:
+    parts = tiny("qwen3_vl")
+    engine, prompt = make_engine(parts), mixed_prompts(tiny("qwen3_vl"))[0]
+    greedy = Sampling(max_new_tokens=10, temperature=0)
+    before = generate(engine, [prompt], [greedy], n=1)[0][0]
+    with torch.no_grad():
+        for parameter in parts.network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    after = generate(engine, [prompt], [greedy], n=1)[0][0]
+    expected = generate(make_engine(parts), [prompt], [greedy], n=1)[0][0]
+    assert before.token_ids_T.tolist() != after.token_ids_T.tolist() == expected.token_ids_T.tolist()
+
+
+def test_weights_of_another_process_are_copied_into_the_vision_tower() -> None:
+    source, target = tiny("qwen3_vl", seed=1), tiny("qwen3_vl", seed=2)
+    engine = make_engine(target)
+    engine.load_weights([(name, x.clone()) for name, x in merged_weights(source.network)], version=1)
+    prompts, greedy = mixed_prompts(source), [Sampling(max_new_tokens=10, temperature=0)] * 3
+    expected = generate(make_engine(source), prompts, greedy, n=1)
+    assert all(same(a, b) for a, b in zip(generate(engine, prompts, greedy, n=1), expected, strict=True))
+
+
+def test_a_request_beyond_the_budget_says_what_to_change() -> None:
+    parts = tiny("qwen3_vl")
+    with pytest.raises(EngineError, match=r"rollout\.max_batch_tokens=50; raise that, or lower rollout"):
+        generate(make_engine(parts, 50), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=30)], n=8)
+
+
+def test_an_engine_without_weights_says_so_to_every_caller() -> None:
+    parts = tiny("qwen3_vl")
+    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000)
+    with pytest.raises(EngineError, match="load_weights first"):
+        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=3), n=2)
+
+
+def test_new_weights_while_drawing_are_refused() -> None:
+    parts = tiny("qwen3_vl")
+    engine, prompt = make_engine(parts), renderer(parts).prompt(user("x"))
+
+    async def load_in_the_middle() -> None:
+        drawing = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=50), 2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="await them first"):
+            engine.load_weights(merged_weights(parts.network), version=8)
+        await drawing
+
+    wait_for(load_in_the_middle())
