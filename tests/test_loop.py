@@ -1,0 +1,100 @@
+"""The loop on fakes: what each stage hands on, what is written down, and that a bandit learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fovea.loop import take_step, train
+from fovea.metrics import read_metrics
+from fovea.rollout.wait import wait_for
+from fovea.stages import begin
+from tests.fakes import BanditEngine, BanditPolicy, bandit_run
+
+TIMING = ("seconds/", "tokens_per_second", "memory/")
+
+
+def untimed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in metrics]
+
+
+def test_a_bandit_learns(tmp_path: Path) -> None:
+    summary = train(bandit_run(tmp_path))
+    metrics = read_metrics(tmp_path)
+    assert [row["step"] for row in metrics] == list(range(1, 31))
+    assert metrics[0]["reward"] < 0.5 < 0.9 < metrics[-1]["reward"]
+    assert summary.before is not None
+    assert summary.before.accuracy < summary.final.accuracy == 1.0
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 30
+
+
+def test_each_step_has_the_promised_metrics(tmp_path: Path) -> None:
+    train(bandit_run(tmp_path, max_steps=2))
+    promised = "step reward loss grad_norm response_tokens_mean tokens_per_second seconds/rollout seconds/update"
+    for row in read_metrics(tmp_path):
+        assert set(promised.split()) <= row.keys()
+
+
+def test_the_engine_draws_from_the_newest_weights_and_never_twice_with_one_seed(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path)
+    begin(run)
+    engine, policy = run.engine, run.policy
+    assert isinstance(engine, BanditEngine)
+    assert isinstance(policy, BanditPolicy)
+    engine.seeds.clear()
+    for step in range(3):
+        groups, _ = wait_for(take_step(run, step))
+        assert {episode.completion.version for group in groups for episode in group.episodes} == {step}
+        np.testing.assert_array_equal(engine.table, policy.table)
+    assert len(set(engine.seeds)) == 3 * 8
+
+
+def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path)
+    begin(run)
+    run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
+    run.engine.load_weights(run.policy.weights(), 0)
+    _, metrics = wait_for(take_step(run, 0))
+    assert run.policy.batches[0].groups == ()  # type: ignore[attr-defined]
+    assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (0, 8, 8)
+
+
+def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
+    on_policy = bandit_run(tmp_path / "a", max_steps=1)
+    train(on_policy)
+    off_policy = bandit_run(tmp_path / "b", max_steps=1, train={"epochs": 2}, algorithm={"kl_coef": 0.1})
+    train(off_policy)
+    (first,), (second,) = on_policy.policy.batches, off_policy.policy.batches  # type: ignore[attr-defined]
+    for group in first.groups:
+        assert all(s.old_logprobs_T is None and s.reference_logprobs_T is None for s in group.samples)
+    for group in second.groups:
+        for sample in group.samples:
+            np.testing.assert_allclose(sample.old_logprobs_T, sample.rollout_logprobs_T, rtol=1e-6)
+            np.testing.assert_allclose(sample.reference_logprobs_T, -np.log(4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("stop_after", [10, 17])
+def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, stop_after: int) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = bandit_run(whole)
+    train(expected)
+    train(bandit_run(broken, max_steps=stop_after))
+    for later in (broken / "checkpoints").glob(f"step-{stop_after}"):
+        if stop_after % 10:  # the end of the first part also saves: go back to the last regular checkpoint
+            for file in later.iterdir():
+                file.unlink()
+            later.rmdir()
+    resumed = bandit_run(broken, resume=True)
+    assert resumed.resumed is not None
+    assert resumed.resumed.step == 10
+    train(resumed)
+    assert untimed(read_metrics(broken)) == untimed(read_metrics(whole))
+    np.testing.assert_array_equal(resumed.policy.table, expected.policy.table)  # type: ignore[attr-defined]
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    train(bandit_run(tmp_path))
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
