@@ -1,0 +1,109 @@
+"""LoRA by peft: what is adapted, what the merge gives, what the adapters switched off give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from fovea.config import Lora, Model, TinyModel
+from fovea.errors import ConfigError
+from fovea.models.parts import ModelParts
+from fovea.models.trainable import (
+    adapters_off,
+    choose_trainable,
+    count_parameters,
+    lora_layers,
+    merged_weights,
+    trainable_parameters,
+)
+from fovea.models.vlm import VLM
+from fovea.packing import pack_row
+from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
+
+
+def with_lora(parts: ModelParts, **lora: object) -> ModelParts:
+    settings = Model(tiny=TinyModel(), lora=Lora.model_validate(lora))
+    choose_trainable(parts.network, settings, seed=0)
+    with torch.no_grad():
+        for name, parameter in parts.network.named_parameters():
+            if "lora_B" in name:  # zero at the start: make the adapters do something
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return parts
+
+
+def logprobs(parts: ModelParts) -> torch.Tensor:
+    row = pack_row(mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
+    with torch.no_grad():
+        return VLM(parts)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+
+
+def test_only_adapters_on_language_layers_are_trained(parts: ModelParts) -> None:
+    with_lora(parts, rank=4)
+    names = trainable_parameters(parts.network)
+    assert names
+    assert all(".language_model." in name and ".lora_" in name for name in names)
+    assert len(lora_layers(parts.network)) == 3 * 7, "seven linear layers in each of three decoder layers"
+
+
+def test_targets_and_exclude_are_obeyed(parts: ModelParts) -> None:
+    with_lora(parts, rank=2, targets=["q_proj", "o_proj"], exclude=["visual", "layers.0"])
+    layers = set(lora_layers(parts.network))
+    assert {name.split(".")[-1] for name in layers} == {"q_proj", "o_proj"}
+    assert not any(".layers.0." in name for name in layers)
+
+
+def test_targets_that_match_nothing_are_refused(parts: ModelParts) -> None:
+    with pytest.raises(ConfigError, match="matches no linear layer; leave model.lora.targets out"):
+        with_lora(parts, targets=["qproj"])
+
+
+def test_merged_weights_give_the_adapted_model(parts: ModelParts) -> None:
+    with_lora(parts, rank=4)
+    merged = dict(merged_weights(parts.network))
+    plain = tiny(str(parts.network.config.model_type))
+    own = dict(plain.network.named_parameters())
+    assert merged.keys() == own.keys()
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(merged[name])
+    torch.testing.assert_close(logprobs(plain), logprobs(parts), atol=1e-5, rtol=0)
+
+
+def test_weights_without_adapters_are_not_copied(parts: ModelParts) -> None:
+    own = dict(parts.network.named_parameters())
+    for name, tensor in merged_weights(parts.network):
+        assert tensor.data_ptr() == own[name].data_ptr()
+
+
+def test_adapters_off_is_the_model_before(parts: ModelParts) -> None:
+    before = logprobs(parts)
+    with_lora(parts, rank=4)
+    with adapters_off(parts.network):
+        torch.testing.assert_close(logprobs(parts), before, atol=1e-6, rtol=0)
+    assert not torch.allclose(logprobs(parts), before, atol=1e-3)
+
+
+def test_equal_to_peft_as_its_users_call_it(parts: ModelParts) -> None:
+    """The same adapters through get_peft_model, weights copied over, give the same log-probs."""
+    with_lora(parts, rank=4, alpha=12.0)
+    expected = logprobs(parts)
+    plain = tiny(str(parts.network.config.model_type))
+    names = [name for name, module in plain.network.named_modules() if isinstance(module, torch.nn.Linear)]
+    targets = [name for name in names if "language_model" in name]
+    wrapped = get_peft_model(plain.network, LoraConfig(r=4, lora_alpha=12.0, target_modules=targets))
+    theirs = dict(wrapped.base_model.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parts.network.named_parameters():
+            theirs[name].copy_(parameter)
+    torch.testing.assert_close(logprobs(plain), expected, atol=1e-6, rtol=0)
+
+
+def test_the_table_adds_up(parts: ModelParts) -> None:
+    with_lora(parts, rank=4)
+    rows = {row.part: row for row in count_parameters(parts.network)}
+    assert rows["all"].total == sum(p.numel() for p in parts.network.parameters())
+    assert rows["all"].trainable == rows["LoRA adapters"].total == sum(
+        p.numel() for p in trainable_parameters(parts.network).values()
+    )
+    assert rows["vision tower"].trainable == 0

@@ -1,0 +1,273 @@
+"""The trainer: its gradient against a loss written out on transformers' forward, and what must not change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.config import Algorithm, Lora, Model, TinyModel, Train
+from fovea.errors import TrainError
+from fovea.models.features import FeatureCache
+from fovea.models.parts import ModelParts
+from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.vlm import VLM
+from fovea.train.schedule import learning_rate
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Batch, Sample, SampleGroup
+from tests.reference import largest_relative_difference, reference_logprobs
+from tests.tiny_models import FAMILIES, mixed_prompts, random_completions, tiny
+
+GRADIENT_TOLERANCE = 1e-5
+LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
+NO_CLIPPING = 1e9
+
+
+def make_policy(parts: ModelParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
+    settings = Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **train})
+    return TorchPolicy(
+        VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10
+    )
+
+
+def make_batch(parts: ModelParts, seed: int = 0, normalizer_tokens: int = 60) -> Batch:
+    rng = np.random.default_rng(seed)
+    groups = [
+        SampleGroup(prompt=prompt, samples=tuple(_sample(ids, rng) for ids in completions))
+        for prompt, completions in zip(mixed_prompts(parts), random_completions(LENGTHS, seed), strict=True)
+    ]
+    return Batch(groups=tuple(groups), normalizer_tokens=normalizer_tokens)
+
+
+def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
+    return Sample(
+        token_ids_T=ids,
+        rollout_logprobs_T=np.full(len(ids), -5.0, dtype=np.float32),
+        advantages_T=np.full(len(ids), rng.normal(), dtype=np.float32),
+    )
+
+
+def gradient_of(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
+    """What `update` left behind: it clears gradients only before the next one."""
+    policy.update(batch)
+    return {
+        name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None
+    }
+
+
+def test_gradient_is_that_of_the_written_out_loss(parts: ModelParts) -> None:
+    """Token mean over the batch of -A exp(lp - sg(lp)), one row at a time through transformers."""
+    batch = make_batch(parts)
+    loss = torch.zeros(())
+    for group in batch.groups:
+        for sample in group.samples:
+            logprobs = reference_logprobs(parts, group.prompt, sample.token_ids_T, temperature=0.9)
+            ratio = (logprobs - logprobs.detach()).exp()
+            loss = loss - (ratio * torch.from_numpy(sample.advantages_T)).sum()
+    (loss / batch.normalizer_tokens).backward()
+    expected = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
+    parts.network.zero_grad()
+    assert largest_relative_difference(expected, gradient_of(make_policy(parts), batch)) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("budget_tokens", [100, 75, 79])
+def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(budget_tokens: int) -> None:
+    """75 tokens split the largest group itself, its prompt repeated."""
+    results = []
+    for budget in (10_000, budget_tokens):
+        parts = tiny("qwen3_vl")
+        policy = make_policy(
+            parts, max_tokens_per_microbatch=budget, algorithm=Algorithm(entropy_coef=0.1, clip_high=0.3)
+        )
+        batch = make_batch(parts)
+        results.append((gradient_of(policy, batch), policy.update(batch)))
+    (whole, whole_metrics), (split, split_metrics) = results
+    assert largest_relative_difference(whole, split) < GRADIENT_TOLERANCE
+    assert whole_metrics == pytest.approx(split_metrics, rel=1e-4, abs=1e-6)
+
+
+def test_order_of_groups_and_samples_does_not_matter() -> None:
+    parts = tiny("qwen3_vl")
+    batch = make_batch(parts)
+    turned = replace(
+        batch, groups=tuple(replace(g, samples=g.samples[::-1]) for g in reversed(batch.groups))
+    )
+    first = gradient_of(make_policy(parts), batch)
+    second = gradient_of(make_policy(tiny("qwen3_vl")), turned)
+    assert largest_relative_difference(first, second) < GRADIENT_TOLERANCE
+
+
+def test_a_group_without_advantage_adds_nothing() -> None:
+    """Leaving it out is exact, since the normalizer counts its tokens all the same."""
+    batch = make_batch(tiny("qwen3_vl"))
+    silent = replace(
+        batch.groups[1],
+        samples=tuple(replace(s, advantages_T=np.zeros_like(s.advantages_T)) for s in batch.groups[1].samples),
+    )
+    with_silent = replace(batch, groups=(batch.groups[0], silent, batch.groups[2]))
+    without = replace(batch, groups=(batch.groups[0], batch.groups[2]))
+    first = gradient_of(make_policy(tiny("qwen3_vl")), with_silent)
+    second = gradient_of(make_policy(tiny("qwen3_vl")), without)
+    assert largest_relative_difference(first, second) < GRADIENT_TOLERANCE
+
+
+def test_a_completion_that_no_budget_holds_says_what_to_change() -> None:
+    parts = tiny("qwen3_vl")
+    with pytest.raises(TrainError, match=r"max_tokens_per_microbatch=20; set it to at least \d+, or lower"):
+        make_policy(parts, max_tokens_per_microbatch=20).update(make_batch(parts))
+
+
+def test_logprobs_come_in_the_order_of_the_batch_under_any_split(parts: ModelParts) -> None:
+    batch = make_batch(parts)
+    values = make_policy(parts, max_tokens_per_microbatch=80).logprobs(batch)
+    samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
+    for (prompt, sample), logprobs in zip(samples, values, strict=True):
+        expected = reference_logprobs(parts, prompt, sample.token_ids_T, temperature=0.9).detach()
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_first_of_several_epochs_uses_the_given_old_logprobs() -> None:
+    parts = tiny("qwen3_vl")
+    policy, batch = make_policy(parts), make_batch(parts)
+    far = iter([x + 1.0 for x in policy.logprobs(batch)])
+    moved = replace(
+        batch,
+        groups=tuple(
+            replace(g, samples=tuple(replace(s, old_logprobs_T=next(far)) for s in g.samples)) for g in batch.groups
+        ),
+    )
+    metrics = policy.update(moved)
+    assert metrics["ratio_mean"] == pytest.approx(np.exp(-1.0), rel=1e-4)
+    assert metrics["clip_frac/low"] > 0
+
+
+def test_minibatches_take_that_many_optimizer_steps() -> None:
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts, epochs=2, minibatches=3)
+    steps: list[int] = []
+    policy._optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    policy.update(make_batch(parts))
+    assert len(steps) == 6
+
+
+def test_kl_term_pulls_towards_the_reference() -> None:
+    """At the reference itself the k3 estimate has no gradient; away from it, it has."""
+    parts = tiny("qwen3_vl")
+    reference = VLM(tiny("qwen3_vl")).requires_grad_(False)
+    policy = TorchPolicy(
+        VLM(parts),
+        train=Train(learning_rate=1e-3),
+        algorithm=Algorithm(kl_coef=1.0),
+        temperature=1.0,
+        max_steps=10,
+        reference=reference,
+    )
+    batch = make_batch(parts)
+    zero = replace(
+        batch,
+        groups=tuple(
+            replace(g, samples=tuple(replace(s, advantages_T=0 * s.advantages_T) for s in g.samples))
+            for g in batch.groups
+        ),
+    )
+    assert with_reference(policy, zero)["grad_norm"] == pytest.approx(0.0, abs=1e-5)
+    with torch.no_grad():
+        for parameter in parts.network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    away = with_reference(policy, zero)
+    assert away["grad_norm"] > 1e-3
+    assert with_reference(policy, zero)["reference_kl"] < away["reference_kl"]
+
+
+def with_reference(policy: TorchPolicy, batch: Batch) -> dict[str, float]:
+    values = iter(policy.reference_logprobs(batch))
+    groups = tuple(
+        replace(g, samples=tuple(replace(s, reference_logprobs_T=next(values)) for s in g.samples))
+        for g in batch.groups
+    )
+    return policy.update(replace(batch, groups=groups))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_frozen_vision_tower_stays_and_its_features_are_made_once(lora: bool) -> None:
+    parts = tiny("qwen3_vl")
+    settings = Model(tiny=TinyModel(), freeze_vision_tower=True, lora=Lora(rank=4) if lora else None)
+    choose_trainable(parts.network, settings, seed=0)
+    cache = FeatureCache(2**20)
+    policy = TorchPolicy(
+        VLM(parts, feature_cache=cache),
+        train=Train(learning_rate=1e-2),
+        algorithm=Algorithm(),
+        temperature=1.0,
+        max_steps=10,
+    )
+    tower = {name: x.clone() for name, x in parts.network.get_submodule("model.visual").named_parameters()}
+    batch = make_batch(parts)
+    before = policy.logprobs(batch)
+    for _ in range(3):
+        policy.update(batch)
+    assert cache.encoded_images == 3
+    assert not np.allclose(before[0], policy.logprobs(batch)[0])
+    for name, parameter in parts.network.get_submodule("model.visual").named_parameters():
+        assert torch.equal(parameter, tower[name]), name
+    policy._guard.check(policy._vlm)
+
+
+def test_the_guard_notices_a_frozen_parameter_that_moved(tmp_path: Path) -> None:
+    parts = tiny("qwen3_vl")
+    choose_trainable(parts.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
+    policy = make_policy(parts)
+    with torch.no_grad():
+        next(parts.network.get_submodule("model.visual").parameters()).add_(1e-7)
+    with pytest.raises(TrainError, match=r"frozen parameters changed, first network\.model\.visual"):
+        policy.save(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_policy_goes_on_bit_for_bit(family: str, tmp_path: Path) -> None:
+    batches = [make_batch(tiny(family), seed) for seed in range(4)]
+    whole = make_policy(tiny(family))
+    expected = [whole.update(batch) for batch in batches]
+    first = make_policy(tiny(family))
+    for batch in batches[:2]:
+        first.update(batch)
+    first.save(tmp_path)
+    second = make_policy(tiny(family, seed=9))
+    second.load(tmp_path)
+    assert [second.update(batch) for batch in batches[2:]] == expected[2:]
+    for (name, a), (_, b) in zip(
+        trainable_parameters(whole._vlm).items(), trainable_parameters(second._vlm).items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    make_policy(tiny("qwen3_vl")).save(tmp_path)
+    with pytest.raises(TrainError, match=r"other trainable parameters .*; resume with the config\.yaml"):
+        make_policy(tiny("qwen3_vl", num_layers=2)).load(tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts)
+    with torch.no_grad():
+        parts.network.get_submodule("lm_head").weight[0, 0] = torch.nan
+    with pytest.raises(TrainError, match="gradient norm is nan at step 1; lower train.learning_rate"):
+        policy.update(make_batch(parts))
+
+
+def rates(steps: Sequence[int], shape: str) -> list[float]:
+    return [
+        learning_rate(step, peak=1.0, warmup_steps=2, total_steps=10, shape=shape, final_frac=0.2)  # type: ignore[arg-type]
+        for step in steps
+    ]
+
+
+def test_learning_rates_by_hand() -> None:
+    assert rates([0, 1, 2, 9, 50], "constant") == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates([0, 2, 6, 10, 50], "linear") == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    assert rates([2, 6, 10], "cosine") == pytest.approx([1.0, 0.6, 0.2])
