@@ -18,7 +18,7 @@ LEVELS = [
     {"environments", "samples", "packing", "prompts"},
     {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink"},
     {"evaluate", "warmup", "run", "stages", "loop"},
-    {"build", "cli"},
+    {"build", "cli", "__main__"},
 ]
 """From the bottom; a module imports its own level and those below."""
 

@@ -1,0 +1,5 @@
+"""`python -m fovea` is the `fovea` command."""
+
+from fovea.cli import main
+
+main()

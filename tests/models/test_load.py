@@ -1,0 +1,119 @@
+"""Loading a model folder as the hub lays it out, written here by transformers itself; and what is wrong with others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fovea.config import Model
+from fovea.errors import ModelError
+from fovea.models.load import load_pretrained, pick_device
+from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
+from fovea.models.vlm import VLM
+from fovea.packing import pack_row
+from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
+
+
+def save(parts: ModelParts, folder: Path) -> Path:
+    """The files of a hub repository."""
+    parts.network.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
+    parts.image_processor.save_pretrained(folder)
+    return folder
+
+
+def logprobs(parts: ModelParts) -> torch.Tensor:
+    row = pack_row(mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
+    with torch.no_grad():
+        return VLM(parts)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+
+
+def test_a_saved_model_loads_to_the_same_logprobs(parts: ModelParts, tmp_path: Path) -> None:
+    loaded = load_pretrained(Model(path=str(save(parts, tmp_path))))
+    torch.testing.assert_close(logprobs(loaded), logprobs(parts), atol=1e-6, rtol=0)
+    assert loaded.chat_template == parts.chat_template
+    assert stop_token_ids(loaded) == stop_token_ids(parts)
+    assert banned_token_ids(loaded) == banned_token_ids(parts)
+
+
+def test_dtype_is_obeyed(tmp_path: Path) -> None:
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    loaded = load_pretrained(Model(path=str(folder), dtype="bfloat16"))
+    assert {parameter.dtype for parameter in loaded.network.parameters()} == {torch.bfloat16}
+
+
+def test_the_processors_own_chat_template_wins(tmp_path: Path) -> None:
+    """Older repositories have chat_template.json beside the tokenizer's template."""
+    folder = save(tiny("qwen2_vl"), tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 'of the processor' }}"}))
+    assert load_pretrained(Model(path=str(folder))).chat_template == "{{ 'of the processor' }}"
+
+
+def test_older_pixel_limits_are_read(tmp_path: Path) -> None:
+    """Qwen2-VL's preprocessor_config.json says min_pixels and max_pixels instead of size."""
+    folder = save(tiny("qwen2_vl"), tmp_path)
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    settings.pop("size")
+    file.write_text(json.dumps(settings | {"min_pixels": 3136, "max_pixels": 12845056}))
+    size = load_pretrained(Model(path=str(folder))).image_processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (3136, 12845056)
+
+
+def test_entries_beyond_the_tokenizer_are_banned() -> None:
+    """Qwen pads its embedding to a round number of rows."""
+    parts = tiny("qwen3_vl")
+    size = len(parts.tokenizer)
+    parts.network.resize_token_embeddings(size + 5)
+    assert set(range(size, size + 5)) <= set(banned_token_ids(parts))
+
+
+def broken_folders(tmp_path: Path) -> dict[str, Path]:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    without_weights = save(tiny("qwen3_vl"), tmp_path / "without_weights")
+    for file in without_weights.glob("*.safetensors"):
+        file.unlink()
+    other_family = tmp_path / "other"
+    save(tiny("qwen3_vl"), other_family)
+    (other_family / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return {
+        "missing": tmp_path / "nowhere",
+        "empty": empty,
+        "without_weights": without_weights,
+        "other_family": other_family,
+    }
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("missing", "no such folder; give a model folder or a hub id such as"),
+        ("empty", "has no config.json; give the folder that holds the model's files"),
+        ("without_weights", r"no weights \(\*\.safetensors\); download the whole model"),
+        ("other_family", "its model_type is llama, and Fovea trains qwen2_vl, qwen2_5_vl, qwen3_vl"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_says_why(which: str, message: str, tmp_path: Path) -> None:
+    path = broken_folders(tmp_path)[which]
+    with pytest.raises(ModelError, match=message) as error:
+        load_pretrained(Model(path=str(path)))
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_id_without_the_hub_is_one_line() -> None:
+    with pytest.raises(ModelError, match=r"^model\.path=nobody/no-such-model: ") as error:
+        load_pretrained(Model(path="nobody/no-such-model"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_cuda_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ModelError, match="no CUDA device; set model.device=auto or cpu"):
+        pick_device("cuda")
+    assert pick_device("auto") == torch.device("cpu")

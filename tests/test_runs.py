@@ -1,0 +1,161 @@
+"""Whole runs as a user starts them: the recipes for a few steps, kill -9 and resume, real Geometry3K rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from fovea.metrics import read_metrics
+from tests.tiny_models import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
+NEEDS_GEO3K = pytest.mark.skipif(
+    not GEO3K.is_dir(), reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project"
+)
+SMALL = (
+    "environment.train_size=64 environment.dev_size=8 environment.test_size=16 evaluate.dev_size=8 "
+    "warmup.max_steps=4 warmup.check_every_steps=2 rollout.prompts_per_step=6 rollout.samples_per_prompt=4 "
+    "log.samples_every_steps=5"
+).split()
+TIMING = ("seconds/", "tokens_per_second", "memory/")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fovea", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def train_shapes(run_dir: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    done = fovea("train", "recipes/shapes.yaml", f"run_dir={run_dir}", *SMALL, *settings)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def untimed(run_dir: Path) -> list[dict[str, float]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(TIMING)} for row in read_metrics(run_dir)
+    ]
+
+
+def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
+    tensors = load_file(run_dir / "checkpoints" / f"step-{step}" / "trainable.safetensors")
+    return {name: array.tobytes() for name, array in tensors.items()}
+
+
+def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
+    """SIGKILL: no handler, no flush, no goodbye."""
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(run_dir)) < steps:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, "the run took too long to get going"
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_kill_9_and_resume_equals_never_stopped(tmp_path: Path) -> None:
+    """Weights byte for byte, metrics digit for digit."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["max_steps=40", "checkpoint.every_steps=7", "data.kind_weights.counting=3"]
+    train_shapes(whole, *settings)
+    arguments = ["train", "recipes/shapes.yaml", f"run_dir={killed}", *SMALL, *settings]
+    kill_when_steps_are_taken(arguments, killed, steps=10)
+    taken = len(read_metrics(killed))
+    assert 10 <= taken < 40
+    resumed = train_shapes(killed, *settings, "resume=auto")
+    assert f"resumed at step {taken // 7 * 7}" in resumed.stdout
+    assert untimed(killed) == untimed(whole)
+    assert final_weights(killed, 40) == final_weights(whole, 40)
+
+
+def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = train_shapes(run_dir, "max_steps=6", "evaluate.every_steps=3")
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "report.html", "reward_curve.png"):
+        assert (run_dir / name).stat().st_size > 0, name
+    assert list((run_dir / "tensorboard").iterdir())
+    assert sorted(path.name for path in (run_dir / "samples").glob("*.jsonl")) == [
+        "step-000001.jsonl",
+        "step-000005.jsonl",
+    ]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["accuracy"].keys() == {"before", "warmup", "final"}
+    assert summary["by_type"].keys() == {"counting", "colour", "shape", "existence"}
+    assert sum(kind["n"] for kind in summary["by_type"].values()) == 16
+    assert summary["duplicates_across_splits"] == 0
+    assert summary["seconds"]["total"] >= summary["seconds"]["warmup"] + summary["seconds"]["rl"] > 0
+    assert [row["step"] for row in read_metrics(run_dir) if "accuracy/dev" in row] == [3, 6]
+    assert "shuffled images" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *([f"model.tiny.family={family}", "model.tiny.head_dim=32"] for family in FAMILIES),
+        ["model.lora.rank=4"],
+        ["model.freeze_vision_tower=true", "train.gradient_checkpointing=true"],
+        ["algorithm.kl_coef=0.01", "train.epochs=2", "train.minibatches=2", "train.max_tokens_per_microbatch=150"],
+        ["model.lora.rank=4", "algorithm.kl_coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
+        ["warmup=null", "environment.level=3", "rollout.max_batch_tokens=200"],
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_every_setting_runs_for_three_steps(settings: list[str], tmp_path: Path) -> None:
+    small = [x for x in SMALL if not (x.startswith("warmup.") and "warmup=null" in settings)]
+    done = fovea(
+        "train", "recipes/shapes.yaml", f"run_dir={tmp_path / 'run'}", *small, "max_steps=3", *settings
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(tmp_path / "run")) == 3
+    assert "Warning" not in done.stderr
+
+
+@NEEDS_GEO3K
+def test_two_grpo_steps_on_real_geometry(tmp_path: Path) -> None:
+    """The recipe for a real model, on a tiny one: real images, real lengths, the boxed-answer reward."""
+    run_dir = tmp_path / "run"
+    done = fovea(
+        "train",
+        "recipes/geo3k.yaml",
+        f"run_dir={run_dir}",
+        f"environment.train_files=[{GEO3K / 'fixture_train.parquet'}]",
+        f"environment.test_files=[{GEO3K / 'fixture_test.parquet'}]",
+        "model.path=null",
+        "model.tiny={}",
+        "model.dtype=float32",
+        "model.max_pixels=50000",
+        "max_steps=2",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_new_tokens=16",
+        "algorithm.max_groups_without_signal=4",
+        "algorithm.entropy_coef=0.01",
+        "evaluate.test_size=8",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(run_dir)
+    assert len(rows) == 2
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert json.loads((run_dir / "summary.json").read_text())["by_type"]["all"]["n"] == 8
