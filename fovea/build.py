@@ -107,7 +107,7 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
     cache = None if settings.trains_vision else FeatureCache(settings.feature_cache_gib * 2**30)
-    return parts, VLM(parts, feature_cache=cache).to(pick_device(settings.device))
+    return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(pick_device(settings.device))
 
 
 def _corpus(environment: Environment) -> list[str]:

@@ -94,7 +94,9 @@ class Model(Section):
     tiny: TinyModel | None = None
     """Make a tiny model instead of loading one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; log-probs and losses are float32 always."""
+    """Of weights and activations; log-probs, losses and the optimizer's copy of the weights are float32 always."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """sdpa: torch's fused kernels; eager: the plain formula, slow, for checking them."""
     freeze_vision_tower: bool = False
     """Train the language model only; each image is then encoded once for the whole run."""
     feature_cache_gib: NonNegativeFloat = 2.0
@@ -219,7 +221,7 @@ class Algorithm(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bound on the loss of a bad token whose ratio runs away; null: off."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 estimate of the KL to the starting model; at 0 no reference model is kept."""
+    """Weight of the k3 estimate of the KL to the model that RL began with; at 0 no reference model is kept."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the mean token entropy."""
     normalize_by_std: bool = True

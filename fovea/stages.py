@@ -61,6 +61,7 @@ def _warmed_up(run: Run, standing: Standing) -> Standing:
     started = perf_counter()
     warm_up(run.warmup, lambda: _read_dev_of_warmup(run), run.progress.stage)
     seconds = perf_counter() - started
+    run.policy.start_here()
     run.engine.load_weights(run.policy.weights(), version=0)
     run.progress.stage("reading held-out accuracy after the warm-up")
     return replace(standing, after_warmup=evaluate_test(run, run.sources.test), warmup_seconds=seconds)

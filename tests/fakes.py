@@ -60,6 +60,8 @@ class BanditPolicy:
         self.updates = 0
         self.batches: list[Batch] = []
 
+    def start_here(self) -> None: ...
+
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         return [
             log_softmax(self.table[group.prompt.token_ids_L[0]])[sample.token_ids_T].astype(np.float32)

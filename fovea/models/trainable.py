@@ -5,7 +5,6 @@ LoRA: Hu et al., arXiv 2106.09685, by peft. The adapters live inside the network
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def _part_of(name: str) -> str:
 
 
 class FrozenGuard:
-    """Notices when something moves that must not: hashes of every frozen parameter and buffer."""
+    """Notices when something moves that must not, by a hash of the bits of every frozen parameter."""
 
     def __init__(self, network: nn.Module) -> None:
         self._hashes = dict(_frozen_hashes(network))
@@ -145,16 +144,10 @@ class FrozenGuard:
             )
 
 
-def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, str]]:
+def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, int]]:
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
-            yield name, tensor_hash(parameter)
-
-
-def tensor_hash(tensor: Tensor) -> str:
-    """Hash of the bytes of a tensor of any type."""
-    flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=16).hexdigest()
+            yield name, int(torch.hash_tensor(parameter.detach()).item())
 
 
 def trainable_parameters(network: nn.Module) -> Mapping[str, nn.Parameter]:

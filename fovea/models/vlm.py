@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fovea.models.attention import use_packed_attention
+from fovea.models.attention import Kernel, use_packed_attention
 from fovea.models.features import FeatureCache, ImageFeatures, concatenate
 from fovea.models.parts import IMAGE_PAD, ModelParts, language_model, vision_tower
 from fovea.models.row import PackedRow
@@ -34,13 +34,15 @@ class TokenScores:
 class VLM(nn.Module):
     """A Qwen-VL of any family. `forward` is the one entry for training, so that it can be sharded as a whole."""
 
-    def __init__(self, parts: ModelParts, *, feature_cache: FeatureCache | None = None) -> None:
+    def __init__(
+        self, parts: ModelParts, *, attention: Kernel = "sdpa", feature_cache: FeatureCache | None = None
+    ) -> None:
         """`feature_cache` only with a vision tower that never changes."""
         super().__init__()
         self.network = parts.network
         self.image_pad_id = int(parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
         self._feature_cache = feature_cache
-        use_packed_attention(parts.network)
+        use_packed_attention(parts.network, attention)
         _use_linear_patch_embedding(vision_tower(parts.network))
 
     def forward(

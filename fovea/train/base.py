@@ -15,12 +15,16 @@ from fovea.types import Batch, Metrics, Weights
 class Policy(Protocol):
     """The model being trained, on one device or many."""
 
+    def start_here(self) -> None:
+        """RL begins with the weights as they are now, after a warm-up: they are the reference of the KL term."""
+        ...
+
     def logprobs(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
         """Log-probs [T] of every sample under the current weights, in the order of the batch."""
         ...
 
     def reference_logprobs(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
-        """The same under the weights that the run began with."""
+        """The same under the weights that RL began with (with LoRA: without the adapters)."""
         ...
 
     def update(self, batch: Batch) -> Metrics:

@@ -8,23 +8,24 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from fovea.errors import TrainError
 
 WEIGHTS, OPTIMIZER, POLICY = "trainable.safetensors", "optimizer.pt", "policy.json"
+REFERENCE = "reference.safetensors"
 
 
 def save_state(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: int
+    folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, steps: int
 ) -> None:
-    """Three files in an existing folder."""
+    """Weights, optimizer and step count, in an existing folder."""
     save_file({name: x.detach().contiguous() for name, x in parameters.items()}, folder / WEIGHTS)
     torch.save(optimizer.state_dict(), folder / OPTIMIZER)
     (folder / POLICY).write_text(json.dumps({"steps": steps}))
 
 
-def load_state(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+def load_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Fill parameters and optimizer in place; returns the steps taken. TrainError when the model is another one."""
     saved = load_file(folder / WEIGHTS)
     if {name: x.shape for name, x in saved.items()} != {name: x.shape for name, x in parameters.items()}:
@@ -39,3 +40,19 @@ def load_state(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: 
     optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
     steps: int = json.loads((folder / POLICY).read_text())["steps"]
     return steps
+
+
+def save_reference(folder: Path, reference: nn.Module) -> None:
+    """A reference that no model folder holds: what a warm-up made."""
+    save_file({name: x.detach().contiguous() for name, x in reference.named_parameters()}, folder / REFERENCE)
+
+
+@torch.no_grad()
+def load_reference(folder: Path, reference: nn.Module) -> bool:
+    """Fill the reference if the checkpoint holds one; whether it did."""
+    if not (folder / REFERENCE).exists():
+        return False
+    saved = load_file(folder / REFERENCE)
+    for name, parameter in reference.named_parameters():
+        parameter.copy_(saved[name])
+    return True

@@ -12,6 +12,7 @@ from fovea.config import Warmup
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
+from fovea.train.masters import MasterWeights
 from fovea.train.schedule import learning_rate
 from fovea.train.torch_policy import make_adamw, set_learning_rate
 from fovea.types import Prompt
@@ -34,8 +35,12 @@ class SupervisedTrainer:
     def __init__(self, vlm: VLM, settings: Warmup) -> None:
         self._vlm = vlm
         self._settings = settings
-        self._parameters = list(trainable_parameters(vlm).values())
-        self._optimizer = make_adamw(self._parameters, betas=BETAS, weight_decay=settings.weight_decay)
+        parameters = trainable_parameters(vlm)
+        self._parameters = list(parameters.values())
+        self._masters = MasterWeights(parameters)
+        self._optimizer = make_adamw(
+            list(self._masters.by_name.values()), betas=BETAS, weight_decay=settings.weight_decay
+        )
         self._steps = 0
 
     def update(self, pairs: Sequence[Pair]) -> float:
@@ -55,7 +60,9 @@ class SupervisedTrainer:
         loss = self._loss(pairs)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
+        self._masters.take_gradients()
         self._optimizer.step()
+        self._masters.write_back()
         self._vlm.eval()
         self._steps += 1
         return float(loss.detach())

@@ -22,9 +22,10 @@ from fovea.errors import TrainError
 from fovea.models.trainable import FrozenGuard, adapters_off, lora_layers, merged_weights, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.packing import MicroBatch, micro_batches
+from fovea.train.masters import MasterWeights
 from fovea.train.objective import as_metrics, objective
 from fovea.train.schedule import learning_rate
-from fovea.train.state import load_state, save_state
+from fovea.train.state import load_reference, load_state, save_reference, save_state
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
 
@@ -48,20 +49,29 @@ class TorchPolicy:
         self._temperature = temperature
         self._max_steps = max_steps
         self._reference = reference
+        self._reference_is_loaded_model = True
         self._device = next(vlm.parameters()).device
         self._parameters = trainable_parameters(vlm)
         self._guard = FrozenGuard(vlm)
+        self._masters = MasterWeights(self._parameters)
         self._optimizer = make_adamw(
-            list(self._parameters.values()), betas=train.betas, weight_decay=train.weight_decay
+            list(self._masters.by_name.values()), betas=train.betas, weight_decay=train.weight_decay
         )
         self._steps = 0
+
+    def start_here(self) -> None:
+        """Take the current weights for the start of RL: float32 copies and reference follow them."""
+        self._masters.read_again()
+        if self._reference is not None:
+            self._reference.load_state_dict(self._vlm.state_dict())
+            self._reference_is_loaded_model = False
 
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Log-probs [T] of every sample under the current weights."""
         return self._score(self._vlm, batch)
 
     def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the weights that the run began with."""
+        """Log-probs [T] of every sample under the weights that RL began with (with LoRA: without the adapters)."""
         if self._reference is not None:
             return self._score(self._reference, batch)
         assert lora_layers(self._vlm), "no reference model was kept, and there are no adapters to switch off"
@@ -92,10 +102,15 @@ class TorchPolicy:
     def save(self, folder: Path) -> None:
         """Trainable parameters, optimizer and step count; checks first that nothing frozen has moved."""
         self._guard.check(self._vlm)
-        save_state(folder, self._parameters, self._optimizer, self._steps)
+        save_state(folder, self._masters.by_name, self._optimizer, self._steps)
+        if self._reference is not None and not self._reference_is_loaded_model:
+            save_reference(folder, self._reference)
 
     def load(self, folder: Path) -> None:
-        self._steps = load_state(folder, self._parameters, self._optimizer)
+        self._steps = load_state(folder, self._masters.by_name, self._optimizer)
+        self._masters.write_back()
+        if self._reference is not None:
+            self._reference_is_loaded_model = not load_reference(folder, self._reference)
 
     def _optimizer_step(self, groups: Sequence[SampleGroup], normalizer: float, sums: dict[str, float]) -> float:
         """Gradient of these groups over all micro-batches, clipped; returns its norm before clipping."""
@@ -117,7 +132,9 @@ class TorchPolicy:
                 f"the gradient norm is {float(norm)} at step {self._steps + 1}; lower train.learning_rate, or look for "
                 "non-finite values in the model"
             )
+        self._masters.take_gradients()
         self._optimizer.step()
+        self._masters.write_back()
         return float(norm)
 
     @torch.no_grad()
@@ -147,7 +164,7 @@ class TorchPolicy:
 
 
 def make_adamw(
-    parameters: Sequence[torch.nn.Parameter], *, betas: tuple[float, float], weight_decay: float
+    parameters: Sequence[Tensor], *, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101); the rate is set before every step."""
     return torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)

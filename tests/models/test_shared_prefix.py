@@ -7,6 +7,7 @@ import torch
 from tests.tiny_models import CPU, image, mixed_prompts, random_completions, renderer, tiny, user
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 
+from fovea.models.attention import Kernel
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
 from fovea.models.trainable import recompute_activations
@@ -18,8 +19,11 @@ GRADIENT_TOLERANCE = 1e-5
 UNEQUAL = ((5, 1, 7), (3, 9), (4,))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperature: float) -> None:
+def test_logprobs_and_gradients_equal_separate_rows(
+    parts: ModelParts, temperature: float, attention: Kernel
+) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     expected = torch.cat(
         [
@@ -30,7 +34,7 @@ def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperatu
     )
     expected.sum().backward()
     expected_gradients = gradients(parts.network)
-    vlm = VLM(parts)
+    vlm = VLM(parts, attention=attention)
     row = pack_row(prompts, completions, CPU)
     scores = vlm(row, temperature=temperature, chunk_tokens=1000)
     scores.logprobs_A.sum().backward()

@@ -271,3 +271,72 @@ def test_learning_rates_by_hand() -> None:
     assert rates([0, 1, 2, 9, 50], "constant") == [0.5, 1.0, 1.0, 1.0, 1.0]
     assert rates([0, 2, 6, 10, 50], "linear") == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
     assert rates([2, 6, 10], "cosine") == pytest.approx([1.0, 0.6, 0.2])
+
+
+def test_small_steps_move_bfloat16_weights() -> None:
+    """Steps of 1e-6 add up in the float32 copies; in bfloat16 itself nearly all of them would be rounded away."""
+    parts = tiny("qwen3_vl")
+    before = {name: p.detach().clone() for name, p in parts.network.named_parameters()}
+    parts.network.to(torch.bfloat16)
+    policy, batch = make_policy(parts, learning_rate=1e-6, lr_warmup_steps=0), make_batch(parts)
+    for _ in range(20):
+        policy.update(batch)
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    master = policy._masters.by_name[f"network.{name}"]
+    moved = (master - before[name].bfloat16().float()).abs()
+    assert (moved > 0).float().mean() > 0.99
+    assert 2e-6 < float(moved.mean()) < 3e-5, "up to 20 steps of 1e-6"
+    own = dict(parts.network.named_parameters())[name]
+    assert torch.equal(own, master.bfloat16())
+
+
+def test_bfloat16_goes_on_bit_for_bit_too(tmp_path: Path) -> None:
+    def in_bfloat16(seed: int) -> TorchPolicy:
+        parts = tiny("qwen3_vl", seed=seed)
+        parts.network.to(torch.bfloat16)
+        return make_policy(parts, learning_rate=1e-5)
+
+    batches = [make_batch(tiny("qwen3_vl"), seed) for seed in range(4)]
+    whole, first, second = in_bfloat16(0), in_bfloat16(0), in_bfloat16(5)
+    expected = [whole.update(batch) for batch in batches]
+    for batch in batches[:2]:
+        first.update(batch)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert [second.update(batch) for batch in batches[2:]] == expected[2:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The float32 copies and the reference are made before the warm-up trains the model."""
+
+    def policy_with_reference() -> TorchPolicy:
+        parts, reference = tiny("qwen3_vl"), tiny("qwen3_vl")
+        parts.network.to(dtype)
+        reference.network.to(dtype)
+        return TorchPolicy(
+            VLM(parts),
+            train=Train(learning_rate=1e-3),
+            algorithm=Algorithm(kl_coef=1.0),
+            temperature=1.0,
+            max_steps=10,
+            reference=VLM(reference).requires_grad_(False),
+        )
+
+    policy, batch = policy_with_reference(), make_batch(tiny("qwen3_vl"))
+    cold = policy.reference_logprobs(batch)
+    with torch.no_grad():
+        for parameter in policy._vlm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    policy.start_here()
+    warm = policy.logprobs(batch)
+    assert not np.allclose(warm[0], cold[0], atol=1e-2)
+    np.testing.assert_array_equal(policy.reference_logprobs(batch)[0], warm[0])
+    with_reference(policy, batch)
+    assert not np.array_equal(policy.logprobs(batch)[0], warm[0])
+    assert np.abs(policy.logprobs(batch)[0] - warm[0]).max() < np.abs(cold[0] - warm[0]).max()
+    policy.save(tmp_path)
+    resumed = policy_with_reference()
+    resumed.load(tmp_path)
+    np.testing.assert_array_equal(resumed.reference_logprobs(batch)[0], warm[0])
+    np.testing.assert_array_equal(resumed.logprobs(batch)[0], policy.logprobs(batch)[0])
