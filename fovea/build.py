@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.table import Table
+from torch import nn
 
-from fovea.checkpoint import Checkpoint, Checkpoints
+from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Geo3kEnvironment
-from fovea.config_io import dump_config
 from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
@@ -55,12 +54,8 @@ def build(config: Config) -> Run:
     environment = make_environment(config)
     parts, vlm = make_model(config, environment)
     progress.print(_model_table(parts, vlm))
-    opener = partial(
-        open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels
-    )
-    renderer = Renderer(
-        parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels
-    )
+    opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
+    renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     sources = make_sources(config, environment, renderer, opener, folder)
     engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens)
     return Run(
@@ -100,7 +95,7 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     settings = config.model
     if settings.tiny is not None:
         parts = make_tiny(settings.tiny, _corpus(environment), config.seed)
-        parts.network.to(DTYPES[settings.dtype])
+        nn.Module.to(parts.network, DTYPES[settings.dtype])
     else:
         parts = load_pretrained(settings)
     choose_trainable(parts.network, settings, config.seed)

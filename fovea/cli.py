@@ -91,9 +91,7 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
-        typer.echo(
-            "stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one", err=True
-        )
+        typer.echo("stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one", err=True)
         raise typer.Exit(130) from None
 
 
@@ -132,11 +130,7 @@ def train(
     """
     with one_line_errors(debug=debug):
         if show_help:
-            keys = [
-                key
-                for key in map(_bare_key, words or [])
-                if not _is_path(key) and (_is_key(key) or "." in key)
-            ]
+            keys = [key for key in map(_bare_key, words or []) if not _is_path(key) and (_is_key(key) or "." in key)]
             typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
             return
         recipes, overrides = sort_words(words or [])
@@ -162,9 +156,7 @@ def report(
 
 @app.command()
 def config(
-    prefix: Annotated[
-        str, typer.Argument(metavar="[PREFIX]", help="A key or a section, such as rollout.")
-    ] = "",
+    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="A key or a section, such as rollout.")] = "",
 ) -> None:
     """List every setting with type, default and meaning."""
     with one_line_errors():
@@ -191,9 +183,7 @@ def doctor() -> None:
 
 def explain(prefix: str) -> str:
     """The settings at or below `prefix`, two lines each."""
-    return "\n".join(
-        f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix)
-    )
+    return "\n".join(f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix))
 
 
 def sort_words(words: list[str]) -> tuple[list[Path], list[str]]:

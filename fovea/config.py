@@ -78,7 +78,7 @@ class Lora(Section):
 
     rank: PositiveInt = 16
     """Rank of every adapter."""
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveInt = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = LANGUAGE_LINEARS
     """Names of the linear layers that get an adapter."""
@@ -119,9 +119,7 @@ class Model(Section):
                 "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
             )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them"
-            )
+            raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
         return self
 
     @property

@@ -49,9 +49,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} is written twice", key.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -120,9 +118,7 @@ def read_recipe(recipe: Path) -> Tree:
     tree = _parse_yaml(content, str(recipe))
     if not isinstance(tree, dict):
         seen = "it is empty" if tree is None else f"it holds {_show(tree)}"
-        raise ConfigError(
-            f"{recipe}: a recipe is a mapping of settings, but {seen}; write lines such as `seed: 0`"
-        )
+        raise ConfigError(f"{recipe}: a recipe is a mapping of settings, but {seen}; write lines such as `seed: 0`")
     return tree
 
 
@@ -188,9 +184,7 @@ class _Layers:
         name = new.get(tag, old_name)
         variants = _variants(field)
         if not isinstance(name, str) or name not in variants:
-            raise ConfigError(
-                f"{source}: {key}.{tag}: {_show(name)} does not fit; allowed: {_one_of(variants)}"
-            )
+            raise ConfigError(f"{source}: {key}.{tag}: {_show(name)} does not fit; allowed: {_one_of(variants)}")
         if name == old_name:
             return {tag: name} | current
         self._forget_below(key)
@@ -359,10 +353,7 @@ def _name_of_type(annotation: object) -> str:
 def _range_text(constraints: Iterable[object]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [
-        f"{sign} {getattr(each, name):g}"
-        for each in constraints
-        for name, sign in signs.items()
-        if hasattr(each, name)
+        f"{sign} {getattr(each, name):g}" for each in constraints for name, sign in signs.items() if hasattr(each, name)
     ]
     return " " + " and ".join(bounds) if bounds else ""
 

@@ -26,7 +26,13 @@ class Evaluator:
     """Asks an engine every question of a source once, greedily."""
 
     def __init__(
-        self, engine: Engine, environment: Environment, *, max_new_tokens: int, stop: tuple[str, ...], batch_size: int
+        self,
+        engine: Engine,
+        environment: Environment,
+        *,
+        max_new_tokens: int,
+        stop: tuple[str, ...],
+        batch_size: int,
     ) -> None:
         self._engine = engine
         self._environment = environment

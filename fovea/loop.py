@@ -52,7 +52,7 @@ async def take_step(run: Run, step: int) -> tuple[list[Group], Metrics]:
 
 
 def add_logprobs(run: Run, batch: Batch) -> Batch:
-    """Only what the update cannot make itself: one optimizer step per rollout is on-policy, and KL 0 has no reference."""
+    """Only what the update cannot make itself: a single optimizer step is on-policy, KL 0 needs no reference."""
     settings = run.config
     if settings.train.epochs * settings.train.minibatches > 1:
         batch = with_old_logprobs(batch, run.policy.logprobs(batch))

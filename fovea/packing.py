@@ -32,9 +32,7 @@ class MicroBatch:
     """Actions of each sample, in the order of the groups."""
 
 
-def micro_batches(
-    groups: Sequence[SampleGroup], max_tokens: int, device: torch.device
-) -> list[MicroBatch]:
+def micro_batches(groups: Sequence[SampleGroup], max_tokens: int, device: torch.device) -> list[MicroBatch]:
     """Pack groups in their order, as many per row as `max_tokens` allows; a larger group is split by samples."""
     parts = [part for group in groups for part in _split(group, max_tokens)]
     rows: list[list[SampleGroup]] = []

@@ -17,7 +17,19 @@ from fovea.metrics import JsonlSink, MetricsLog, Phases
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
 from fovea.run import Run, Sources
-from fovea.types import Batch, Completion, ImageRef, Message, Metrics, Prompt, Sampling, Score, Task, Turn, Weights
+from fovea.types import (
+    Batch,
+    Completion,
+    ImageRef,
+    Message,
+    Metrics,
+    Prompt,
+    Sampling,
+    Score,
+    Task,
+    Turn,
+    Weights,
+)
 
 ANSWERS = ("a", "b", "c", "d")
 
@@ -27,7 +39,12 @@ class BanditEnvironment:
 
     def tasks(self, split: str) -> list[Task]:
         return [
-            Task(id=f"{split}/{index}", question=ANSWERS[index % 4], answer=ANSWERS[index % 4], kind=f"kind {index % 2}")
+            Task(
+                id=f"{split}/{index}",
+                question=ANSWERS[index % 4],
+                answer=ANSWERS[index % 4],
+                kind=f"kind {index % 2}",
+            )
             for index in range(16)
         ]
 
@@ -47,9 +64,7 @@ class BanditRenderer:
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
-        return Prompt(
-            token_ids_L=np.array([token]), positions_3L=np.zeros((3, 1), dtype=np.int64), next_position=1
-        )
+        return Prompt(token_ids_L=np.array([token]), positions_3L=np.zeros((3, 1), dtype=np.int64), next_position=1)
 
 
 class BanditPolicy:

@@ -23,9 +23,7 @@ def model_inputs(parts: ModelParts, prompt: Prompt, completion: np.ndarray) -> d
     return inputs
 
 
-def reference_logprobs(
-    parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0
-) -> Tensor:
+def reference_logprobs(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
     """Log-probs [T] by transformers' sdpa attention; the packed attention is put back afterwards."""
     network = parts.network
     network.set_attn_implementation("sdpa")

@@ -41,9 +41,7 @@ def error_of(recipes: list[Path], *overrides: str) -> str:
 
 def test_a_recipe_fills_the_defaults(recipe: Path) -> None:
     config = load_config([recipe], [])
-    assert config == Config(
-        seed=3, model=Model(tiny=TinyModel(num_layers=2)), environment=ShapesEnvironment(level=2)
-    )
+    assert config == Config(seed=3, model=Model(tiny=TinyModel(num_layers=2)), environment=ShapesEnvironment(level=2))
 
 
 def test_later_layers_win_key_by_key(recipe: Path) -> None:
@@ -76,9 +74,7 @@ def test_overrides_reach_into_sections_that_are_off(recipe: Path) -> None:
 
 
 def test_null_turns_a_section_off_and_starts_it_over(recipe: Path) -> None:
-    Path("over.yaml").write_text(
-        "warmup: {batch_size: 7}\nmodel: {lora: {rank: 4, alpha: 5}}\n", encoding="utf-8"
-    )
+    Path("over.yaml").write_text("warmup: {batch_size: 7}\nmodel: {lora: {rank: 4, alpha: 5}}\n", encoding="utf-8")
     config = load_config([recipe, Path("over.yaml")], ["warmup=null", "model.lora=null", "model.lora.rank=8"])
     assert config.warmup is None
     assert config.model.lora == Lora(rank=8)
@@ -91,9 +87,9 @@ def test_mappings_of_weights_merge_and_start_over_too(recipe: Path) -> None:
         "counting": 2,
         "shape": 1,
     }
-    assert load_config(
-        recipes, ["data.kind_weights=null", "data.kind_weights.shape=1"]
-    ).data.kind_weights == {"shape": 1}
+    assert load_config(recipes, ["data.kind_weights=null", "data.kind_weights.shape=1"]).data.kind_weights == {
+        "shape": 1
+    }
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -133,8 +129,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("rollout.top_p=1.5", "rollout.top_p: 1.5 does not fit; allowed: number > 0 and <= 1"),
         (
             "rollout.top_p='0.5'",
-            'rollout.top_p: "0.5" does not fit; allowed: number > 0 and <= 1; '
-            "without the quotes it is a number",
+            'rollout.top_p: "0.5" does not fit; allowed: number > 0 and <= 1; without the quotes it is a number',
         ),
         ("rollout.top_p=high", 'rollout.top_p: "high" does not fit; allowed: number > 0 and <= 1'),
         ("rollout.top_p.x=1", 'rollout.top_p: {"x": 1} does not fit; allowed: number > 0 and <= 1'),
@@ -173,13 +168,11 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
             "environment.train_files=[a]",
-            "environment.train_files: a setting of environment.name=geo3k only; drop it, or add "
-            "environment.name=geo3k",
+            "environment.train_files: a setting of environment.name=geo3k only; drop it, or add environment.name=geo3k",
         ),
         (
             "model.path=folder",
-            "model.path is set, but recipes/small.yaml sets model.tiny and a run has one model; "
-            "add model.tiny=null",
+            "model.path is set, but recipes/small.yaml sets model.tiny and a run has one model; add model.tiny=null",
         ),
     ],
 )
@@ -227,8 +220,7 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ("seed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0"),
         (
             "seed: 1\n",
-            ": model: set exactly one of model.path (a folder or hub id) "
-            "and model.tiny (a small model made here)",
+            ": model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)",
         ),
     ],
 )
@@ -292,9 +284,7 @@ def test_a_dump_is_whole_and_in_order() -> None:
     weights=st.dictionaries(st.text(), st.floats(min_value=1e-300, allow_infinity=False)),
     learning_rate=st.floats(min_value=1e-300, allow_infinity=False),
 )
-def test_any_config_comes_back(
-    run_dir: str, stop: list[str], weights: dict[str, float], learning_rate: float
-) -> None:
+def test_any_config_comes_back(run_dir: str, stop: list[str], weights: dict[str, float], learning_rate: float) -> None:
     config = Config.model_validate(
         {
             "run_dir": run_dir,

@@ -143,9 +143,7 @@ def test_only_build_and_two_commands_import_inside_functions() -> None:
         f"{found.file}: {found.function} imports {found.module}"
         for found in late
         if found.file not in LATE_IMPORTS
-        or (
-            LATE_IMPORTS[found.file] is not None and found.function not in (LATE_IMPORTS[found.file] or set())
-        )
+        or (LATE_IMPORTS[found.file] is not None and found.function not in (LATE_IMPORTS[found.file] or set()))
     ]
     assert not wrong
     assert any(found.file == "fovea/cli.py" for found in late), "an exception that nobody needs any more"
@@ -154,8 +152,6 @@ def test_only_build_and_two_commands_import_inside_functions() -> None:
 def test_every_imported_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
-    declared = {
-        re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines
-    }
+    declared = {re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines}
     imported = {part(found.module, 0) for found in ALL_IMPORTS} - set(sys.stdlib_module_names) - {"fovea"}
     assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared

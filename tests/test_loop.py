@@ -59,7 +59,11 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
     run.engine.load_weights(run.policy.weights(), 0)
     _, metrics = wait_for(take_step(run, 0))
     assert run.policy.batches[0].groups == ()  # type: ignore[attr-defined]
-    assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (0, 8, 8)
+    assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (
+        0,
+        8,
+        8,
+    )
 
 
 def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:

@@ -20,13 +20,20 @@ from tests.tiny_models import FAMILIES
 ROOT = Path(__file__).parent.parent
 GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
 NEEDS_GEO3K = pytest.mark.skipif(
-    not GEO3K.is_dir(), reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project"
+    not GEO3K.is_dir(),
+    reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project",
 )
-SMALL = (
-    "environment.train_size=64 environment.dev_size=8 environment.test_size=16 evaluate.dev_size=8 "
-    "warmup.max_steps=4 warmup.check_every_steps=2 rollout.prompts_per_step=6 rollout.samples_per_prompt=4 "
-    "log.samples_every_steps=5"
-).split()
+SMALL = [
+    "environment.train_size=64",
+    "environment.dev_size=8",
+    "environment.test_size=16",
+    "evaluate.dev_size=8",
+    "warmup.max_steps=4",
+    "warmup.check_every_steps=2",
+    "rollout.prompts_per_step=6",
+    "rollout.samples_per_prompt=4",
+    "log.samples_every_steps=5",
+]
 TIMING = ("seconds/", "tokens_per_second", "memory/")
 
 
@@ -40,7 +47,13 @@ def environment() -> dict[str, str]:
 
 def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
@@ -51,9 +64,7 @@ def train_shapes(run_dir: Path, *settings: str) -> subprocess.CompletedProcess[s
 
 
 def untimed(run_dir: Path) -> list[dict[str, float]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(TIMING)} for row in read_metrics(run_dir)
-    ]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in read_metrics(run_dir)]
 
 
 def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
@@ -116,17 +127,20 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
         *([f"model.tiny.family={family}", "model.tiny.head_dim=32"] for family in FAMILIES),
         ["model.lora.rank=4"],
         ["model.freeze_vision_tower=true", "train.gradient_checkpointing=true"],
-        ["algorithm.kl_coef=0.01", "train.epochs=2", "train.minibatches=2", "train.max_tokens_per_microbatch=150"],
+        [
+            "algorithm.kl_coef=0.01",
+            "train.epochs=2",
+            "train.minibatches=2",
+            "train.max_tokens_per_microbatch=150",
+        ],
         ["model.lora.rank=4", "algorithm.kl_coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
         ["warmup=null", "environment.level=3", "rollout.max_batch_tokens=200"],
     ],
-    ids=lambda settings: " ".join(settings),
+    ids=" ".join,
 )
 def test_every_setting_runs_for_three_steps(settings: list[str], tmp_path: Path) -> None:
     small = [x for x in SMALL if not (x.startswith("warmup.") and "warmup=null" in settings)]
-    done = fovea(
-        "train", "recipes/shapes.yaml", f"run_dir={tmp_path / 'run'}", *small, "max_steps=3", *settings
-    )
+    done = fovea("train", "recipes/shapes.yaml", f"run_dir={tmp_path / 'run'}", *small, "max_steps=3", *settings)
     assert done.returncode == 0, done.stderr
     assert len(read_metrics(tmp_path / "run")) == 3
     assert "Warning" not in done.stderr

@@ -6,17 +6,13 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = [
-    path for folder in ("fovea", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
-]
+FILES = [path for folder in ("fovea", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 
 
 def test_files_are_short() -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES
-    }
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 

@@ -118,11 +118,7 @@ def test_normal_approximation_by_hand(values: list[float], low: float, high: flo
 
 
 def test_the_table_has_a_row_for_each_type_and_control() -> None:
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in shown(SUMMARY).splitlines()
-        if "│" in line
-    ]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(SUMMARY).splitlines() if "│" in line]
     assert rows == [
         ["count", "0.0 [0, 28]", "40.0 [17, 69]", "80.0 [49, 94]", "10"],
         ["colour", "10.0 [2, 40]", "60.0 [31, 83]", "100.0 [72, 100]", "10"],

@@ -89,9 +89,7 @@ def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -
 
 def _read(path: str, where: str, max_mib: float) -> bytes:
     if is_url(path):
-        raise _refused(
-            where, "only local files are read so far", "download it and put its path or bytes in the row"
-        )
+        raise _refused(where, "only local files are read so far", "download it and put its path or bytes in the row")
     try:
         status = Path(path).stat()
         if not stat.S_ISREG(status.st_mode):
@@ -103,9 +101,7 @@ def _read(path: str, where: str, max_mib: float) -> bytes:
     except DataError:
         raise
     except (OSError, ValueError) as error:
-        raise _refused(
-            where, f"the file cannot be read ({error})", "correct the path or its permissions"
-        ) from error
+        raise _refused(where, f"the file cannot be read ({error})", "correct the path or its permissions") from error
 
 
 def _check_bytes(num_bytes: int, where: str, max_mib: float) -> None:

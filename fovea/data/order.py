@@ -28,9 +28,7 @@ class HasKinds(Protocol):
 class LazyTasks(Sequence[Task]):
     """Tasks made when asked for: `make(i)` for each i of `indices`; a slice is lazy too."""
 
-    def __init__(
-        self, make: Callable[[int], Task], indices: Sequence[int], *, kind_of: Callable[[int], str]
-    ) -> None:
+    def __init__(self, make: Callable[[int], Task], indices: Sequence[int], *, kind_of: Callable[[int], str]) -> None:
         self._make = make
         self._indices = indices
         self._kind_of = kind_of
@@ -161,10 +159,6 @@ class Order:
 def _check_weights(weights: Mapping[str, float], names: Sequence[str], setting: str) -> None:
     for name, weight in weights.items():
         if name not in names:
-            raise ConfigError(
-                f"{setting} weighs {name!r}, but no row is of that kind; use one of {', '.join(names)}"
-            )
+            raise ConfigError(f"{setting} weighs {name!r}, but no row is of that kind; use one of {', '.join(names)}")
         if not weight > 0:
-            raise ConfigError(
-                f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0"
-            )
+            raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")

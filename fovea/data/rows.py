@@ -134,9 +134,7 @@ def _image_ref(image: object, where: str, folder: Path) -> ImageRef:
 def _open(name: str, setting: str) -> pq.ParquetFile:
     path = Path(name)
     if is_url(name):
-        raise DataError(
-            f"{setting}: {name} is not on this machine, and only local files are read so far; download it"
-        )
+        raise DataError(f"{setting}: {name} is not on this machine, and only local files are read so far; download it")
     if not path.is_file():
         raise DataError(f"{setting}: no such file {path}; {_near(path)}")
     try:
@@ -167,9 +165,7 @@ def _check_columns(path: Path, names: Sequence[str], columns: Sequence[tuple[str
         if column not in names:
             near = difflib.get_close_matches(column, names, n=1)
             fix = f"set {setting}={near[0]}" if near else f"set {setting} to one of them"
-            raise DataError(
-                f"{setting}: {path.name} has no column {column!r}; its columns are {_listed(names)}; {fix}"
-            )
+            raise DataError(f"{setting}: {path.name} has no column {column!r}; its columns are {_listed(names)}; {fix}")
 
 
 def _row_groups(path: Path, file: pq.ParquetFile) -> Iterable[_RowGroup]:

@@ -84,11 +84,7 @@ def _same_relation(given: str, truth: str) -> bool:
     truth_left, truth_relation, truth_right = truth_parts
     if relation == truth_relation and _same_side(left, truth_left) and _same_side(right, truth_right):
         return True
-    return (
-        _SWAPPED[relation] == truth_relation
-        and _same_side(right, truth_left)
-        and _same_side(left, truth_right)
-    )
+    return _SWAPPED[relation] == truth_relation and _same_side(right, truth_left) and _same_side(left, truth_right)
 
 
 # Normalisation: one spelling for one thing.
@@ -112,8 +108,7 @@ _SYMBOLS = {
     "\N{SUPERSCRIPT THREE}": "^3",
 }
 _VULGAR = {
-    char: " " + unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/")
-    for char in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+    char: " " + unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/") for char in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 }
 _TABLE = str.maketrans(_SYMBOLS | _VULGAR)
 

@@ -113,9 +113,7 @@ def _texts(cell: object, where: str) -> _Texts:
 
 def _text(message: object, where: str) -> tuple[_Role, str]:
     if not isinstance(message, Mapping):
-        raise DataError(
-            f"{where}: a value of type {type(message).__name__} is no message {{role, content}}; {_SKIP}"
-        )
+        raise DataError(f"{where}: a value of type {type(message).__name__} is no message {{role, content}}; {_SKIP}")
     content = message.get("content")
     if not isinstance(content, str):
         raise DataError(f"{where}: the prompt is of type {type(content).__name__}, not a text; {_SKIP}")
@@ -156,9 +154,7 @@ def _answer(cell: object, where: str) -> str:
     if isinstance(cell, int | float) and not isinstance(cell, bool):
         cell = str(cell)
     if not isinstance(cell, str):
-        raise DataError(
-            f"{where}: the answer is of type {type(cell).__name__}, not a text or a number; {_SKIP}"
-        )
+        raise DataError(f"{where}: the answer is of type {type(cell).__name__}, not a text or a number; {_SKIP}")
     boxed = last_boxed(cell)
     answer = (cell if boxed is None else boxed).strip()
     if not answer:

@@ -44,9 +44,7 @@ class _Spot:
     radius: float
 
 
-def draw(
-    things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, free: bool
-) -> NDArray[np.float32]:
+def draw(things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, free: bool) -> NDArray[np.float32]:
     """A scene without its noise, on a dark background; `free` places objects anywhere, else on a 3x3 grid."""
     spots = (_free_spots if free else _grid_spots)(len(things), rng)
     scale = side_px / _UNIT_SIDE
@@ -127,9 +125,7 @@ def _window(centre: float, radius: float, side_px: int) -> slice:
     return slice(max(int(centre - radius) - 1, 0), min(int(centre + radius) + 2, side_px))
 
 
-def _distance(
-    shape: Shape, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float
-) -> NDArray[np.float32]:
+def _distance(shape: Shape, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float) -> NDArray[np.float32]:
     """Pixels from the edge of a shape, negative inside."""
     r = np.float32(radius)
     distance_YX: NDArray[np.float32]

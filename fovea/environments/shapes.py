@@ -82,9 +82,7 @@ class Shapes:
             pixels_YXC = with_noise(canvas_YXC, rng)
         task_id = f"{split}/{index}"
         image = ImageRef(source=pixels_YXC, where=f"shapes {task_id}")
-        return Task(
-            id=task_id, question=scene.question, answer=scene.answer, images=(image,), kind=_kind(index)
-        )
+        return Task(id=task_id, question=scene.question, answer=scene.answer, images=(image,), kind=_kind(index))
 
 
 def image_hash(ref: ImageRef) -> str:

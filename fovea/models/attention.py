@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from fovea.models.layout import SharedPrefixLayout
-from fovea.models.parts import language_model, vision_tower
+from fovea.models.parts import config_of, language_model, vision_tower
 
 Kernel = Literal["sdpa", "eager"]
 Attention = Callable[..., Tensor]
@@ -36,8 +36,8 @@ def use_packed_attention(network: PreTrainedModel, kernel: Kernel = "sdpa") -> N
     for name in (language, vision):
         AttentionMaskInterface.register(name, _no_mask)
     # set on the configs: `set_attn_implementation` would look for a flash-attention package by the name
-    language_model(network).config._attn_implementation = language
-    vision_tower(network).config._attn_implementation = vision
+    config_of(language_model(network))._attn_implementation = language
+    config_of(vision_tower(network))._attn_implementation = vision
 
 
 def _no_mask(*_args: object, **_kwargs: object) -> None:
@@ -79,9 +79,7 @@ def causal_prompts(
     return out.flatten(0, 1)[layout.return_index_N], key, value
 
 
-def _prompt_block(
-    attend: Attention, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout
-) -> Tensor:
+def _prompt_block(attend: Attention, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout) -> Tensor:
     """Causal attention inside each prompt, [P, L, H, D]."""
     return _causal(attend, *(_gather(x, layout.prompt_index_PL) for x in (query, key, value)))
 
@@ -141,7 +139,8 @@ def segment_attention(
 
 def _fold(x_1HND: Tensor, segments: int) -> Tensor:
     """[S, H, N / S, D]."""
-    return x_1HND[0].unflatten(1, (segments, -1)).transpose(0, 1)
+    split: Tensor = x_1HND[0].unflatten(1, (segments, -1))
+    return split.transpose(0, 1)
 
 
 def eager_attention(

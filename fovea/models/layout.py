@@ -64,9 +64,7 @@ def shared_prefix_layout(
         completion_index_RT=completion_index_RT,
         key_index_RK=torch.cat([prompt_index_PL[prompt_of_R], completion_index_RT], dim=1),
         key_mask_R1TK=key_mask_RTK[:, None],
-        return_index_N=_return_index(
-            prompt_index_PL, prompt_valid_PL, completion_index_RT, completion_valid_RT
-        ),
+        return_index_N=_return_index(prompt_index_PL, prompt_valid_PL, completion_index_RT, completion_valid_RT),
     )
 
 

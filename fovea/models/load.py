@@ -56,10 +56,14 @@ def _check_folder(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-            raise ModelError(f"model.path={path}: no such folder; give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct")
+            raise ModelError(
+                f"model.path={path}: no such folder; give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
+            )
         return
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={path}: the folder has no config.json; give the folder that holds the model's files")
+        raise ModelError(
+            f"model.path={path}: the folder has no config.json; give the folder that holds the model's files"
+        )
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"model.path={path}: the folder has a config.json but no weights (*.safetensors); "
@@ -78,7 +82,10 @@ def _chat_template(path: str, of_tokenizer: str | None) -> str:
     """The processor's template where the model has one of its own, else the tokenizer's."""
     for name in ("chat_template.jinja", "chat_template.json"):
         file = cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+            path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
         )
         if file is not None:
             text = Path(file).read_text(encoding="utf-8")

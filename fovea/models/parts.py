@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,6 +38,18 @@ def language_model(network: nn.Module) -> nn.Module:
     return network.get_submodule("model.language_model")
 
 
+def config_of(module: nn.Module) -> Any:
+    """The config that transformers keeps in a module; its fields differ by family."""
+    return module.config
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """Id of one token."""
+    index = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(index, int), f"{token} has no id"
+    return index
+
+
 def stop_token_ids(parts: ModelParts) -> tuple[int, ...]:
     """Ids that end a completion: the generation config's, and the tokenizer's own end token."""
     configured = getattr(parts.network.generation_config, "eos_token_id", None)
@@ -54,11 +65,7 @@ def banned_token_ids(parts: ModelParts) -> tuple[int, ...]:
     """
     added = parts.tokenizer.added_tokens_decoder
     special = {index for index, token in added.items() if token.special}
-    size = language_model(parts.network).get_submodule("embed_tokens")
-    assert isinstance(size, nn.Embedding)
-    beyond = range(len(parts.tokenizer), size.num_embeddings)
+    embedding = language_model(parts.network).get_submodule("embed_tokens")
+    assert isinstance(embedding, nn.Embedding)
+    beyond = range(len(parts.tokenizer), embedding.num_embeddings)
     return tuple(sorted((special | set(beyond)) - set(stop_token_ids(parts))))
-
-
-def parameter_dtype(network: nn.Module) -> torch.dtype:
-    return next(network.parameters()).dtype

@@ -42,4 +42,4 @@ def _text(start: int, length: int) -> NDArray[np.int64]:
 
 def _image(start: int, grid_thw: tuple[int, int, int], merge_size: int) -> NDArray[np.int64]:
     time, height, width = grid_thw[0], grid_thw[1] // merge_size, grid_thw[2] // merge_size
-    return np.stack(np.mgrid[:time, :height, :width]).reshape(3, -1) + start
+    return np.indices((time, height, width), dtype=np.int64).reshape(3, -1) + start

@@ -13,7 +13,7 @@ import numpy as np
 from PIL.Image import Image
 
 from fovea.errors import DataError
-from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
 from fovea.models.positions import prompt_positions
 from fovea.types import ImageRef, Message, Prompt, PromptImage
 
@@ -24,7 +24,12 @@ class Renderer:
     """Makes prompts for one model."""
 
     def __init__(
-        self, parts: ModelParts, open_image: OpenImage, *, min_pixels: int | None = None, max_pixels: int | None = None
+        self,
+        parts: ModelParts,
+        open_image: OpenImage,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
     ) -> None:
         self._tokenizer = parts.tokenizer
         self._template = parts.chat_template
@@ -34,7 +39,7 @@ class Renderer:
             "shortest_edge": min_pixels or parts.image_processor.size["shortest_edge"],
             "longest_edge": max_pixels or parts.image_processor.size["longest_edge"],
         }
-        self._image_pad_id = int(parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
+        self._image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Token ids with expanded image pads, pixels, and M-RoPE positions, ending where the assistant begins."""
@@ -48,12 +53,15 @@ class Renderer:
             merge_size=self._processor.merge_size,
         )
         return Prompt(
-            token_ids_L=token_ids_L, positions_3L=positions_3L, next_position=next_position, images=tuple(images)
+            token_ids_L=token_ids_L,
+            positions_3L=positions_3L,
+            next_position=next_position,
+            images=tuple(images),
         )
 
     def text(self, messages: Sequence[Message]) -> str:
         """What the chat template makes of the messages, one pad per image."""
-        chat = [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
+        chat: Any = [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
         text = self._tokenizer.apply_chat_template(
             chat, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fovea.config import TinyModel
-from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -106,11 +106,12 @@ def build_image_processor(settings: TinyModel) -> Qwen2VLImageProcessorPil:
 def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """Random weights of the given spread, from `seed` and without touching torch's global generator."""
     config_class, model_class = MODEL_CLASS[settings.family]
+    token_ids: dict[str, Any] = _token_ids(tokenizer)
     config = config_class(
         text_config=_text_config(settings, tokenizer),
         vision_config=_vision_config(settings),
         tie_word_embeddings=True,
-        **_token_ids(tokenizer),
+        **token_ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -119,7 +120,8 @@ def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed:
     assert generation is not None
     generation.eos_token_id = tokenizer.eos_token_id
     generation.pad_token_id = tokenizer.pad_token_id
-    return network.eval()
+    network.eval()
+    return network
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
@@ -129,7 +131,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
     }
-    return {key: int(tokenizer.convert_tokens_to_ids(token)) for key, token in names.items()}
+    return {key: token_id(tokenizer, token) for key, token in names.items()}
 
 
 def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -45,9 +46,7 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
             "leave model.lora.targets out to adapt all linear layers of the language model"
         )
     network.requires_grad_(False)
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
-    )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, network, adapter_name=ADAPTER)
@@ -91,8 +90,14 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner = module.removesuffix(".base_layer")
         value = parameter.detach()
         if owner in layers and leaf == "weight":
-            value = value + layers[owner].get_delta_weight(ADAPTER).detach().to(value.dtype)
+            value = value + _delta(layers[owner]).to(value.dtype)
         yield f"{owner}.{leaf}", value
+
+
+def _delta(layer: LoraLayer) -> Tensor:
+    """What the adapter adds to the weight."""
+    assert isinstance(layer, LoraLinear), f"an adapter on a {type(layer).__name__}"
+    return layer.get_delta_weight(ADAPTER).detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +119,7 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     rows = [ParameterCount(part=part, trainable=n[0], total=n[1]) for part, n in counts.items()]
     return [
         *rows,
-        ParameterCount(
-            part="all", trainable=sum(row.trainable for row in rows), total=sum(row.total for row in rows)
-        ),
+        ParameterCount(part="all", trainable=sum(row.trainable for row in rows), total=sum(row.total for row in rows)),
     ]
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fovea.models.attention import Kernel, use_packed_attention
 from fovea.models.features import FeatureCache, ImageFeatures, concatenate
-from fovea.models.parts import IMAGE_PAD, ModelParts, language_model, vision_tower
+from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
 from fovea.models.row import PackedRow
 from fovea.types import PromptImage
 
@@ -40,7 +40,7 @@ class VLM(nn.Module):
         """`feature_cache` only with a vision tower that never changes."""
         super().__init__()
         self.network = parts.network
-        self.image_pad_id = int(parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
+        self.image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
         self._feature_cache = feature_cache
         use_packed_attention(parts.network, attention)
         _use_linear_patch_embedding(vision_tower(parts.network))
@@ -53,9 +53,7 @@ class VLM(nn.Module):
         head: nn.Module = self.network.get_submodule("lm_head")
         chunks = [
             _scores_of_chunk(head, hidden, targets, temperature, entropy_grad, recompute=len(hidden_AD) > chunk_tokens)
-            for hidden, targets in zip(
-                hidden_AD.split(chunk_tokens), row.target_ids_A.split(chunk_tokens), strict=True
-            )
+            for hidden, targets in zip(hidden_AD.split(chunk_tokens), row.target_ids_A.split(chunk_tokens), strict=True)
         ]
         logprobs, entropies = zip(*chunks, strict=True)
         return TokenScores(logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies))
@@ -86,7 +84,7 @@ class VLM(nn.Module):
     @property
     def text_config(self) -> Any:
         """transformers' config of the language model."""
-        return language_model(self.network).config
+        return config_of(language_model(self.network))
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, head width] of M-RoPE positions, of the type of `like`."""
@@ -109,7 +107,7 @@ class VLM(nn.Module):
         pixels = torch.from_numpy(np.concatenate([image.pixels_NC for image in images]))
         grids = torch.tensor([image.grid_thw for image in images], device=reference.device)
         out = tower(pixels.to(reference.device, reference.dtype), grid_thw=grids, return_dict=True)
-        sizes: list[int] = (grids.prod(-1) // tower.spatial_merge_size**2).tolist()
+        sizes: list[int] = (grids.prod(-1) // config_of(tower).spatial_merge_size ** 2).tolist()
         layers = [x.split(sizes) for x in (out.pooler_output, *getattr(out, "deepstack_features", ()))]
         return [
             ImageFeatures(embeds_VD=embeds, deepstack_VD=tuple(deepstack))
@@ -118,7 +116,13 @@ class VLM(nn.Module):
 
 
 def _scores_of_chunk(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_grad: bool, *, recompute: bool
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+    *,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     """`recompute` forgets the logits until the backward pass needs them."""
     if recompute and torch.is_grad_enabled():

@@ -49,9 +49,7 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _series(
-    metrics: Sequence[Mapping[str, float]], key: str
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     points = [(row["step"], row[key]) for row in metrics if key in row]
     steps, values = np.array(points, dtype=np.float64).T
     return steps, values

@@ -192,9 +192,7 @@ def _machine_figures(metrics: Sequence[Metrics]) -> list[Figure]:
         "response_tokens_mean": "tokens of an answer",
     }.items():
         if values := _values(late, key):
-            figures.append(
-                Figure(label=label, value=_count(fmean(values)), note="in the last tenth of steps")
-            )
+            figures.append(Figure(label=label, value=_count(fmean(values)), note="in the last tenth of steps"))
     return figures
 
 

@@ -50,7 +50,10 @@ def objective(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -> tu
 
 def _mismatch(old_A: Tensor, rollout_A: Tensor) -> dict[str, Tensor]:
     """How far the engine that drew the actions is from the trainer."""
-    return {"rollout_train_abs": (rollout_A - old_A).abs().sum(), "rollout_train_kl": k3(rollout_A, old_A).sum()}
+    return {
+        "rollout_train_abs": (rollout_A - old_A).abs().sum(),
+        "rollout_train_kl": k3(rollout_A, old_A).sum(),
+    }
 
 
 def as_metrics(sums: Mapping[str, float], normalizer_tokens: int) -> Metrics:

@@ -16,9 +16,7 @@ WEIGHTS, OPTIMIZER, POLICY = "trainable.safetensors", "optimizer.pt", "policy.js
 REFERENCE = "reference.safetensors"
 
 
-def save_state(
-    folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, steps: int
-) -> None:
+def save_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Weights, optimizer and step count, in an existing folder."""
     save_file({name: x.detach().contiguous() for name, x in parameters.items()}, folder / WEIGHTS)
     torch.save(optimizer.state_dict(), folder / OPTIMIZER)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,13 @@ from torch import Tensor
 
 from fovea.config import Algorithm, Train
 from fovea.errors import TrainError
-from fovea.models.trainable import FrozenGuard, adapters_off, lora_layers, merged_weights, trainable_parameters
+from fovea.models.trainable import (
+    FrozenGuard,
+    adapters_off,
+    lora_layers,
+    merged_weights,
+    trainable_parameters,
+)
 from fovea.models.vlm import VLM
 from fovea.packing import MicroBatch, micro_batches
 from fovea.train.masters import MasterWeights
@@ -143,9 +150,7 @@ class TorchPolicy:
         return [values for micro in micros for values in self._score_micro(vlm, micro)]
 
     def _score_micro(self, vlm: VLM, micro: MicroBatch) -> list[NDArray[np.float32]]:
-        scores = vlm(
-            micro.row, temperature=self._temperature, chunk_tokens=self._train.logprob_chunk_tokens
-        )
+        scores = vlm(micro.row, temperature=self._temperature, chunk_tokens=self._train.logprob_chunk_tokens)
         values: Tensor = scores.logprobs_A.cpu()
         return [x.numpy() for x in values.split(micro.lengths)]
 
@@ -163,9 +168,7 @@ class TorchPolicy:
         return rate
 
 
-def make_adamw(
-    parameters: Sequence[Tensor], *, betas: tuple[float, float], weight_decay: float
-) -> torch.optim.AdamW:
+def make_adamw(parameters: Sequence[Tensor], *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101); the rate is set before every step."""
     return torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
 
@@ -178,4 +181,4 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def _cut(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:
     """At most `parts` runs of groups, as even as can be; none is empty."""
     bounds = np.linspace(0, len(groups), parts + 1).astype(int)
-    return [groups[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    return [groups[a:b] for a, b in pairwise(bounds) if b > a]

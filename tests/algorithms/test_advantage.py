@@ -43,7 +43,11 @@ def test_a_group_adds_up_to_zero_and_does_not_feel_its_neighbours(rewards: list[
 
 
 def test_signal_is_by_group() -> None:
-    assert has_signal(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.1, 0.1 + 1e-8]])).tolist() == [True, False, False]
+    assert has_signal(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.1, 0.1 + 1e-8]])).tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0])

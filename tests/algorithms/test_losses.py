@@ -49,9 +49,7 @@ def test_without_dual_clip_a_bad_token_has_no_bound() -> None:
 def test_clipped_tokens_have_no_gradient_and_are_counted() -> None:
     logprobs = torch.tensor([0.5, -0.5, 0.1, 3.0], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    result = clipped_loss(
-        logprobs, torch.zeros(4), advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0
-    )
+    result = clipped_loss(logprobs, torch.zeros(4), advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     result.loss_A.sum().backward()
     assert logprobs.grad is not None
     assert (logprobs.grad != 0).tolist() == [False, False, True, False]

@@ -108,9 +108,7 @@ def test_sixteen_bit_grey_is_scaled(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pixels_of_unknown_range_are_refused(dtype: type) -> None:
     content = encoded(Image.fromarray(np.ones((2, 2), dtype=dtype)), "TIFF")
-    with pytest.raises(
-        DataError, match=r"row 12, image 1: pixels are 32-bit numbers .* save the image with 8"
-    ):
+    with pytest.raises(DataError, match=r"row 12, image 1: pixels are 32-bit numbers .* save the image with 8"):
         open_bytes(content)
 
 
@@ -166,9 +164,7 @@ def test_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
 def test_half_a_file_is_an_error(kind: str) -> None:
     content = encoded(Image.fromarray(colours(64, 64)), kind)
-    with pytest.raises(
-        DataError, match=r"row 12, image 1: .*; replace the file, or set data.on_bad_row=skip"
-    ):
+    with pytest.raises(DataError, match=r"row 12, image 1: .*; replace the file, or set data.on_bad_row=skip"):
         open_bytes(content[: len(content) // 2])
 
 
@@ -230,9 +226,7 @@ def test_arrays_that_are_no_picture(make: Callable[[], NDArray[np.uint8]], probl
         open_image(ImageRef(source=make(), where=WHERE), max_mib=1, max_megapixels=1)
 
 
-SEEDS = [
-    encoded(Image.fromarray(colours(9, 9)), kind) for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP")
-]
+SEEDS = [encoded(Image.fromarray(colours(9, 9)), kind) for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP")]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL.*")

@@ -69,9 +69,7 @@ def test_seeds_differ_and_repeat() -> None:
 def test_unknown_kind_in_weights() -> None:
     with pytest.raises(ConfigError) as error:
         order(colour=2.0)
-    assert str(error.value) == (
-        "data.kind_weights weighs 'colour', but no row is of that kind; use one of a, b, c"
-    )
+    assert str(error.value) == ("data.kind_weights weighs 'colour', but no row is of that kind; use one of a, b, c")
     with pytest.raises(ConfigError, match=r"warmup.kind_weights: a has weight 0, .* set it above 0"):
         Order(KINDS, weights={"a": 0.0}, seed=0, setting="warmup.kind_weights")
 
@@ -83,9 +81,7 @@ def test_no_rows() -> None:
 
 def test_state_of_other_rows_is_refused() -> None:
     other = Order(KINDS[1:], weights={}, seed=0)
-    with pytest.raises(
-        DataError, match=r"'a': 6.* the data have .*'a': 7.*resume with the data files the run began"
-    ):
+    with pytest.raises(DataError, match=r"'a': 6.* the data have .*'a': 7.*resume with the data files the run began"):
         order().restore(other.state())
 
 

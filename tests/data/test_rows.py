@@ -78,9 +78,7 @@ def error_of(files: list[str], columns: tuple[tuple[str, str], ...] = ()) -> str
 def test_no_such_file(tmp_path: Path) -> None:
     written(tmp_path / "train.parquet", 1)
     path = tmp_path / "trian.parquet"
-    assert (
-        error_of([str(path)]) == f"environment.train_files: no such file {path}; did you mean train.parquet?"
-    )
+    assert error_of([str(path)]) == f"environment.train_files: no such file {path}; did you mean train.parquet?"
     assert "(the folder holds train.parquet)" in error_of([str(tmp_path / "0000")])
     assert "does not exist; correct the path" in error_of([str(tmp_path / "no" / "a.parquet")])
     assert "it is a folder; name the files in it (train.parquet)" in error_of([str(tmp_path)])
@@ -124,7 +122,5 @@ def test_damaged_row_group(tmp_path: Path) -> None:
     content[40:400] = bytes(360)
     path.write_bytes(bytes(content))
     rows = ParquetRows([str(path)])
-    with pytest.raises(
-        DataError, match=r"a.parquet rows 0 to 99 cannot be decoded .* copy or write it again"
-    ):
+    with pytest.raises(DataError, match=r"a.parquet rows 0 to 99 cannot be decoded .* copy or write it again"):
         rows[3]

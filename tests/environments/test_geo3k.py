@@ -57,9 +57,7 @@ def parts_of(environment: Environment, task: Task) -> list[tuple[str, list[str]]
         ("What is 2 + 2?", 0, ["What is 2 + 2?"]),
     ],
 )
-def test_images_go_where_their_marks_are(
-    problem: str, num_images: int, parts: list[str], tmp_path: Path
-) -> None:
+def test_images_go_where_their_marks_are(problem: str, num_images: int, parts: list[str], tmp_path: Path) -> None:
     environment = geo3k(tmp_path, [row(), row(problem, num_images=num_images)])
     task = environment.tasks("test")[1]
     assert parts_of(environment, task) == [("user", parts)]
@@ -90,15 +88,11 @@ def test_verl_layout(tmp_path: Path) -> None:
     ]
     assert task.answer == r"\frac{1}{2}"
     assert task.row["reward_model"] == verl["reward_model"]
-    with pytest.raises(
-        DataError, match=r"row 0: the row has a system message, .* unset environment.system_prompt"
-    ):
+    with pytest.raises(DataError, match=r"row 0: the row has a system message, .* unset environment.system_prompt"):
         geo3k(tmp_path, [verl], system_prompt="Be brief.", **VERL).tasks("test")[0]
 
 
-@pytest.mark.parametrize(
-    ("cell", "answer"), [(r"\boxed{12}", "12"), (" 12 ", "12"), (12, "12"), (2.5, "2.5")]
-)
+@pytest.mark.parametrize(("cell", "answer"), [(r"\boxed{12}", "12"), (" 12 ", "12"), (12, "12"), (2.5, "2.5")])
 def test_answers_are_unboxed(cell: object, answer: str, tmp_path: Path) -> None:
     assert geo3k(tmp_path, [row(answer=cell)]).tasks("test")[0].answer == answer
 
@@ -135,9 +129,7 @@ def test_dev_is_every_other_test_row(tmp_path: Path) -> None:
         (r"\boxed{12", 0, 0),
     ],
 )
-def test_reward_weighs_accuracy_and_format(
-    text: str, accuracy: float, formatted: float, tmp_path: Path
-) -> None:
+def test_reward_weighs_accuracy_and_format(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
     for weight in (0.1, 0.0, 1.0):
         environment = geo3k(tmp_path, [row()], format_weight=weight)
         score = environment.score(environment.tasks("test")[0], [Turn(messages=(), text=text)])

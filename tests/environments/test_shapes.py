@@ -126,9 +126,7 @@ def test_answers_are_balanced(split: Split) -> None:
         "shape": {"circle": 34, "square": 33, "triangle": 33},
         "existence": {"yes": 50, "no": 50},
     }
-    assert counts == {
-        (kind, answer): n for kind, answers in expected.items() for answer, n in answers.items()
-    }
+    assert counts == {(kind, answer): n for kind, answers in expected.items() for answer, n in answers.items()}
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -114,6 +114,6 @@ def test_a_hub_id_without_the_hub_is_one_line() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
 def test_cuda_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ModelError, match="no CUDA device; set model.device=auto or cpu"):
+    with pytest.raises(ModelError, match=r"no CUDA device; set model\.device=auto or cpu"):
         pick_device("cuda")
     assert pick_device("auto") == torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Prompts against transformers' own processor class, token for token and pixel for pixel; positions against the model."""
+"""Prompts against transformers' own processor class, token for token, pixel for pixel; positions against the model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user
 from transformers.processing_utils import ProcessorMixin
 
 from fovea.errors import DataError
 from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
+from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user
 
 PROCESSORS = {
     "qwen2_vl": transformers.Qwen2VLProcessor,
@@ -53,8 +54,7 @@ def test_equal_to_the_processor(family: str, chat: str) -> None:
         {
             "role": message.role,
             "content": [
-                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                for part in message.parts
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
             ],
         }
         for message in messages
@@ -87,8 +87,6 @@ def test_equal_pixels_have_equal_keys(parts: ModelParts) -> None:
 
 
 def test_pixel_limits_are_obeyed(parts: ModelParts) -> None:
-    from fovea.models.render import Renderer
-
     small = Renderer(parts, from_array, max_pixels=32 * 32)
     assert small.prompt(user(image(1, 96, 96), "x")).images[0].grid_thw == (1, 4, 4)
     large = Renderer(parts, from_array, min_pixels=96 * 96)

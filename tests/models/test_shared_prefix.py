@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_models import CPU, image, mixed_prompts, random_completions, renderer, tiny, user
-from tests.reference import gradients, largest_relative_difference, reference_logprobs
 
 from fovea.models.attention import Kernel
 from fovea.models.features import FeatureCache
@@ -13,6 +11,8 @@ from fovea.models.parts import ModelParts
 from fovea.models.trainable import recompute_activations
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
+from tests.reference import gradients, largest_relative_difference, reference_logprobs
+from tests.tiny_models import CPU, image, mixed_prompts, random_completions, renderer, tiny, user
 
 LOGPROB_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5
@@ -21,9 +21,7 @@ UNEQUAL = ((5, 1, 7), (3, 9), (4,))
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_gradients_equal_separate_rows(
-    parts: ModelParts, temperature: float, attention: Kernel
-) -> None:
+def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperature: float, attention: Kernel) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     expected = torch.cat(
         [
@@ -99,9 +97,7 @@ def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(pa
     render = renderer(parts)
     prompts = [render.prompt(user(image(1), question)) for question in ("How many?", "What colour is the circle?")]
     completions = random_completions([(3,), (4,)])
-    expected = [
-        reference_logprobs(parts, prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)
-    ]
+    expected = [reference_logprobs(parts, prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
     torch.cat(expected).sum().backward()
     expected_gradients = gradients(parts.network)
     vlm = VLM(parts)

@@ -54,7 +54,7 @@ def test_targets_and_exclude_are_obeyed(parts: ModelParts) -> None:
 
 
 def test_targets_that_match_nothing_are_refused(parts: ModelParts) -> None:
-    with pytest.raises(ConfigError, match="matches no linear layer; leave model.lora.targets out"):
+    with pytest.raises(ConfigError, match=r"matches no linear layer; leave model\.lora\.targets out"):
         with_lora(parts, targets=["qproj"])
 
 
@@ -86,12 +86,12 @@ def test_adapters_off_is_the_model_before(parts: ModelParts) -> None:
 
 def test_equal_to_peft_as_its_users_call_it(parts: ModelParts) -> None:
     """The same adapters through get_peft_model, weights copied over, give the same log-probs."""
-    with_lora(parts, rank=4, alpha=12.0)
+    with_lora(parts, rank=4, alpha=12)
     expected = logprobs(parts)
     plain = tiny(str(parts.network.config.model_type))
     names = [name for name, module in plain.network.named_modules() if isinstance(module, torch.nn.Linear)]
     targets = [name for name in names if "language_model" in name]
-    wrapped = get_peft_model(plain.network, LoraConfig(r=4, lora_alpha=12.0, target_modules=targets))
+    wrapped = get_peft_model(plain.network, LoraConfig(r=4, lora_alpha=12, target_modules=targets))
     theirs = dict(wrapped.base_model.model.named_parameters())
     with torch.no_grad():
         for name, parameter in parts.network.named_parameters():
@@ -103,7 +103,9 @@ def test_the_table_adds_up(parts: ModelParts) -> None:
     with_lora(parts, rank=4)
     rows = {row.part: row for row in count_parameters(parts.network)}
     assert rows["all"].total == sum(p.numel() for p in parts.network.parameters())
-    assert rows["all"].trainable == rows["LoRA adapters"].total == sum(
-        p.numel() for p in trainable_parameters(parts.network).values()
+    assert (
+        rows["all"].trainable
+        == rows["LoRA adapters"].total
+        == sum(p.numel() for p in trainable_parameters(parts.network).values())
     )
     assert rows["vision tower"].trainable == 0

@@ -39,9 +39,7 @@ def test_dev_accuracy_gets_its_panel(tmp_path: Path) -> None:
     assert pixels_of_colour(tmp_path / "both.png", ACCURACY_COLOUR) > 500
 
 
-@pytest.mark.parametrize(
-    "metrics", [[], STEPS[:1], [{"step": 1.0, "loss": 0.1}], [{"step": 1.0, "reward": math.nan}]]
-)
+@pytest.mark.parametrize("metrics", [[], STEPS[:1], [{"step": 1.0, "loss": 0.1}], [{"step": 1.0, "reward": math.nan}]])
 def test_a_young_run_can_be_drawn(tmp_path: Path, metrics: list[dict[str, float]]) -> None:
     draw_curve(metrics, tmp_path / "curve.png")
     with Image.open(tmp_path / "curve.png") as image:

@@ -93,9 +93,7 @@ def fill(run_dir: Path, text: str) -> Path:
     with MetricsLog([JsonlSink(run_dir)]) as log:
         for step in range(1, 11):
             times = {"seconds/rollout": 0.25, "seconds/update": 0.5, "seconds/step": 1.0}
-            log.write(
-                step, {"reward": step / 10, f"seconds/{text}": 0.125, "memory/peak_rss_gib": 1.5} | times
-            )
+            log.write(step, {"reward": step / 10, f"seconds/{text}": 0.125, "memory/peak_rss_gib": 1.5} | times)
     for step in (1, 2, 3, 4, 5):
         write_samples(run_dir, step, [record(f"{text} of step {step}")])
     accuracies = SUMMARY.final.accuracies | {text: (1.0,)}
@@ -206,9 +204,7 @@ def test_the_policy_allows_its_own_style_and_images_only(tmp_path: Path) -> None
     (style,) = re.findall(r"<style>(.*?)</style>", page.source, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     (policy,) = (
-        meta["content"]
-        for meta in page.attributes("meta")
-        if meta.get("http-equiv") == "Content-Security-Policy"
+        meta["content"] for meta in page.attributes("meta") if meta.get("http-equiv") == "Content-Security-Policy"
     )
     assert policy == (
         f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

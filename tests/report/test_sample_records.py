@@ -67,9 +67,7 @@ def test_a_step_written_again_replaces_the_old(tmp_path: Path) -> None:
     assert read_samples(tmp_path) == {50: (record("new"),)}
 
 
-@pytest.mark.parametrize(
-    "text", ["line\nbreak", "u\u2028v\u0085w", "\ud800 half a pair", "数 \x00 😀", '"}\n{"']
-)
+@pytest.mark.parametrize("text", ["line\nbreak", "u\u2028v\u0085w", "\ud800 half a pair", "数 \x00 😀", '"}\n{"'])
 def test_any_text_reads_back(tmp_path: Path, text: str) -> None:
     odd = record(text, truth=text, kind=text, answers=(SampledAnswer(text=text, reward=1, accuracy=1),))
     write_samples(tmp_path, 1, [odd, record()])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -145,9 +144,7 @@ def test_stop_string_ends_a_completion_and_is_cut_from_its_text() -> None:
     prompt, sampling = mixed_prompts(parts)[2], Sampling(max_new_tokens=60, seed=4)
     free = generate(make_engine(parts), [prompt], [sampling], n=4)[0]
     stop = free[0].text[10:12]
-    cut = generate(
-        make_engine(parts), [prompt], [Sampling(max_new_tokens=60, seed=4, stop=(stop, "never"))], n=4
-    )[0]
+    cut = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=60, seed=4, stop=(stop, "never"))], n=4)[0]
     for whole, short in zip(free, cut, strict=True):
         assert stop not in short.text
         assert short.text == whole.text.split(stop)[0]
@@ -158,9 +155,7 @@ def test_stop_string_ends_a_completion_and_is_cut_from_its_text() -> None:
 
 
 def test_no_special_token_is_ever_drawn(parts: ModelParts) -> None:
-    groups = generate(
-        make_engine(parts), mixed_prompts(parts), seeded(3, max_new_tokens=200, temperature=5.0), n=8
-    )
+    groups = generate(make_engine(parts), mixed_prompts(parts), seeded(3, max_new_tokens=200, temperature=5.0), n=8)
     drawn = {int(token) for group in groups for completion in group for token in completion.token_ids_T}
     assert len(drawn) > 200, "near-uniform sampling visits most of the vocabulary"
     assert not drawn & set(banned_token_ids(parts))

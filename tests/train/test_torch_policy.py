@@ -29,9 +29,7 @@ NO_CLIPPING = 1e9
 
 def make_policy(parts: ModelParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
     settings = Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **train})
-    return TorchPolicy(
-        VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10
-    )
+    return TorchPolicy(VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10)
 
 
 def make_batch(parts: ModelParts, seed: int = 0, normalizer_tokens: int = 60) -> Batch:
@@ -54,9 +52,7 @@ def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
 def gradient_of(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
     """What `update` left behind: it clears gradients only before the next one."""
     policy.update(batch)
-    return {
-        name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None
-    }
+    return {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
 
 
 def test_gradient_is_that_of_the_written_out_loss(parts: ModelParts) -> None:
@@ -93,9 +89,7 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(budget_
 def test_order_of_groups_and_samples_does_not_matter() -> None:
     parts = tiny("qwen3_vl")
     batch = make_batch(parts)
-    turned = replace(
-        batch, groups=tuple(replace(g, samples=g.samples[::-1]) for g in reversed(batch.groups))
-    )
+    turned = replace(batch, groups=tuple(replace(g, samples=g.samples[::-1]) for g in reversed(batch.groups)))
     first = gradient_of(make_policy(parts), batch)
     second = gradient_of(make_policy(tiny("qwen3_vl")), turned)
     assert largest_relative_difference(first, second) < GRADIENT_TOLERANCE
@@ -256,7 +250,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
     policy = make_policy(parts)
     with torch.no_grad():
         parts.network.get_submodule("lm_head").weight[0, 0] = torch.nan
-    with pytest.raises(TrainError, match="gradient norm is nan at step 1; lower train.learning_rate"):
+    with pytest.raises(TrainError, match=r"gradient norm is nan at step 1; lower train\.learning_rate"):
         policy.update(make_batch(parts))
 
 

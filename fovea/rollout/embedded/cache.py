@@ -30,7 +30,12 @@ class GroupCache:
 
     @staticmethod
     def of_prompts(
-        keys: list[Tensor], values: list[Tensor], prompt_lengths_P: Tensor, *, group_size: int, room_tokens: int
+        keys: list[Tensor],
+        values: list[Tensor],
+        prompt_lengths_P: Tensor,
+        *,
+        group_size: int,
+        room_tokens: int,
     ) -> GroupCache:
         """A cache whose completions are still empty."""
         # zeros, not empty: a masked position must not hold NaN, since 0 * NaN is NaN
@@ -123,9 +128,7 @@ def _hide_beyond(lengths_P: Tensor, size: int) -> Tensor | None:
     hidden_PX = torch.arange(size, device=lengths_P.device) >= lengths_P[:, None]
     if not bool(hidden_PX.any()):
         return None
-    return torch.zeros(hidden_PX.shape, device=lengths_P.device).masked_fill(hidden_PX, -torch.inf)[
-        :, None, None, None
-    ]
+    return torch.zeros(hidden_PX.shape, device=lengths_P.device).masked_fill(hidden_PX, -torch.inf)[:, None, None, None]
 
 
 def _by_head(x_PGJQX: Tensor) -> Tensor:
@@ -135,4 +138,5 @@ def _by_head(x_PGJQX: Tensor) -> Tensor:
 
 def _by_group(x_PJYX: Tensor, group_size: int) -> Tensor:
     """Back to [P, G, J, Q, X]."""
-    return x_PJYX.unflatten(2, (group_size, -1)).transpose(1, 2)
+    split: Tensor = x_PJYX.unflatten(2, (group_size, -1))
+    return split.transpose(1, 2)

@@ -55,9 +55,7 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(key=seed)).random((n, num_tokens))
 
 
-def draw(
-    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, banned: Tensor
-) -> tuple[Tensor, Tensor]:
+def draw(logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, banned: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
 
     `uniform_B` is float64, so that u * total < total holds for the sum of float32 probabilities.
