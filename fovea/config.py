@@ -326,7 +326,7 @@ class Log(Section):
 class Config(Section):
     """A whole run."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of weights, data order and sampling."""
     run_dir: str = "runs/run"
     """Folder of this run: config, metrics, samples, checkpoints, report."""

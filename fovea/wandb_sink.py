@@ -1,4 +1,4 @@
-"""Weights & Biases as a metrics sink: the one file that imports wandb (extra: `fovea[wandb]`)."""
+"""Weights & Biases as a metrics sink: the one file that imports wandb (extra: wandb)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ try:
     import wandb
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"log.wandb_project is set, but {error.name} is not installed; pip install 'fovea[wandb]', "
+        f"log.wandb_project is set, but {error.name} is not installed; pip install wandb, "
         "or set log.wandb_project=null"
     ) from error
 
