@@ -12,8 +12,7 @@ try:
     import wandb
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"log.wandb_project is set, but {error.name} is not installed; pip install wandb, "
-        "or set log.wandb_project=null"
+        f"log.wandb_project is set, but {error.name} is not installed; pip install wandb, or set log.wandb_project=null"
     ) from error
 
 RUN_ID_FILE = "wandb_run_id.txt"

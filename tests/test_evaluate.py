@@ -1,0 +1,82 @@
+"""Held-out accuracy, its controls, and the count of images on both sides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from fovea.config import ShapesEnvironment
+from fovea.environments.shapes import Shapes
+from fovea.evaluate import count_shared_images, with_blank_images, with_shuffled_images
+from fovea.stages import begin
+from fovea.types import ImageRef, Task
+from tests.fakes import bandit_run
+
+
+def opener(ref: ImageRef) -> Image.Image:
+    assert isinstance(ref.source, np.ndarray)
+    return Image.fromarray(ref.source)
+
+
+def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
+    """The table prefers "a" for every prompt: right for 4 of 16 rows, all of one kind."""
+    run = bandit_run(tmp_path)
+    begin(run)
+    run.policy.table[:, 0] = 5.0  # type: ignore[attr-defined]
+    run.engine.load_weights(run.policy.weights(), 0)
+    evaluation = run.evaluator.evaluate(run.sources.test)
+    assert {kind: len(values) for kind, values in evaluation.accuracies.items()} == {"kind 0": 8, "kind 1": 8}
+    assert sum(evaluation.accuracies["kind 0"]) == 4
+    assert evaluation.accuracy == 4 / 16
+    assert run.evaluator.evaluate(run.sources.test, size=6).num_rows == 6
+
+
+def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:
+    tasks = list(Shapes(ShapesEnvironment(test_size=40), seed=0).tasks("test"))
+    shuffled = with_shuffled_images(tasks)
+    for before, after in zip(tasks, shuffled, strict=True):
+        assert (before.question, before.answer) == (after.question, after.answer)
+        assert before.images[0] is not after.images[0]
+    for kind in {task.kind for task in tasks}:
+        owned = {id(task.images[0]) for task in tasks if task.kind == kind}
+        assert {id(task.images[0]) for task in shuffled if task.kind == kind} == owned
+
+
+def test_tasks_with_several_images_swap_with_tasks_that_have_as_many() -> None:
+    images = [ImageRef(source=np.full((8, 8, 3), index, dtype=np.uint8)) for index in range(9)]
+    counts = [1, 2, 1, 2, 0, 3]
+    tasks = [Task(id=str(i), question="q", answer="a", images=tuple(images[i : i + n])) for i, n in enumerate(counts)]
+    assert [len(task.images) for task in with_shuffled_images(tasks)] == counts
+
+
+def test_blank_images_keep_their_size_and_nothing_else() -> None:
+    task = Task(id="0", question="q", answer="a", images=(ImageRef(source=np.zeros((6, 9, 3), dtype=np.uint8)),))
+    (blank,) = with_blank_images([task], opener)
+    assert opener(blank.images[0]).size == (9, 6)
+    assert len(np.unique(np.asarray(blank.images[0].source))) == 1
+
+
+def test_shared_images_are_found_pixel_for_pixel() -> None:
+    def task(*values: int) -> Task:
+        refs = tuple(ImageRef(source=np.full((4, 4, 3), value, dtype=np.uint8)) for value in values)
+        return Task(id="0", question="q", answer="a", images=refs)
+
+    test = [task(1), task(2), task(3, 4), task()]
+    assert count_shared_images(test, [task(9), task(4, 8)], opener) == 1
+    assert count_shared_images(test, [task(1, 2), task(3)], opener) == 3
+    assert count_shared_images(test, [task(5)], opener) == 0
+
+
+def test_an_image_of_another_shape_is_another_image() -> None:
+    wide, tall = (ImageRef(source=np.zeros(shape, dtype=np.uint8)) for shape in ((2, 8, 3), (8, 2, 3)))
+    tasks = [Task(id="0", question="q", answer="a", images=(ref,)) for ref in (wide, tall)]
+    assert count_shared_images(tasks[:1], tasks[1:], opener) == 0
+
+
+def test_shapes_share_no_image_across_splits() -> None:
+    environment = Shapes(ShapesEnvironment(train_size=400, dev_size=100, test_size=200), seed=3)
+    train, dev, test = (environment.tasks(split) for split in ("train", "dev", "test"))
+    assert count_shared_images(test, train, opener) == count_shared_images(test, dev, opener) == 0
+    assert count_shared_images(dev, train, opener) == 0

@@ -1,0 +1,42 @@
+"""A run folder belongs to one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fovea.config import Config
+from fovea.errors import ConfigError
+from fovea.run_folder import open_run_folder
+
+
+def config(**settings: object) -> Config:
+    return Config.model_validate({"model": {"tiny": {}}, **settings})
+
+
+def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+    open_run_folder(tmp_path / "run", config())
+    with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to go on with it, or another run_dir"):
+        open_run_folder(tmp_path / "run", config())
+
+
+def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
+    open_run_folder(tmp_path, config(max_steps=10))
+    later = config(resume="auto", max_steps=20, log={"tensorboard": False}, checkpoint={"keep": 1}, run_dir="elsewhere")
+    open_run_folder(tmp_path, later)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 1}, r"seed=1, but the run in .* began with 0; set it back to resume, or start anew"),
+        ({"train": {"learning_rate": 1e-3}}, r"train\.learning_rate=0\.001, but the run"),
+        ({"model": {"tiny": {"num_layers": 2}}}, r"model\.tiny\.num_layers=2, but the run"),
+        ({"model": {"tiny": {}, "lora": {}}}, r"model\.lora"),
+    ],
+)
+def test_resume_may_not_change_what_is_computed(changed: dict[str, object], message: str, tmp_path: Path) -> None:
+    open_run_folder(tmp_path, config())
+    with pytest.raises(ConfigError, match=message):
+        open_run_folder(tmp_path, config(resume="auto", **changed))
