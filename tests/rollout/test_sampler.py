@@ -37,14 +37,14 @@ def test_kept_tokens_equal_transformers_warpers(settings: dict[str, float]) -> N
     if "min_p" in settings:
         warpers.append(MinPLogitsWarper(settings["min_p"]))
     expected = torch.isfinite(warpers(None, logits))
-    rows = row_settings([Sampling(max_new_tokens=1, **settings)] * len(logits), logits.shape[1], logits.device)  # type: ignore[arg-type]
+    rows = row_settings([Sampling(max_new_tokens=1, **settings)] * len(logits), logits.device)  # type: ignore[arg-type]
     torch.testing.assert_close(_kept(logits.log_softmax(-1), rows), expected)
 
 
 def test_frequencies_are_the_probabilities() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]])
     n = 40_000
-    rows = row_settings([Sampling(max_new_tokens=1, temperature=0.7)] * n, 5, logits.device)
+    rows = row_settings([Sampling(max_new_tokens=1, temperature=0.7)] * n, logits.device)
     u = torch.from_numpy(uniforms(3, 1, n)[0])
     tokens, logprobs = draw(logits.expand(n, -1), u, rows, torch.tensor([2]))
     counts = torch.bincount(tokens, minlength=5) / n
@@ -56,14 +56,14 @@ def test_frequencies_are_the_probabilities() -> None:
 
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 5.0, -torch.inf]]).repeat(2, 1)
-    rows = row_settings([Sampling(max_new_tokens=1)] * 2, 4, logits.device)
+    rows = row_settings([Sampling(max_new_tokens=1)] * 2, logits.device)
     u = torch.tensor([0.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
     assert draw(logits, u, rows, NOTHING_BANNED)[0].tolist() == [1, 2]
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = random_logits(2)
-    rows = row_settings([Sampling(max_new_tokens=1, temperature=0), Sampling(max_new_tokens=1)], 50, logits.device)
+    rows = row_settings([Sampling(max_new_tokens=1, temperature=0), Sampling(max_new_tokens=1)], logits.device)
     tokens, logprobs = draw(logits, torch.tensor([0.99, 0.0], dtype=torch.float64), rows, NOTHING_BANNED)
     assert tokens.tolist() == [int(logits[0].argmax()), 0]
     torch.testing.assert_close(logprobs[0], logits[0].log_softmax(-1).max())

@@ -150,9 +150,8 @@ class EmbeddedEngine:
     def _draw(self, groups: Groups, logits_BW: Tensor) -> None:
         """Draw and record the next token of every completion; note which ended."""
         index_P = groups.index_P
-        settings = groups.settings(logits_BW.shape[1])
         uniform_B = groups.uniforms_PGT[groups.rows_P, :, index_P].flatten()
-        tokens_B, logprobs_B = draw(logits_BW, uniform_B, settings, self._banned_ids)
+        tokens_B, logprobs_B = draw(logits_BW, uniform_B, groups.settings, self._banned_ids)
         groups.record(index_P, tokens_B, logprobs_B, self._stop_ids)
         for row, request in enumerate(groups.requests):
             if request.sampling.stop:

@@ -48,6 +48,8 @@ class Groups:
     """Ended by a stop token or string, not by length."""
     limit_P: Tensor
     """max_new_tokens"""
+    settings: RowSettings
+    """Of the P x G rows."""
 
     @property
     def size(self) -> int:
@@ -75,24 +77,23 @@ class Groups:
         self.stopped_PG.logical_or_(stopped_PG)
         self.running_PG.logical_and_(~stopped_PG & (self.lengths_PG < self.limit_P[:, None]))
 
-    def settings(self, vocabulary: int) -> RowSettings:
-        """Sampling settings of the P x G rows."""
-        samplings = [request.sampling for request in self.requests for _ in range(self.size)]
-        return row_settings(samplings, vocabulary, self.running_PG.device)
-
     def select(self, groups: Sequence[int]) -> Groups:
         """Only these groups."""
         index = torch.tensor(groups, dtype=torch.long, device=self.limit_P.device)
+        requests = tuple(self.requests[group] for group in groups)
         return Groups(
-            requests=tuple(self.requests[group] for group in groups),
+            requests=requests,
+            settings=_settings(requests, self.limit_P.device),
             cache=self.cache.select(index),
             **{name: getattr(self, name)[index] for name in TENSORS},
         )
 
     def join(self, other: Groups) -> Groups:
         """The groups of both; tensors over T get room for the longer."""
+        requests = self.requests + other.requests
         return Groups(
-            requests=self.requests + other.requests,
+            requests=requests,
+            settings=_settings(requests, self.limit_P.device),
             cache=self.cache.join(other.cache),
             **{name: _stack(getattr(self, name), getattr(other, name)) for name in TENSORS},
         )
@@ -121,6 +122,7 @@ def new_groups(requests: Sequence[Request], cache: GroupCache, device: torch.dev
     padded = [torch.nn.functional.pad(u, (0, room - u.shape[1])) for u in drawn]
     return Groups(
         requests=tuple(requests),
+        settings=_settings(requests, device),
         cache=cache,
         next_position_P=torch.tensor([request.prompt.next_position for request in requests], device=device),
         uniforms_PGT=torch.stack(padded).to(device),
@@ -131,6 +133,10 @@ def new_groups(requests: Sequence[Request], cache: GroupCache, device: torch.dev
         stopped_PG=torch.zeros(shape, dtype=torch.bool, device=device),
         limit_P=torch.tensor([request.sampling.max_new_tokens for request in requests], device=device),
     )
+
+
+def _settings(requests: Sequence[Request], device: torch.device) -> RowSettings:
+    return row_settings([request.sampling for request in requests for _ in range(request.n)], device)
 
 
 def _stack(a: Tensor, b: Tensor) -> Tensor:

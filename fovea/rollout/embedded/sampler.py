@@ -24,14 +24,14 @@ class RowSettings:
     """1 where greedy."""
     greedy_B: Tensor
     top_k_B1: Tensor
-    """The vocabulary size where off."""
+    """Infinite where off."""
     top_p_B1: Tensor
     min_p_B1: Tensor
     truncates: bool
     """Whether any row uses top-k, top-p or min-p: else the sort is spared."""
 
 
-def row_settings(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> RowSettings:
+def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
     """One row per entry."""
 
     def column(values: list[float]) -> Tensor:
@@ -40,7 +40,7 @@ def row_settings(samplings: Sequence[Sampling], vocabulary: int, device: torch.d
     return RowSettings(
         temperature_B1=column([s.temperature or 1.0 for s in samplings]),
         greedy_B=torch.tensor([s.temperature == 0 for s in samplings], device=device),
-        top_k_B1=column([float(s.top_k or vocabulary) for s in samplings]),
+        top_k_B1=column([s.top_k or torch.inf for s in samplings]),
         top_p_B1=column([s.top_p for s in samplings]),
         min_p_B1=column([s.min_p for s in samplings]),
         truncates=any(s.top_k or s.top_p < 1 or s.min_p for s in samplings),
