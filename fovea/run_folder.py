@@ -16,16 +16,22 @@ MAY_CHANGE = ("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", 
 
 
 def open_run_folder(folder: Path, config: Config) -> Path:
-    """Make the folder and write the resolved settings; ConfigError when it holds another run."""
+    """Make the folder and write the resolved settings; ConfigError when it holds another run.
+
+    A folder holds a run from its first checkpoint on: a start that failed before may be tried again.
+    """
     saved = folder / CONFIG_FILE
-    if saved.exists():
+    if saved.exists() and any(folder.glob("checkpoints/step-*")):
         if config.resume == "never":
             raise ConfigError(
                 f"run_dir={folder} already holds a run; set resume=auto to go on with it, or another run_dir"
             )
         _check_same(saved, config)
-    folder.mkdir(parents=True, exist_ok=True)
-    saved.write_text(dump_config(config), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
     return folder
 
 

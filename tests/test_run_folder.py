@@ -15,14 +15,31 @@ def config(**settings: object) -> Config:
     return Config.model_validate({"model": {"tiny": {}}, **settings})
 
 
-def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+def holds_a_run(folder: Path) -> Path:
+    open_run_folder(folder, config(max_steps=10))
+    (folder / "checkpoints" / "step-0").mkdir(parents=True)
+    return folder
+
+
+def test_a_start_that_failed_may_be_tried_again(tmp_path: Path) -> None:
     open_run_folder(tmp_path / "run", config())
+    open_run_folder(tmp_path / "run", config(seed=3))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be written: .*; set another run_dir"):
+        open_run_folder(tmp_path / "file" / "run", config())
+
+
+def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+    holds_a_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to go on with it, or another run_dir"):
         open_run_folder(tmp_path / "run", config())
 
 
 def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
-    open_run_folder(tmp_path, config(max_steps=10))
+    holds_a_run(tmp_path)
     later = config(resume="auto", max_steps=20, log={"tensorboard": False}, checkpoint={"keep": 1}, run_dir="elsewhere")
     open_run_folder(tmp_path, later)
 
@@ -37,6 +54,6 @@ def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
     ],
 )
 def test_resume_may_not_change_what_is_computed(changed: dict[str, object], message: str, tmp_path: Path) -> None:
-    open_run_folder(tmp_path, config())
+    holds_a_run(tmp_path)
     with pytest.raises(ConfigError, match=message):
         open_run_folder(tmp_path, config(resume="auto", **changed))
