@@ -183,7 +183,14 @@ def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
     if config.log.wandb_project is not None:
         from fovea.wandb_sink import WandbSink  # an extra: absent packages are named by its own error
 
-        sinks.append(WandbSink(folder, project=config.log.wandb_project, resume_step=start_step))
+        sinks.append(
+            WandbSink(
+                folder,
+                project=config.log.wandb_project,
+                settings=config.model_dump(mode="json"),
+                resume_step=start_step,
+            )
+        )
     return sinks
 
 

@@ -353,7 +353,10 @@ def _name_of_type(annotation: object) -> str:
 def _range_text(constraints: Iterable[object]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [
-        f"{sign} {getattr(each, name):g}" for each in constraints for name, sign in signs.items() if hasattr(each, name)
+        f"{sign} {_limit(getattr(each, name))}"
+        for each in constraints
+        for name, sign in signs.items()
+        if hasattr(each, name)
     ]
     return " " + " and ".join(bounds) if bounds else ""
 
@@ -451,3 +454,8 @@ def _near_recipes(recipe: Path) -> str:
     if found:
         return f"there are {', '.join(str(path) for path in found.values())}"
     return f"no *.yaml in {' or '.join(f'{folder}/' for folder in folders)}"
+
+
+def _limit(limit: object) -> str:
+    """A bound of a range, without the exponent of a large integer."""
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)

@@ -133,8 +133,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ),
         ("rollout.top_p=high", 'rollout.top_p: "high" does not fit; allowed: number > 0 and <= 1'),
         ("rollout.top_p.x=1", 'rollout.top_p: {"x": 1} does not fit; allowed: number > 0 and <= 1'),
-        ("seed=true", "seed: true does not fit; allowed: integer >= 0"),
-        ("seed=1.5", "seed: 1.5 does not fit; allowed: integer >= 0"),
+        ("seed=true", "seed: true does not fit; allowed: integer >= 0 and < 4294967296"),
+        ("seed=1.5", "seed: 1.5 does not fit; allowed: integer >= 0 and < 4294967296"),
         ("threads=0", "threads: 0 does not fit; allowed: integer >= 1 or null"),
         (
             "seed=.inf",
@@ -217,7 +217,7 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             "model: {path: a}\nrollout:\n",
             ": rollout: null does not fit; allowed: group of settings; `fovea config rollout` lists them",
         ),
-        ("seed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0"),
+        ("seed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296"),
         (
             "seed: 1\n",
             ": model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)",
@@ -315,7 +315,7 @@ def test_every_setting_is_described() -> None:
 @pytest.mark.parametrize(
     ("key", "type_text", "default"),
     [
-        ("seed", "integer >= 0", "0"),
+        ("seed", "integer >= 0 and < 4294967296", "0"),
         ("run_dir", "text", "runs/run"),
         ("rollout.top_p", "number > 0 and <= 1", "1.0"),
         ("model.lora", "group of settings or null", "null"),
