@@ -14,7 +14,7 @@ from fovea.prompts import PromptSource
 from fovea.report.html import write_report
 from fovea.report.samples import SampledAnswer, SampleRecord, png_bytes, write_samples
 from fovea.run import Run
-from fovea.summary import SUMMARY_FILE, Summary, summary_table, write_summary
+from fovea.summary import SUMMARY_FILE, Summary, controls_table, summary_table, write_summary
 from fovea.types import Evaluation, Group, Metrics
 from fovea.warmup import warm_up
 
@@ -111,7 +111,8 @@ def finish(run: Run, standing: Standing) -> Summary:
     )
     write_summary(run.folder / SUMMARY_FILE, summary)
     report = write_report(run.folder)
-    run.progress.print(summary_table(summary))
+    for table in (summary_table(summary), controls_table(summary)):
+        run.progress.print(table or "")
     run.progress.print(f"report: {report}")
     return summary
 

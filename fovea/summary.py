@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,23 +151,38 @@ def format_interval(interval: tuple[float, float]) -> str:
 
 
 def summary_table(summary: Summary) -> Table:
-    """Accuracies in percent with 95 % intervals, by question type and stage, and the image controls."""
-    stages = _stages(summary)
-    table = Table(
-        title="Accuracy on held-out images in %, with 95 % intervals",
-        title_justify="left",
-        caption=_caption(summary) or None,
-        caption_justify="left",
+    """Accuracies in percent with 95 % intervals, by question type and stage."""
+    table = _table("Accuracy on held-out images in %, with 95 % intervals", _caption(summary))
+    return _fill(table, summary.final, _stages(summary))
+
+
+def controls_table(summary: Summary) -> Table | None:
+    """The trained model with right and wrong images, by question type; None where no control was read."""
+    controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
+    columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
+    if len(columns) == 1:
+        return None
+    caption = (
+        "Shuffled: each question with another question's image; blank: with an empty one. "
+        "Both show what the trained model gets from the text alone."
     )
+    return _fill(_table("After RL, with which images", caption), summary.final, columns)
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+
+
+def _fill(table: Table, rows: Evaluation, columns: Mapping[str, Evaluation]) -> Table:
+    """A row for each question type of `rows`, and one for all."""
     table.add_column("question type")
-    for header in (*stages, "n"):
+    for header in (*columns, "n"):
         table.add_column(header, justify="right")
-    for kind in summary.final.accuracies:
-        _add_row(table, kind, [_values(evaluation, kind) for evaluation in stages.values()])
-    if set(summary.final.accuracies) != {"all"}:
+    for kind in rows.accuracies:
+        _add_row(table, kind, [_values(evaluation, kind) for evaluation in columns.values()])
+    if set(rows.accuracies) != {"all"}:
         table.add_section()
-        _add_row(table, "all", [_values(evaluation) for evaluation in stages.values()])
-    _add_controls(table, summary, num_stages=len(stages))
+        _add_row(table, "all", [_values(evaluation) for evaluation in columns.values()])
     return table
 
 
@@ -177,17 +192,8 @@ def _stages(summary: Summary) -> dict[str, Evaluation]:
     return {header: evaluation for header, evaluation in stages.items() if evaluation}
 
 
-def _add_controls(table: Table, summary: Summary, *, num_stages: int) -> None:
-    table.add_section()
-    empty: list[Sequence[float]] = [()] * (num_stages - 1)
-    controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
-    for name, evaluation in controls.items():
-        if evaluation:
-            _add_row(table, name, [*empty, _values(evaluation)])
-
-
-def _add_row(table: Table, name: str, stages: Sequence[Sequence[float]]) -> None:
-    table.add_row(Text(name), *map(_cell, stages), str(len(stages[-1])))
+def _add_row(table: Table, name: str, columns: Sequence[Sequence[float]]) -> None:
+    table.add_row(Text(name), *map(_cell, columns), str(len(columns[-1])))
 
 
 def _cell(values: Sequence[float]) -> Text:
@@ -198,15 +204,9 @@ def _cell(values: Sequence[float]) -> Text:
 
 
 def _caption(summary: Summary) -> str:
-    sentences = []
-    if summary.shuffled_images or summary.blank_images:
-        sentences.append(
-            "Shuffled: each question with another question's image; blank: with an empty one. "
-            "Both show what the trained model gets from the text alone."
-        )
-    if summary.duplicates_across_splits is not None:
-        sentences.append(f"Test images found in the training split: {summary.duplicates_across_splits}.")
-    return " ".join(sentences)
+    if summary.duplicates_across_splits is None:
+        return ""
+    return f"Test images found in the training split: {summary.duplicates_across_splits}."
 
 
 def _values(evaluation: Evaluation, kind: str | None = None) -> Sequence[float]:

@@ -10,6 +10,7 @@ from fovea.errors import DataError
 from fovea.summary import (
     Summary,
     confidence_interval,
+    controls_table,
     read_summary,
     summary_table,
     wilson_interval,
@@ -42,7 +43,8 @@ RL_ONLY = replace(SUMMARY, before=None, warmup=None, shuffled_images=None, blank
 
 def shown(summary: Summary, width: int = 100) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(summary_table(summary))
+    for table in (summary_table(summary), controls_table(summary)):
+        console.print(table or "")
     return console.export_text()
 
 
@@ -117,26 +119,28 @@ def test_normal_approximation_by_hand(values: list[float], low: float, high: flo
     assert confidence_interval(values) == pytest.approx((low, high), abs=2e-6)
 
 
-def test_the_table_has_a_row_for_each_type_and_control() -> None:
+def test_the_tables_have_a_row_for_each_type() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(SUMMARY).splitlines() if "│" in line]
     assert rows == [
         ["count", "0.0 [0, 28]", "40.0 [17, 69]", "80.0 [49, 94]", "10"],
         ["colour", "10.0 [2, 40]", "60.0 [31, 83]", "100.0 [72, 100]", "10"],
         ["all", "5.0 [1, 24]", "50.0 [30, 70]", "90.0 [70, 97]", "20"],
-        ["shuffled images", "", "", "35.0 [18, 57]", "20"],
-        ["blank images", "", "", "25.0 [11, 47]", "20"],
+        ["count", "80.0 [49, 94]", "30.0 [11, 60]", "20.0 [6, 51]", "10"],
+        ["colour", "100.0 [72, 100]", "40.0 [17, 69]", "30.0 [11, 60]", "10"],
+        ["all", "90.0 [70, 97]", "35.0 [18, 57]", "25.0 [11, 47]", "20"],
     ]
 
 
 def test_the_caption_says_what_the_controls_mean() -> None:
     text = " ".join(shown(SUMMARY).split())
-    assert "from the text alone. Test images found in the training split: 0." in text
+    assert "Test images found in the training split: 0." in text
+    assert "Both show what the trained model gets from the text alone." in text
     assert "text alone" not in shown(RL_ONLY)
 
 
 def test_the_table_fits_80_columns() -> None:
     assert "…" not in shown(SUMMARY, width=80)
-    assert len([line for line in shown(SUMMARY, width=80).splitlines() if "│" in line]) == 5
+    assert len([line for line in shown(SUMMARY, width=80).splitlines() if "│" in line]) == 6
 
 
 def test_stages_that_did_not_run_have_no_column() -> None:
@@ -146,7 +150,7 @@ def test_stages_that_did_not_run_have_no_column() -> None:
 
 
 def test_rows_without_types_are_shown_once() -> None:
-    rows = shown(replace(RL_ONLY, final=evaluation(all=(8, 10)))).count("80.0")
+    rows = shown(replace(RL_ONLY, final=evaluation(all=(8, 10)))).count("80.0")  # and no table of controls
     assert rows == 1
 
 
