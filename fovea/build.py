@@ -18,7 +18,7 @@ from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.shapes import Shapes
-from fovea.evaluate import Evaluator, OpenImage, with_blank_images, with_shuffled_images
+from fovea.evaluate import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
 from fovea.models.features import FeatureCache
 from fovea.models.load import DTYPES, load_pretrained, pick_device
@@ -56,7 +56,7 @@ def build(config: Config) -> Run:
     progress.print(_model_table(parts, vlm))
     opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
-    sources = make_sources(config, environment, renderer, opener, folder)
+    sources = make_sources(config, environment, renderer, folder)
     engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens)
     return Run(
         config=config,
@@ -125,11 +125,8 @@ def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
     )
 
 
-def make_sources(
-    config: Config, environment: Environment, renderer: Renderer, opener: OpenImage, folder: Path
-) -> Sources:
-    """Prompts of every split, and the image controls."""
-    test = environment.tasks("test")
+def make_sources(config: Config, environment: Environment, renderer: Renderer, folder: Path) -> Sources:
+    """Prompts of every split."""
 
     def source(tasks: Sequence[Task], cache_gib: float = 0.0) -> PromptSource:
         return PromptSource(
@@ -142,13 +139,10 @@ def make_sources(
             bad_rows_file=folder / "bad_rows.jsonl",
         )
 
-    controls = list(test) if config.evaluate.image_controls else None
     return Sources(
         train=source(environment.tasks("train"), config.data.prompt_cache_gib),
         dev=source(environment.tasks("dev"), config.data.prompt_cache_gib),
-        test=source(test),
-        shuffled=source(with_shuffled_images(controls)) if controls else None,
-        blank=source(with_blank_images(controls, opener)) if controls else None,
+        test=source(environment.tasks("test")),
     )
 
 

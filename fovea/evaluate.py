@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from PIL.Image import Image
@@ -56,6 +57,12 @@ class Evaluator:
         return await collect(self._engine, self._environment, rows, sampling=self._sampling, n=1, seed=(0,))
 
 
+def usable_tasks(source: PromptSource, size: int) -> list[Task]:
+    """The tasks of the first `size` rows, without those that are bad."""
+    rows = (source.get(index) for index in range(size))
+    return [row.task for row in rows if row is not None]
+
+
 def with_shuffled_images(tasks: Sequence[Task], seed: int = 0) -> list[Task]:
     """Every task with the images of another one of its kind and number of images."""
     pools: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -79,15 +86,19 @@ def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
     return replace(ref, source=np.full((height, width, 3), GREY, dtype=np.uint8))
 
 
-def count_shared_images(test: Iterable[Task], train: Iterable[Task], open_image: OpenImage) -> int:
-    """Test rows with an image that some training row also has, pixel for pixel."""
-    hashes_of_test = [_image_hashes([task], open_image) for task in test]
-    shared = set().union(*hashes_of_test) & _image_hashes(train, open_image)
+def count_shared_images(test: PromptSource, train: PromptSource, open_image: OpenImage) -> int:
+    """Test rows with an image that some training row also has, pixel for pixel; bad rows have none."""
+    hashes_of_test = list(_hashes_by_row(test, open_image))
+    shared = set().union(*hashes_of_test) & set().union(*_hashes_by_row(train, open_image))
     return sum(bool(hashes & shared) for hashes in hashes_of_test)
 
 
-def _image_hashes(tasks: Iterable[Task], open_image: OpenImage) -> set[bytes]:
-    return {_pixel_hash(open_image(ref)) for task in tasks for ref in task.images}
+def _hashes_by_row(source: PromptSource, open_image: OpenImage) -> Iterator[set[bytes]]:
+    def hashes(index: int) -> set[bytes]:
+        return {_pixel_hash(open_image(ref)) for ref in source.tasks[index].images}
+
+    for index in range(len(source)):
+        yield source.read(index, partial(hashes, index)) or set()
 
 
 def _pixel_hash(image: Image) -> bytes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from fovea.data.order import Order
 from fovea.environments.base import Environment
@@ -15,6 +15,7 @@ from fovea.errors import DataError
 from fovea.types import Message, Prompt, Task
 
 MAX_BAD_IN_A_ROW = 1000
+Made = TypeVar("Made")
 
 
 class RendersPrompts(Protocol):
@@ -76,14 +77,33 @@ class PromptSource:
     def get(self, index: int) -> PromptedTask | None:
         """One row; None when it is bad and data.on_bad_row is skip."""
         cached = self._cache.get(index)
-        if cached is None and index not in self.bad_rows:
-            try:
-                cached = self._render(self.tasks[index])
-            except DataError as error:
-                self._note_bad_row(index, error)
-            else:
+        if cached is None:
+            cached = self.read(index, lambda: self._render(self.tasks[index]))
+            if cached is not None:
                 self._cache.put(index, cached)
         return cached
+
+    def read(self, index: int, make: Callable[[], Made]) -> Made | None:
+        """What `make` makes of a row; None, noted, when the row is bad and data.on_bad_row is skip."""
+        if index in self.bad_rows:
+            return None
+        try:
+            return make()
+        except DataError as error:
+            self._note_bad_row(index, error)
+            return None
+
+    def with_tasks(self, tasks: Sequence[Task]) -> PromptSource:
+        """Other tasks under the same rules, without a memory of their prompts."""
+        return PromptSource(
+            tasks,
+            self._environment,
+            self._renderer,
+            max_prompt_tokens=self._max_prompt_tokens,
+            on_bad_row=self._on_bad_row,
+            cache_gib=0.0,
+            bad_rows_file=self._bad_rows_file,
+        )
 
     def _render(self, task: Task) -> PromptedTask:
         prompt = self._renderer.prompt(self._environment.prompt(task))

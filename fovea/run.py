@@ -20,13 +20,11 @@ from fovea.warmup import Warmup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Prompts of every split; the controls are the test questions with wrong images."""
+    """Prompts of every split."""
 
     train: PromptSource
     dev: PromptSource
     test: PromptSource
-    shuffled: PromptSource | None
-    blank: PromptSource | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from fovea.errors import TrainError
-from fovea.evaluate import count_shared_images
+from fovea.evaluate import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
 from fovea.metrics import peak_memory
 from fovea.prompts import PromptSource
 from fovea.report.html import write_report
@@ -90,10 +90,8 @@ def finish(run: Run, standing: Standing) -> Summary:
     """Final evaluation with its controls; checkpoint, summary.json, report.html and the table."""
     save_checkpoint(run, standing)
     run.progress.stage("reading held-out accuracy after RL")
-    sources = run.sources
-    final = evaluate_test(run, sources.test)
-    shuffled = evaluate_test(run, sources.shuffled) if sources.shuffled else None
-    blank = evaluate_test(run, sources.blank) if sources.blank else None
+    final = evaluate_test(run, run.sources.test)
+    shuffled, blank = _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
     run.progress.stage("looking for test images in the training split")
     duplicates = _count_shared(run)
     summary = Summary(
@@ -119,6 +117,15 @@ def finish(run: Run, standing: Standing) -> Summary:
 
 def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
     return run.evaluator.evaluate(source, run.config.evaluate.test_size)
+
+
+def _evaluate_controls(run: Run) -> tuple[Evaluation, Evaluation]:
+    """The test questions with the images of others, and with grey ones."""
+    source, size = run.sources.test, run.config.evaluate.test_size
+    tasks = usable_tasks(source, min(size or len(source), len(source)))
+    controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
+    shuffled, blank = (run.evaluator.evaluate(source.with_tasks(control)) for control in controls)
+    return shuffled, blank
 
 
 def read_dev(run: Run) -> Evaluation:
@@ -175,7 +182,7 @@ def _count_shared(run: Run) -> int | None:
     """Test rows whose image is in the training split; TrainError when the config forbids any."""
     if run.config.evaluate.shared_images == "ignore":
         return None
-    shared = count_shared_images(run.sources.test.tasks, run.sources.train.tasks, run.open_image)
+    shared = count_shared_images(run.sources.test, run.sources.train, run.open_image)
     if shared and run.config.evaluate.shared_images == "forbid":
         raise TrainError(
             f"{shared} held-out images are also in the training split, so that the accuracy is not held-out; "

@@ -157,6 +157,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         "max_steps": 30,
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 1},
         "checkpoint": {"every_steps": 10},
+        "evaluate": {"image_controls": False},
     }
     config = Config.model_validate({"model": Model(tiny=TinyModel()), **defaults, **settings})
     environment, engine = BanditEnvironment(), BanditEngine()
@@ -179,7 +180,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         config=config,
         folder=folder,
         environment=environment,
-        sources=Sources(train=train, dev=source("dev"), test=source("test"), shuffled=None, blank=None),
+        sources=Sources(train=train, dev=source("dev"), test=source("test")),
         order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
         engine=engine,
         policy=BanditPolicy(),

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from fovea.config import ShapesEnvironment
+from fovea.data.images import open_image
 from fovea.environments.shapes import Shapes
-from fovea.evaluate import count_shared_images, with_blank_images, with_shuffled_images
+from fovea.evaluate import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.models.render import Renderer
+from fovea.prompts import PromptSource, RendersPrompts
 from fovea.stages import begin
 from fovea.types import ImageRef, Task
-from tests.fakes import bandit_run
+from tests.fakes import BanditRenderer, bandit_run
+from tests.tiny_models import tiny
 
 
 def opener(ref: ImageRef) -> Image.Image:
     assert isinstance(ref.source, np.ndarray)
     return Image.fromarray(ref.source)
+
+
+def source_of(tasks: Sequence[Task], renderer: RendersPrompts | None = None) -> PromptSource:
+    return PromptSource(
+        tasks,
+        Shapes(ShapesEnvironment(), seed=0),
+        renderer or BanditRenderer(),
+        max_prompt_tokens=1000,
+        on_bad_row="skip",
+        cache_gib=0.0,
+    )
 
 
 def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
@@ -63,20 +79,34 @@ def test_shared_images_are_found_pixel_for_pixel() -> None:
         refs = tuple(ImageRef(source=np.full((4, 4, 3), value, dtype=np.uint8)) for value in values)
         return Task(id="0", question="q", answer="a", images=refs)
 
-    test = [task(1), task(2), task(3, 4), task()]
-    assert count_shared_images(test, [task(9), task(4, 8)], opener) == 1
-    assert count_shared_images(test, [task(1, 2), task(3)], opener) == 3
-    assert count_shared_images(test, [task(5)], opener) == 0
+    test = source_of([task(1), task(2), task(3, 4), task()])
+    for train, shared in (([task(9), task(4, 8)], 1), ([task(1, 2), task(3)], 3), ([task(5)], 0)):
+        assert count_shared_images(test, source_of(train), opener) == shared
+
+
+def test_rows_that_cannot_be_read_are_left_out_of_controls_and_counts() -> None:
+    """The second image is a file that is not there."""
+    images = [ImageRef(source=np.full((8, 8, 3), 7, dtype=np.uint8)), ImageRef(source="nowhere.png", where="row 1")]
+    tasks = [Task(id=str(index), question="q", answer="a", images=(ref,)) for index, ref in enumerate(images)]
+
+    def careful_opener(ref: ImageRef) -> Image.Image:
+        return open_image(ref, max_mib=1, max_megapixels=1)
+
+    renderer = Renderer(tiny("qwen3_vl"), careful_opener)
+    test = source_of(tasks, renderer)
+    assert usable_tasks(test, 2) == tasks[:1]
+    assert list(test.bad_rows) == [1]
+    assert count_shared_images(source_of(tasks), source_of(tasks), careful_opener) == 1
 
 
 def test_an_image_of_another_shape_is_another_image() -> None:
     wide, tall = (ImageRef(source=np.zeros(shape, dtype=np.uint8)) for shape in ((2, 8, 3), (8, 2, 3)))
     tasks = [Task(id="0", question="q", answer="a", images=(ref,)) for ref in (wide, tall)]
-    assert count_shared_images(tasks[:1], tasks[1:], opener) == 0
+    assert count_shared_images(source_of(tasks[:1]), source_of(tasks[1:]), opener) == 0
 
 
 def test_shapes_share_no_image_across_splits() -> None:
     environment = Shapes(ShapesEnvironment(train_size=400, dev_size=100, test_size=200), seed=3)
-    train, dev, test = (environment.tasks(split) for split in ("train", "dev", "test"))
+    train, dev, test = (source_of(environment.tasks(split)) for split in ("train", "dev", "test"))
     assert count_shared_images(test, train, opener) == count_shared_images(test, dev, opener) == 0
     assert count_shared_images(dev, train, opener) == 0
