@@ -5,7 +5,6 @@ Axes: `N` tokens of a row, `A` actions, `V` visual tokens, `D` width, `W` vocabu
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fovea.models.attention import Kernel, use_packed_attention
 from fovea.models.features import FeatureCache, ImageFeatures, concatenate
+from fovea.models.fused import use_fused_layers
 from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
 from fovea.models.row import PackedRow
 from fovea.types import PromptImage
@@ -43,7 +43,7 @@ class VLM(nn.Module):
         self.image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
         self._feature_cache = feature_cache
         use_packed_attention(parts.network, attention)
-        _use_linear_patch_embedding(vision_tower(parts.network))
+        use_fused_layers(parts.network)
 
     def forward(
         self, row: PackedRow, *, temperature: float, chunk_tokens: int, entropy_grad: bool = False
@@ -141,19 +141,3 @@ def _token_scores(
     logprobs_A = all_logprobs_AW.gather(1, targets_A[:, None])[:, 0]
     for_entropy = all_logprobs_AW if entropy_grad else all_logprobs_AW.detach()
     return logprobs_A, -(for_entropy.exp() * for_entropy).sum(-1)
-
-
-def _use_linear_patch_embedding(tower: nn.Module) -> None:
-    """Run the patch embedding as the linear layer that it is: its kernel equals its stride.
-
-    Conv3d is 10 times slower here on CPU, and slower still in some CUDA builds.
-    """
-
-    def forward(module: nn.Module, patches: Tensor) -> Tensor:
-        convolution = module.get_submodule("proj")
-        assert isinstance(convolution, nn.Conv3d)
-        weight = convolution.weight
-        return F.linear(patches.to(weight.dtype).flatten(1), weight.flatten(1), convolution.bias)
-
-    embedding = tower.get_submodule("patch_embed")
-    embedding.forward = types.MethodType(forward, embedding)

@@ -1,0 +1,153 @@
+"""What the two sides are given: the same weights, rows, group sizes and completion lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fovea.config import TinyModel
+from fovea.models.parts import ModelParts
+from fovea.models.tiny import make_tiny
+from fovea.types import ImageRef, Message, Score, Task, Turn
+
+WORDS = [
+    "Say",
+    "which",
+    "of",
+    "the",
+    "coloured",
+    "shapes",
+    "in",
+    "the",
+    "picture",
+    "is",
+    "closest",
+    "to",
+    "its",
+    "upper",
+    "left",
+    "corner",
+    "and",
+    "how",
+    "many",
+    "there",
+    "are",
+]
+MID = TinyModel(
+    hidden_size=640,
+    num_layers=10,
+    num_heads=10,
+    num_kv_heads=5,
+    head_dim=64,
+    intermediate_size=2048,
+    vision_hidden_size=384,
+    vision_depth=6,
+    vision_heads=6,
+    patch_size_px=16,
+    image_side_px=224,
+    init_std=0.02,
+)
+IMAGE_HEAVY = TinyModel(
+    hidden_size=512,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vision_hidden_size=256,
+    vision_depth=6,
+    vision_heads=4,
+    patch_size_px=16,
+    image_side_px=448,
+    init_std=0.02,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    model: TinyModel
+    vocabulary: int | None
+    """Rows of the embedding; None: as many as the tokenizer has."""
+    image_side_px: int
+    prompts: int
+    samples: int
+    completion_tokens: int
+    freeze_vision: bool = False
+    lora_rank: int | None = None
+    trl_rows_per_microbatch: int = 8
+    """The fastest on this kind of machine, by trial: TRL pays for padding and page faults in larger ones."""
+
+
+_HEAVY = Case(model=IMAGE_HEAVY, vocabulary=16_384, image_side_px=448, prompts=4, samples=8, completion_tokens=64)
+_MID = Case(model=MID, vocabulary=32_768, image_side_px=224, prompts=4, samples=8, completion_tokens=128)
+CASES = {
+    "tiny": Case(
+        model=TinyModel(),
+        vocabulary=None,
+        image_side_px=48,
+        prompts=32,
+        samples=8,
+        completion_tokens=16,
+        trl_rows_per_microbatch=256,
+    ),
+    "mid": _MID,
+    "image_heavy": _HEAVY,
+    "frozen": replace(_HEAVY, freeze_vision=True),
+    "lora": replace(_HEAVY, freeze_vision=True, lora_rank=16),
+    "many_4": replace(_HEAVY, samples=4),
+    "many_16": replace(_HEAVY, samples=16),
+    "long": replace(_MID, completion_tokens=512),
+}
+
+
+def make_parts(case: Case, seed: int = 0) -> ModelParts:
+    """Weights, tokenizer and image processor; equal for equal arguments. No token ends a completion."""
+    parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed)
+    if case.vocabulary is not None:
+        parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)
+    return parts
+
+
+def make_tasks(case: Case, count: int, seed: int = 5) -> list[Task]:
+    """Coloured rectangles on noise, and a question of 8 to 20 words."""
+    rng = np.random.default_rng(seed)
+    return [_task(case, index, rng) for index in range(count)]
+
+
+def _task(case: Case, index: int, rng: np.random.Generator) -> Task:
+    side = case.image_side_px
+    image = rng.normal(60, 5, (side, side, 3)).clip(0, 255).astype(np.uint8)
+    for _ in range(6):
+        top, left = rng.integers(0, side * 3 // 4, 2)
+        image[top : top + side // 6, left : left + side // 6] = rng.integers(0, 255, 3)
+    words = WORDS[: int(rng.integers(8, len(WORDS) + 1))]
+    return Task(id=str(index), question=" ".join(words), answer="red", images=(ImageRef(source=image),))
+
+
+def reward_of(text: str) -> float:
+    """Cheap, and different within a group: the share of letters among the characters."""
+    return sum(character.isalpha() for character in text) / max(len(text), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEnvironment:
+    """The rows of a case as an environment."""
+
+    rows: Sequence[Task] = field(default_factory=list)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self.rows
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message(role="user", parts=(*task.images, task.question))]
+
+    def target(self, task: Task) -> str:
+        return task.answer
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        reward = reward_of(turns[-1].text)
+        return Score(reward=reward, accuracy=reward)

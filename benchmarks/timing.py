@@ -1,0 +1,39 @@
+"""Times of steps, and their medians."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step. Rollout: from rows to scored completions; train: all the rest."""
+
+    step: float
+    rollout: float
+    train: float
+    tokens: float
+    """Completion tokens drawn and trained on."""
+
+
+def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Medians of the three times."""
+    return {
+        "step_seconds": median(times.step for times in steps),
+        "rollout_seconds": median(times.rollout for times in steps),
+        "train_seconds": median(times.train for times in steps),
+    }
+
+
+def spread(steps: Sequence[StepTimes]) -> float:
+    """(slowest - fastest) / median of the whole step."""
+    whole = [times.step for times in steps]
+    return (max(whole) - min(whole)) / median(whole)
+
+
+def peak_rss_gib() -> float:
+    """Of this process, ever (Linux: ru_maxrss counts KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,148 @@
+"""The other side: TRL's GRPOTrainer on the same weights and rows, by its own means.
+
+TRL takes a processor; transformers' own needs torchvision only for videos, so a subclass without a video processor
+does. Its settings are the fastest for this CPU: no gradient checkpointing, float32, KL off.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from transformers import TrainerCallback
+from transformers.processing_utils import ProcessorMixin
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.cases import Case, make_parts, make_tasks, reward_of
+from benchmarks.ours import LEARNING_RATE
+from benchmarks.timing import StepTimes
+from fovea.config import LANGUAGE_LINEARS
+from fovea.models.parts import ModelParts
+
+
+class ImageProcessor(transformers.Qwen3VLProcessor):
+    """transformers' processor for images alone."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        for name in ("image", "video", "vision_start", "vision_end"):
+            token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
+            setattr(self, f"{name}_token", token)
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+
+
+class TimedTrainer(GRPOTrainer):
+    """Notes when rollouts happen; everything else is TRL's."""
+
+    rollout_seconds = 0.0
+    tokens = 0.0
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        started = perf_counter()
+        outputs = super()._generate_and_score_completions(inputs)
+        self.rollout_seconds += perf_counter() - started
+        self.tokens += float(outputs["completion_mask"].sum())
+        return outputs
+
+
+class Clock(TrainerCallback):
+    """Times each step and then calls `after`."""
+
+    def __init__(self, after: Callable[[StepTimes], None]) -> None:
+        self._after = after
+        self.trainer: TimedTrainer | None = None
+        self._started = 0.0
+
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        assert self.trainer is not None
+        self.trainer.rollout_seconds = self.trainer.tokens = 0.0
+        self._started = perf_counter()
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        assert self.trainer is not None
+        whole, rollout = perf_counter() - self._started, self.trainer.rollout_seconds
+        self._after(StepTimes(step=whole, rollout=rollout, train=whole - rollout, tokens=self.trainer.tokens))
+
+
+def train(case: Case, steps: int, after: Callable[[StepTimes], None]) -> None:
+    """Take `steps` steps of GRPO; `after` is called between them with the times of the last."""
+    parts = make_parts(case)
+    parts.tokenizer.padding_side = "left"  # as TRL needs for prompts
+    if case.freeze_vision:
+        parts.network.get_submodule("model.visual").requires_grad_(False)
+    clock = Clock(after)
+    trainer = TimedTrainer(
+        model=parts.network,
+        reward_funcs=_rewards,
+        args=_settings(case, steps, parts),
+        train_dataset=_dataset(case, steps),
+        processing_class=ImageProcessor(parts.image_processor, parts.tokenizer, parts.chat_template),
+        callbacks=[clock],
+        peft_config=_lora(case),
+    )
+    clock.trainer = trainer
+    trainer.train()
+
+
+def _settings(case: Case, steps: int, parts: ModelParts) -> GRPOConfig:
+    rows = case.prompts * case.samples
+    return GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=case.trl_rows_per_microbatch,
+        gradient_accumulation_steps=rows // case.trl_rows_per_microbatch,
+        num_generations=case.samples,
+        max_completion_length=case.completion_tokens,
+        generation_kwargs={"suppress_tokens": _special_ids(parts)},
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        temperature=1.0,
+        beta=0.0,
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+    )
+
+
+def _special_ids(parts: ModelParts) -> list[int]:
+    """What neither side may draw: special tokens, the end token included, and rows beyond the tokenizer."""
+    embedding = parts.network.get_input_embeddings()
+    assert isinstance(embedding, torch.nn.Embedding)
+    special = [index for index, token in parts.tokenizer.added_tokens_decoder.items() if token.special]
+    return [*special, *range(len(parts.tokenizer), embedding.num_embeddings)]
+
+
+def _dataset(case: Case, steps: int) -> Dataset:
+    tasks = make_tasks(case, case.prompts * steps)
+    rows = [
+        {"prompt": [{"role": "user", "content": task.question}], "image": Image.fromarray(task.images[0].source)}  # type: ignore[arg-type]
+        for task in tasks
+    ]
+    return Dataset.from_list(rows)
+
+
+def _lora(case: Case) -> LoraConfig | None:
+    if case.lora_rank is None:
+        return None
+    names = "|".join(LANGUAGE_LINEARS)
+    return LoraConfig(
+        r=case.lora_rank, lora_alpha=case.lora_rank, lora_dropout=0.0, target_modules=rf".*language_model.*\.({names})"
+    )
+
+
+def _rewards(completions: list[Any], **_kwargs: Any) -> list[float]:
+    return [reward_of(turns[0]["content"] if isinstance(turns, list) else turns) for turns in completions]
