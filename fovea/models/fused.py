@@ -1,6 +1,6 @@
 """Layers of transformers' modules with fewer passes over memory: the same numbers, less time.
 
-`tests/models/test_shared_prefix.py` holds the whole model to transformers' own; `tests/models/test_fused.py` each layer.
+`tests/models/test_shared_prefix.py` holds the whole model to transformers' own, `test_fused.py` beside it each layer.
 """
 
 from __future__ import annotations
