@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fovea.config import ShapesEnvironment
-from fovea.data.images import open_image
 from fovea.data.order import LazyTasks
 from fovea.environments.answers import last_boxed
 from fovea.environments.base import Split
@@ -83,14 +82,6 @@ class Shapes:
         task_id = f"{split}/{index}"
         image = ImageRef(source=pixels_YXC, where=f"shapes {task_id}")
         return Task(id=task_id, question=scene.question, answer=scene.answer, images=(image,), kind=_kind(index))
-
-
-def image_hash(ref: ImageRef) -> str:
-    """Hash of an image's pixels, whatever it is stored as."""
-    if isinstance(ref.source, np.ndarray):
-        return _digest(ref.source).hex()
-    no_limit = float("inf")
-    return _digest(np.asarray(open_image(ref, max_mib=no_limit, max_megapixels=no_limit))).hex()
 
 
 def _digest(pixels_YXC: NDArray[np.uint8]) -> bytes:
