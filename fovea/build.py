@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from fovea.checkpoint import Checkpoints
@@ -113,8 +114,12 @@ def _corpus(environment: Environment) -> list[str]:
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
-    """The trainer; a frozen copy of the model only where a KL term needs it and no adapter can be switched off."""
-    needs_copy = config.algorithm.kl_coef > 0 and not lora_layers(vlm)
+    """The trainer; a frozen copy of the model only where a KL term needs it.
+
+    With LoRA, switching the adapters off does, unless a warm-up has trained them by the time that RL begins.
+    """
+    adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
+    needs_copy = config.algorithm.kl_coef > 0 and not adapters_off_is_the_start
     return TorchPolicy(
         vlm,
         train=config.train,
@@ -190,7 +195,8 @@ def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
 
 def _model_table(parts: ModelParts, vlm: VLM) -> Table:
     device = next(vlm.parameters()).device
-    table = Table(title=f"{parts.name} on {device}, {torch.get_num_threads()} threads", title_justify="left")
+    title = Text(f"{parts.name} on {device}, {torch.get_num_threads()} threads")  # a name is text, not markup
+    table = Table(title=title, title_justify="left")
     for header in ("part", "trainable", "total"):
         table.add_column(header, justify="left" if header == "part" else "right")
     for row in count_parameters(parts.network):

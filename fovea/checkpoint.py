@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fovea.errors import DataError, broken_checkpoint
 from fovea.train.base import Policy
 
 STATE = "state.json"
@@ -36,6 +37,8 @@ class Checkpoints:
     def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> None:
         """Write beside, flush to disk, rename; then delete what is older than the newest `keep`."""
         final = self._root / f"step-{step}"
+        if final.exists():
+            return  # the last regular checkpoint is also the one at the end
         partial = self._root / f".step-{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -43,23 +46,34 @@ class Checkpoints:
         (partial / STATE).write_text(json.dumps({"step": step, **state}))
         for file in (*partial.iterdir(), partial):
             _flush(file)
-        shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _flush(self._root)
         for old in self._folders()[: -self._keep]:
-            shutil.rmtree(old)
+            _delete(old)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint."""
+        """The newest complete checkpoint; DataError when it cannot be read."""
         folders = self._folders()
         if not folders:
             return None
-        state = json.loads((folders[-1] / STATE).read_text())
-        return Checkpoint(folder=folders[-1], step=state.pop("step"), state=state)
+        try:
+            state = json.loads((folders[-1] / STATE).read_text())
+            return Checkpoint(folder=folders[-1], step=state.pop("step"), state=state)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{folders[-1]}: {broken_checkpoint(error)}") from error
 
     def _folders(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(self._root.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+        """Complete checkpoints, oldest first; a copy that somebody put beside them under another name is not ours."""
+        found = (folder for folder in self._root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
+        return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def _delete(folder: Path) -> None:
+    """Under another name first: a deletion that is cut short must not leave half a checkpoint."""
+    doomed = folder.with_name(f".{folder.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _flush(path: Path) -> None:

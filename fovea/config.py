@@ -202,7 +202,7 @@ class Rollout(Section):
     """Keep the k likeliest tokens; 0: all."""
     min_p: Fraction = 0.0
     """Keep tokens with at least this share of the likeliest one's probability."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion, besides the model's own end token."""
     max_batch_tokens: PositiveInt = 65_536
     """Key-value cache of the embedded engine: prompts once, plus max_new_tokens of each running completion."""
@@ -225,7 +225,7 @@ class Algorithm(Section):
     normalize_by_std: bool = True
     """Divide a group's advantages by their standard deviation."""
     max_groups_without_signal: NonNegativeInt = 0
-    """How many groups of equal rewards train along for the entropy bonus, worst first; the rest are skipped."""
+    """How many groups of equal rewards train along for the entropy bonus, worst first (with a KL term: all)."""
 
 
 class Train(Section):

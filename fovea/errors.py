@@ -34,3 +34,9 @@ class TrainError(FoveaError, RuntimeError):
 
 class MissingExtraError(FoveaError, ImportError):
     """An optional package that a setting needs and that is not installed."""
+
+
+def broken_checkpoint(error: Exception) -> str:
+    """What is wrong with a checkpoint that cannot be read, and what to do."""
+    reason = str(error).split(". ")[0].split("\n")[0]  # torch explains at length
+    return f"this checkpoint cannot be read ({reason}); delete its folder to resume from the one before it"

@@ -64,16 +64,29 @@ def usable_tasks(source: PromptSource, size: int) -> list[Task]:
 
 
 def with_shuffled_images(tasks: Sequence[Task], seed: int = 0) -> list[Task]:
-    """Every task with the images of another one of its kind and number of images."""
-    pools: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for index, task in enumerate(tasks):
-        pools[task.kind, len(task.images)].append(index)
-    shuffled = list(tasks)
-    for pool in pools.values():
-        random.Random(seed).shuffle(pool)
-        for index, other in zip(pool, [*pool[1:], pool[0]], strict=True):
-            shuffled[index] = replace(tasks[index], images=tasks[other].images)
-    return shuffled
+    """Tasks with the images of another one of their kind and number of images.
+
+    A task for which no other has different images is left out: with its own it would be no control.
+    """
+    pools: dict[tuple[str, int], list[Task]] = defaultdict(list)
+    for task in tasks:
+        pools[task.kind, len(task.images)].append(task)
+    return [task for pool in pools.values() for task in _shuffled(pool, seed)]
+
+
+def _shuffled(pool: Sequence[Task], seed: int) -> Iterator[Task]:
+    order = list(pool)
+    random.Random(seed).shuffle(order)
+    for place, task in enumerate(order):
+        others = (order[(place + step) % len(order)] for step in range(1, len(order)))
+        other = next((other for other in others if not _same_images(task, other)), None)
+        if other is not None:
+            yield replace(task, images=other.images)
+
+
+def _same_images(first: Task, second: Task) -> bool:
+    """Rows of a data set often share a picture."""
+    return all(np.array_equal(a.source, b.source) for a, b in zip(first.images, second.images, strict=True))
 
 
 def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task]:

@@ -40,7 +40,7 @@ async def take_step(run: Run, step: int) -> tuple[list[Group], Metrics]:
         batch, counts = make_batch(
             groups,
             normalize_by_std=settings.algorithm.normalize_by_std,
-            max_groups_without_signal=settings.algorithm.max_groups_without_signal,
+            max_groups_without_signal=groups_without_signal_kept(run),
         )
     with phases("logprobs"):
         batch = add_logprobs(run, batch)
@@ -49,6 +49,13 @@ async def take_step(run: Run, step: int) -> tuple[list[Group], Metrics]:
     with phases("sync"):
         run.engine.load_weights(run.policy.weights(), version=step + 1)
     return groups, episode_metrics(groups) | counts | update
+
+
+def groups_without_signal_kept(run: Run) -> int:
+    """A KL term acts on every group: leaving any out would change its gradient."""
+    if run.config.algorithm.kl_coef > 0:
+        return run.config.rollout.prompts_per_step
+    return run.config.algorithm.max_groups_without_signal
 
 
 def add_logprobs(run: Run, batch: Batch) -> Batch:

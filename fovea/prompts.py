@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 class RendersPrompts(Protocol):
     """`models.render.Renderer`, or a stand-in."""
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt: ...
+    def prompt(self, messages: Sequence[Message], where: str = ...) -> Prompt: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class PromptSource:
         )
 
     def _render(self, task: Task) -> PromptedTask:
-        prompt = self._renderer.prompt(self._environment.prompt(task))
+        prompt = self._renderer.prompt(self._environment.prompt(task), where=task.id)
         if prompt.num_tokens > self._max_prompt_tokens:
             raise DataError(
                 f"{task.id}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="

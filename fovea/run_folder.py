@@ -21,10 +21,14 @@ def open_run_folder(folder: Path, config: Config) -> Path:
     A folder holds a run from its first checkpoint on: a start that failed before may be tried again.
     """
     saved = folder / CONFIG_FILE
-    if saved.exists() and any(folder.glob("checkpoints/step-*")):
+    if any(folder.glob("checkpoints/step-*")):
         if config.resume == "never":
             raise ConfigError(
                 f"run_dir={folder} already holds a run; set resume=auto to go on with it, or another run_dir"
+            )
+        if not saved.exists():
+            raise ConfigError(
+                f"run_dir={folder} holds checkpoints but no {CONFIG_FILE} that says of which run; set another run_dir"
             )
         _check_same(saved, config)
     try:

@@ -62,7 +62,7 @@ class BanditEnvironment:
 class BanditRenderer:
     """One token per prompt: the number of its answer."""
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt:
+    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
         return Prompt(token_ids_L=np.array([token]), positions_3L=np.zeros((3, 1), dtype=np.int64), next_position=1)
 

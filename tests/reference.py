@@ -24,15 +24,26 @@ def model_inputs(parts: ModelParts, prompt: Prompt, completion: np.ndarray) -> d
 
 
 def reference_logprobs(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
-    """Log-probs [T] by transformers' sdpa attention; the packed attention is put back afterwards."""
+    """Log-probs [T] by transformers' sdpa attention."""
+    predictions = _predictions(parts, prompt, completion, temperature)
+    return predictions.gather(1, torch.from_numpy(completion)[:, None])[:, 0]
+
+
+def reference_entropy(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
+    """Entropies [T] by transformers' sdpa attention and torch's own distribution."""
+    logits = _predictions(parts, prompt, completion, temperature)
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def _predictions(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:
+    """Log-probs [T, vocabulary] at each token of the completion; the packed attention is put back afterwards."""
     network = parts.network
     network.set_attn_implementation("sdpa")
     try:
         logits = network(**model_inputs(parts, prompt, completion), use_cache=False).logits[0]
     finally:
         use_packed_attention(network)
-    predictions = (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
-    return predictions.gather(1, torch.from_numpy(completion)[:, None])[:, 0]
+    return (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
 
 
 def gradients(network: torch.nn.Module) -> dict[str, Tensor]:

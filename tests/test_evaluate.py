@@ -51,7 +51,7 @@ def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
 
 def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:
     tasks = list(Shapes(ShapesEnvironment(test_size=40), seed=0).tasks("test"))
-    shuffled = with_shuffled_images(tasks)
+    shuffled = sorted(with_shuffled_images(tasks), key=lambda task: int(task.id.split("/")[1]))
     for before, after in zip(tasks, shuffled, strict=True):
         assert (before.question, before.answer) == (after.question, after.answer)
         assert before.images[0] is not after.images[0]
@@ -64,7 +64,18 @@ def test_tasks_with_several_images_swap_with_tasks_that_have_as_many() -> None:
     images = [ImageRef(source=np.full((8, 8, 3), index, dtype=np.uint8)) for index in range(9)]
     counts = [1, 2, 1, 2, 0, 3]
     tasks = [Task(id=str(i), question="q", answer="a", images=tuple(images[i : i + n])) for i, n in enumerate(counts)]
-    assert [len(task.images) for task in with_shuffled_images(tasks)] == counts
+    shuffled = {task.id: len(task.images) for task in with_shuffled_images(tasks)}
+    assert shuffled == {"0": 1, "2": 1, "1": 2, "3": 2}, "the others have nobody to swap with"
+
+
+def test_a_shuffled_image_is_never_the_same_picture() -> None:
+    """Rows of a data set often share one."""
+    pictures = [ImageRef(source=bytes([value])) for value in (1, 1, 1, 2, 2, 3)]
+    tasks = [Task(id=str(i), question="q", answer="a", images=(ref,)) for i, ref in enumerate(pictures)]
+    shuffled = with_shuffled_images(tasks)
+    assert len(shuffled) == 6
+    for task in shuffled:
+        assert task.images[0].source != pictures[int(task.id)].source
 
 
 def test_blank_images_keep_their_size_and_nothing_else() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fovea.loop import take_step, train
+from fovea.checkpoint import Checkpoints
+from fovea.errors import DataError
+from fovea.loop import sampling_of, take_step, train
 from fovea.metrics import read_metrics
 from fovea.rollout.wait import wait_for
 from fovea.stages import begin
+from fovea.types import Score
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 
 TIMING = ("seconds/", "tokens_per_second", "memory/")
@@ -102,3 +106,71 @@ def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, stop_after: int)
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     train(bandit_run(tmp_path))
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
+
+
+def test_a_kl_term_acts_on_groups_without_signal_too(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, algorithm={"kl_coef": 0.1})
+    begin(run)
+    run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
+    run.engine.load_weights(run.policy.weights(), 0)
+    _, metrics = wait_for(take_step(run, 0))
+    assert len(run.policy.batches[0].groups) == 8  # type: ignore[attr-defined]
+    assert metrics["groups/skipped"] == 0
+
+
+def test_every_setting_of_sampling_reaches_the_engine(tmp_path: Path) -> None:
+    rollout = {
+        "max_new_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "top_k": 3,
+        "min_p": 0.1,
+        "stop": ("x",),
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+    }
+    sampling = sampling_of(bandit_run(tmp_path, rollout=rollout))
+    counts = ("prompts_per_step", "samples_per_prompt")
+    assert asdict(sampling) == {key: value for key, value in rollout.items() if key not in counts} | {"seed": 0}
+
+
+def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:
+    seeds = []
+    for seed in (0, 1):
+        run = bandit_run(tmp_path / str(seed), seed=seed, max_steps=1)
+        begin(run)
+        run.engine.seeds.clear()  # type: ignore[attr-defined]
+        wait_for(take_step(run, 0))
+        seeds.append(set(run.engine.seeds))  # type: ignore[attr-defined]
+    assert not seeds[0] & seeds[1]
+
+
+def test_a_reward_that_is_no_number_is_named(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path)
+    begin(run)
+    run.environment.score = lambda task, turns: Score(reward=float("nan"), accuracy=0.0)  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"train/\d+: the reward of '[abcd]' is nan; return a finite number"):
+        wait_for(take_step(run, 0))
+
+
+def test_a_checkpoint_cut_short_or_copied_is_not_taken_for_one(tmp_path: Path) -> None:
+    train(bandit_run(tmp_path, max_steps=20))
+    folder = tmp_path / "checkpoints"
+    (folder / ".step-30.partial").mkdir()
+    (folder / "step-20-best").mkdir()
+    latest = Checkpoints(tmp_path, keep=2).latest()
+    assert latest is not None
+    assert latest.step == 20
+    (folder / "step-20" / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"step-20: this checkpoint cannot be read .*; delete its folder to resume"):
+        Checkpoints(tmp_path, keep=2).latest()
+
+
+def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
+    """Saving it again would, for a moment, leave none."""
+    run = bandit_run(tmp_path, max_steps=20)
+    saved: list[str] = []
+    save = run.policy.save
+    run.policy.save = lambda folder: (saved.append(folder.name), save(folder))[1]  # type: ignore[method-assign, func-returns-value]
+    train(run)
+    assert saved == [".step-0.partial", ".step-10.partial", ".step-20.partial"]

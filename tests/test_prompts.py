@@ -23,7 +23,7 @@ class PixelRenderer:
     def __init__(self) -> None:
         self.rendered = 0
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt:
+    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         question = str(messages[0].parts[0])
         if question == "bad":
             raise DataError("rows.parquet row 3: no image; drop the row")

@@ -14,4 +14,5 @@ def k3(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
     Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html).
     """
     x_A = (other_logprobs_A - logprobs_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (x_A.exp() - x_A - 1).clamp(-MAX_KL, MAX_KL)
+    # expm1 keeps the digits that e^x - 1 loses near 0, where rounding would make the estimate negative
+    return (x_A.expm1() - x_A).clamp(0.0, MAX_KL)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils.hub import cached_file
@@ -15,6 +17,7 @@ from fovea.config import Model
 from fovea.errors import ModelError
 from fovea.models.parts import FAMILIES, ModelParts
 
+WHOLE_MODEL = "download the whole model again, or give another folder"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,20 +39,35 @@ def load_pretrained(settings: Model) -> ModelParts:
     try:
         config = AutoConfig.from_pretrained(path, **options)
         _check_family(path, config.model_type)
-        network: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=DTYPES[settings.dtype], use_safetensors=True, **options
-        )
+        network = _load_network(path, DTYPES[settings.dtype], options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={path}: {_first_line(error)}") from error
+        template = _chat_template(path, tokenizer.chat_template)
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
+    except ModelError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, TemplateError) as error:
+        raise ModelError(f"model.path={path}: {_first_line(error)}; {WHOLE_MODEL}") from error
     return ModelParts(
-        network=network.eval(),
-        tokenizer=tokenizer,
-        image_processor=processor,
-        chat_template=_chat_template(path, tokenizer.chat_template),
-        name=path,
+        network=network, tokenizer=tokenizer, image_processor=processor, chat_template=template, name=path
     )
+
+
+def _load_network(path: str, dtype: torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
+    """transformers fills weights that a file lacks with random numbers and a warning; here that is an error."""
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    )
+    network: PreTrainedModel = loaded[0]
+    info = loaded[1]
+    wrong = sorted({*info["missing_keys"], *(str(key) for key in info.get("mismatched_keys", ()))})
+    if wrong:
+        raise ModelError(
+            f"model.path={path}: its weights lack {len(wrong)} tensors or have them in another size, first {wrong[0]}; "
+            f"{WHOLE_MODEL}"
+        )
+    network.eval()
+    return network
 
 
 def _check_folder(path: str) -> None:

@@ -35,16 +35,16 @@ class Renderer:
         self._template = parts.chat_template
         self._processor = parts.image_processor
         self._open_image = open_image
-        self._size = {
-            "shortest_edge": min_pixels or parts.image_processor.size["shortest_edge"],
-            "longest_edge": max_pixels or parts.image_processor.size["longest_edge"],
-        }
+        self._size = _pixel_limits(parts.image_processor.size, min_pixels, max_pixels)
         self._image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt:
-        """Token ids with expanded image pads, pixels, and M-RoPE positions, ending where the assistant begins."""
+    def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
+        """Token ids with expanded image pads, pixels, and M-RoPE positions, ending where the assistant begins.
+
+        `where` is what an error calls the row.
+        """
         images = [self._process(part) for message in messages for part in message.parts if isinstance(part, ImageRef)]
-        text = self._expand_pads(self.text(messages), images)
+        text = self._expand_pads(self.text(messages), images, where)
         token_ids_L = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
         positions_3L, next_position = prompt_positions(
             token_ids_L,
@@ -84,17 +84,24 @@ class Renderer:
         key = hashlib.blake2b(pixels_NC.tobytes(), digest_size=16, person=f"{height}x{width}".encode()[:16])
         return PromptImage(key=key.hexdigest(), pixels_NC=pixels_NC, grid_thw=(time, height, width))
 
-    def _expand_pads(self, text: str, images: Sequence[PromptImage]) -> str:
+    def _expand_pads(self, text: str, images: Sequence[PromptImage], where: str) -> str:
         pieces = text.split(IMAGE_PAD)
         if len(pieces) != len(images) + 1:
             raise DataError(
-                f"the prompt holds {len(pieces) - 1} image pads for {len(images)} images: its text contains "
+                f"{where}: {len(pieces) - 1} image pads for {len(images)} images, since its text contains "
                 f"{IMAGE_PAD} itself; remove that from the row"
             )
         merged = self._processor.merge_size**2
         for index, image in enumerate(images):
             pieces[index] += IMAGE_PAD * (int(np.prod(image.grid_thw)) // merged)
         return "".join(pieces)
+
+
+def _pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, int]:
+    """The processor's names for the limits; a limit that is set moves the model's own other one out of its way."""
+    smallest = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
+    largest = max_pixels or max(own["longest_edge"], min_pixels or own["longest_edge"])
+    return {"shortest_edge": smallest, "longest_edge": largest}
 
 
 def _part(part: str | ImageRef) -> dict[str, Any]:

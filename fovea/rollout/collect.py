@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from fovea.environments.base import Environment
+from fovea.errors import DataError
 from fovea.prompts import PromptedTask
 from fovea.rollout.base import Engine
 from fovea.types import Completion, Episode, Group, Sampling, Task, Turn
@@ -44,4 +46,7 @@ def request_seed(*parts: int) -> int:
 
 def _episode(environment: Environment, task: Task, completion: Completion) -> Episode:
     turn = Turn(messages=tuple(environment.prompt(task)), text=completion.text, finish=completion.finish)
-    return Episode(task=task, completion=completion, score=environment.score(task, [turn]))
+    score = environment.score(task, [turn])
+    if not math.isfinite(score.reward):
+        raise DataError(f"{task.id}: the reward of {completion.text[:80]!r} is {score.reward}; return a finite number")
+    return Episode(task=task, completion=completion, score=score)

@@ -24,7 +24,7 @@ class Policy(Protocol):
         ...
 
     def reference_logprobs(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
-        """The same under the weights that RL began with (with LoRA: without the adapters)."""
+        """The same under the weights that RL began with."""
         ...
 
     def update(self, batch: Batch) -> Metrics:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fovea.errors import TrainError
+from fovea.errors import TrainError, broken_checkpoint
 
 WEIGHTS, OPTIMIZER, POLICY = "trainable.safetensors", "optimizer.pt", "policy.json"
 REFERENCE = "reference.safetensors"
@@ -25,7 +27,7 @@ def save_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.
 
 def load_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Fill parameters and optimizer in place; returns the steps taken. TrainError when the model is another one."""
-    saved = load_file(folder / WEIGHTS)
+    saved = _read(folder / WEIGHTS)
     if {name: x.shape for name, x in saved.items()} != {name: x.shape for name, x in parameters.items()}:
         different = sorted(set(saved) ^ set(parameters)) or ["(same names, other sizes)"]
         raise TrainError(
@@ -35,9 +37,19 @@ def load_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
-    optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
-    steps: int = json.loads((folder / POLICY).read_text())["steps"]
+    try:
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
+        steps: int = json.loads((folder / POLICY).read_text())["steps"]
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
+        raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
     return steps
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise TrainError(f"{file}: {broken_checkpoint(error)}") from error
 
 
 def save_reference(folder: Path, reference: nn.Module) -> None:
@@ -50,7 +62,7 @@ def load_reference(folder: Path, reference: nn.Module) -> bool:
     """Fill the reference if the checkpoint holds one; whether it did."""
     if not (folder / REFERENCE).exists():
         return False
-    saved = load_file(folder / REFERENCE)
+    saved = _read(folder / REFERENCE)
     for name, parameter in reference.named_parameters():
         parameter.copy_(saved[name])
     return True

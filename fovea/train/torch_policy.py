@@ -78,7 +78,7 @@ class TorchPolicy:
         return self._score(self._vlm, batch)
 
     def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the weights that RL began with (with LoRA: without the adapters)."""
+        """Log-probs [T] of every sample under the weights that RL began with."""
         if self._reference is not None:
             return self._score(self._reference, batch)
         assert lora_layers(self._vlm), "no reference model was kept, and there are no adapters to switch off"

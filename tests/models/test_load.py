@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fovea.config import Model
 from fovea.errors import ModelError
@@ -117,3 +118,46 @@ def test_cuda_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelError, match=r"no CUDA device; set model\.device=auto or cpu"):
         pick_device("cuda")
     assert pick_device("auto") == torch.device("cpu")
+
+
+def spoil(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "layers.1.mlp.up_proj" in name)
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif how == "a pointer instead of weights":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n")
+    elif how == "a tensor is missing":
+        save_file({key: value for key, value in tensors.items() if key != name}, weights, {"format": "pt"})
+    elif how == "a tensor of another size":
+        save_file(tensors | {name: tensors[name][:-8].contiguous()}, weights, {"format": "pt"})
+    elif how == "a broken config":
+        (folder / "config.json").write_text("{broken")
+    elif how == "a broken template":
+        (folder / "chat_template.jinja").write_text("{% for x in %}")
+    elif how == "no image processor":
+        (folder / "preprocessor_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "truncated",
+        "a pointer instead of weights",
+        "a tensor is missing",
+        "a tensor of another size",
+        "a broken config",
+        "a broken template",
+        "no image processor",
+    ],
+)
+def test_a_spoiled_folder_is_refused_in_one_line(how: str, tmp_path: Path) -> None:
+    """Above all a missing tensor, which transformers replaces by random numbers and a warning."""
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    spoil(folder, how)
+    with pytest.raises(
+        ModelError, match=r"^model\.path=.*download the whole model again, or give another folder$"
+    ) as error:
+        load_pretrained(Model(path=str(folder)))
+    assert "\n" not in str(error.value)

@@ -94,8 +94,8 @@ def test_pixel_limits_are_obeyed(parts: ModelParts) -> None:
 
 
 def test_a_row_that_writes_an_image_pad_is_refused(parts: ModelParts) -> None:
-    with pytest.raises(DataError, match="2 image pads for 1 images"):
-        renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"))
+    with pytest.raises(DataError, match=r"row 7: 2 image pads for 1 images"):
+        renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"), where="row 7")
 
 
 def test_target_ends_with_the_stop_token(parts: ModelParts) -> None:
@@ -108,3 +108,12 @@ def test_target_ends_with_the_stop_token(parts: ModelParts) -> None:
 def test_mixed_prompts_have_what_they_say(family: str) -> None:
     prompts = mixed_prompts(tiny(family))
     assert [len(prompt.images) for prompt in prompts] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("limit", "side"), [({"max_pixels": 32 * 32}, 32), ({"min_pixels": 160 * 160}, 160)])
+def test_a_limit_beyond_the_models_own_other_limit_holds(limit: dict[str, int], side: int) -> None:
+    """Qwen3-VL's smallest image has 65,536 pixels: a lower max_pixels must not be overruled by it."""
+    parts = tiny("qwen3_vl")
+    parts.image_processor.size = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
+    grid = Renderer(parts, from_array, **limit).prompt(user(image(1, 96, 96), "x")).images[0].grid_thw
+    assert (grid[1] * 8, grid[2] * 8) == (side, side)

@@ -76,7 +76,11 @@ def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: ModelParts) -> 
     vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
     plain = gradients(parts.network)
     recompute_activations(parts.network)
+    passes: list[str] = []
+    layer = parts.network.get_submodule("model.language_model.layers.0.mlp")
+    layer.register_forward_pre_hook(lambda *_: passes.append("forward"))
     vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
+    assert len(passes) == 2, "once, and once more in the backward pass"
     assert largest_relative_difference(plain, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 

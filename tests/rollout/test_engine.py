@@ -215,3 +215,14 @@ def test_new_weights_while_drawing_are_refused() -> None:
         await drawing
 
     wait_for(load_in_the_middle())
+
+
+def test_a_stop_string_that_the_last_allowed_token_completes_counts_as_stop() -> None:
+    parts = tiny("qwen3_vl")
+    prompt = mixed_prompts(parts)[2]
+    free = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=6, seed=4)], n=8)[0]
+    whole = next(c for c in free if c.finish == "length" and c.text.count(c.text[-1]) == 1 and c.text[-1].isprintable())
+    column = list(free).index(whole)
+    stop = whole.text[-1]
+    cut = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=6, seed=4, stop=(stop,))], n=8)[0][column]
+    assert (cut.text, len(cut.token_ids_T), cut.finish) == (whole.text[:-1], 6, "stop")

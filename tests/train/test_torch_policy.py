@@ -14,12 +14,12 @@ from fovea.config import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
-from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.schedule import learning_rate
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
-from tests.reference import largest_relative_difference, reference_logprobs
+from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs
 from tests.tiny_models import FAMILIES, mixed_prompts, random_completions, tiny
 
 GRADIENT_TOLERANCE = 1e-5
@@ -334,3 +334,115 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
     resumed.load(tmp_path)
     np.testing.assert_array_equal(resumed.reference_logprobs(batch)[0], warm[0])
     np.testing.assert_array_equal(resumed.logprobs(batch)[0], policy.logprobs(batch)[0])
+
+
+def weights_after(train: dict[str, object], algorithm: Algorithm | None = None, updates: int = 1) -> torch.Tensor:
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts, algorithm=algorithm, **train)
+    for _ in range(updates):
+        policy.update(make_batch(parts))
+    return torch.cat([p.detach().flatten() for p in parts.network.parameters()])
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_set() -> None:
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts, max_grad_norm=1e-3)
+    norm = policy.update(make_batch(parts))["grad_norm"]
+    assert norm > 1e-2, "the metric is the norm before clipping"
+    after = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
+    assert float(after) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_weight_decay_shrinks_weights_by_rate_times_decay() -> None:
+    rate, decay = 1e-3, 0.5
+    plain, decayed = (
+        weights_after({"learning_rate": rate, "lr_warmup_steps": 0, "weight_decay": d}) for d in (0.0, decay)
+    )
+    start = torch.cat([p.detach().flatten() for p in tiny("qwen3_vl").network.parameters()])
+    torch.testing.assert_close(plain - decayed, start * rate * decay, atol=1e-6, rtol=1e-2)
+
+
+def test_the_schedule_reaches_the_optimizer() -> None:
+    settings = {"learning_rate": 1.0, "lr_warmup_steps": 2, "lr_schedule": "linear", "final_lr_frac": 0.2}
+    parts = tiny("qwen3_vl")
+    policy, batch = make_policy(parts, **settings), make_batch(parts)
+    empty = replace(batch, groups=())
+    seen = [policy.update(empty)["learning_rate"] for _ in range(10)]
+    expected = [
+        learning_rate(step, peak=1.0, warmup_steps=2, total_steps=10, shape="linear", final_frac=0.2)
+        for step in range(10)
+    ]
+    assert seen == expected
+    assert policy._optimizer.param_groups[0]["lr"] == expected[-1]
+
+
+def test_the_entropy_bonus_raises_entropy_by_its_gradient() -> None:
+    """Without advantages the gradient is that of -coefficient x mean entropy."""
+    coefficient = 0.3
+    parts = tiny("qwen3_vl")
+    batch = make_batch(parts)
+    silent = replace(
+        batch,
+        groups=tuple(
+            replace(g, samples=tuple(replace(s, advantages_T=0 * s.advantages_T) for s in g.samples))
+            for g in batch.groups
+        ),
+    )
+    entropy = torch.zeros(())
+    for group in batch.groups:
+        for sample in group.samples:
+            entropy = entropy + reference_entropy(parts, group.prompt, sample.token_ids_T, temperature=0.9).sum()
+    (-coefficient * entropy / batch.normalizer_tokens).backward()
+    expected = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
+    parts.network.zero_grad()
+    policy = make_policy(parts, algorithm=Algorithm(entropy_coef=coefficient))
+    assert largest_relative_difference(expected, gradient_of(policy, silent)) < GRADIENT_TOLERANCE
+    before = policy.update(silent)["entropy"]
+    assert [policy.update(silent)["entropy"] for _ in range(5)][-1] > before
+
+
+def test_minibatches_share_the_normalizer_by_their_groups() -> None:
+    """Each of three minibatches of one group divides by a third of the tokens of the step."""
+    parts = tiny("qwen3_vl")
+    batch = make_batch(parts)
+    first_only = replace(batch, groups=batch.groups[:1], normalizer_tokens=batch.normalizer_tokens // 3)
+    seen: list[dict[str, torch.Tensor]] = []
+    policy = make_policy(parts, minibatches=3)
+    policy._optimizer.register_step_pre_hook(
+        lambda *_: seen.append(
+            {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
+        )
+    )
+    policy.update(batch)
+    alone = gradient_of(make_policy(tiny("qwen3_vl")), first_only)
+    assert len(seen) == 3
+    assert largest_relative_difference(alone, seen[0]) < GRADIENT_TOLERANCE
+
+
+def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
+    policy = make_policy(tiny("qwen3_vl"))
+    for name in ("trainable.safetensors", "optimizer.pt", "policy.json"):
+        policy.save(tmp_path)
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(TrainError, match=r"this checkpoint cannot be read .*; delete its folder to resume"):
+            policy.load(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["one bit", "all signs", "rows swapped"])
+def test_the_guard_sees_every_kind_of_change(change: str) -> None:
+    parts = tiny("qwen3_vl")
+    parts.network.requires_grad_(False)
+    guard = FrozenGuard(parts.network)
+    weight = parts.network.get_submodule("model.visual.merger.linear_fc1").weight
+    assert isinstance(weight, torch.Tensor)
+    with torch.no_grad():
+        if change == "one bit":
+            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
+        elif change == "all signs":
+            weight.neg_()
+        else:
+            weight.copy_(weight.flip(0))
+    with pytest.raises(
+        TrainError, match=r"1 frozen parameters changed, first model\.visual\.merger\.linear_fc1\.weight"
+    ):
+        guard.check(parts.network)

@@ -152,13 +152,16 @@ class EmbeddedEngine:
         index_P = groups.index_P
         uniform_B = groups.uniforms_PGT[groups.rows_P, :, index_P].flatten()
         tokens_B, logprobs_B = draw(logits_BW, uniform_B, groups.settings, self._banned_ids)
+        drawn_PG = groups.running_PG.clone()
         groups.record(index_P, tokens_B, logprobs_B, self._stop_ids)
         for row, request in enumerate(groups.requests):
             if request.sampling.stop:
-                self._stop_at_strings(groups, row, request.sampling.stop)
+                self._stop_at_strings(groups, row, drawn_PG[row].nonzero()[:, 0].tolist())
 
-    def _stop_at_strings(self, groups: Groups, row: int, stop: Sequence[str]) -> None:
-        for column in groups.running_PG[row].nonzero()[:, 0].tolist():
+    def _stop_at_strings(self, groups: Groups, row: int, columns: Sequence[int]) -> None:
+        """End the completions whose newest token completes a stop string, be it the last that the limit allows."""
+        stop = groups.requests[row].sampling.stop
+        for column in columns:
             tokens = groups.tokens_PGT[row, column, : groups.lengths_PG[row, column]].tolist()
             if self._text.holds_stop(tokens, stop):
                 groups.running_PG[row, column] = False

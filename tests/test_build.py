@@ -1,0 +1,75 @@
+"""Settings reach what they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fovea.build import build, make_model
+from fovea.config import Config
+from fovea.environments.shapes import Shapes
+from fovea.errors import TrainError
+from fovea.models.features import FeatureCache
+from fovea.run import Run
+from fovea.stages import Standing, finish
+
+SMALL = {
+    "environment": {"name": "shapes", "train_size": 12, "dev_size": 4, "test_size": 8},
+    "log": {"tensorboard": False, "progress": False},
+    "rollout": {"max_new_tokens": 3},
+}
+
+
+def run_of(folder: Path, **settings: object) -> Run:
+    return build(Config.model_validate({"model": {"tiny": {}}, "run_dir": str(folder), **SMALL, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("model", "cached"),
+    [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)],
+)
+def test_features_are_cached_exactly_when_the_tower_is_frozen(model: dict[str, object], cached: bool) -> None:
+    config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
+    _, vlm = make_model(config, Shapes(config.environment, 0))  # type: ignore[arg-type]
+    assert isinstance(vlm._feature_cache, FeatureCache) is cached
+    assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
+
+
+def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
+    run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
+    row = run.sources.train.get(0)
+    assert row is not None
+    assert row.prompt.images[0].grid_thw == (1, 4, 4)
+    assert run.policy._temperature == 0.7  # type: ignore[attr-defined]
+
+
+def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
+    sources = run_of(tmp_path).sources
+    for name, size in (("train", 12), ("dev", 4), ("test", 8)):
+        tasks = getattr(sources, name).tasks
+        assert len(tasks) == size
+        assert tasks[0].id.startswith(name)
+
+
+@pytest.mark.parametrize(("lora", "warmup", "copied"), [(False, False, True), (True, False, False), (True, True, True)])
+def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
+    lora: bool, warmup: bool, copied: bool, tmp_path: Path
+) -> None:
+    """After a warm-up of the adapters the model without them is not what RL began with."""
+    run = run_of(
+        tmp_path,
+        model={"tiny": {}, "lora": {"rank": 2} if lora else None},
+        algorithm={"kl_coef": 0.1},
+        warmup={"max_steps": 1} if warmup else None,
+    )
+    assert (run.policy._reference is not None) is copied  # type: ignore[attr-defined]
+
+
+def test_shared_images_stop_a_run_that_forbids_them(tmp_path: Path) -> None:
+    """The train rows stand in for the test rows."""
+    run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
+    run.engine.load_weights(run.policy.weights(), 0)
+    object.__setattr__(run.sources, "test", run.sources.train)
+    with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
+        finish(run, Standing())

@@ -1,0 +1,63 @@
+"""From groups to a batch: which groups train, and what the loss is divided by."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fovea.samples import episode_metrics, make_batch
+from fovea.types import Completion, Episode, Group, Prompt, Score, Task
+
+PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+
+
+def group(*rewards: float, tokens: int = 4, kind: str = "all") -> Group:
+    return Group(prompt=PROMPT, episodes=tuple(episode(reward, tokens, kind) for reward in rewards))
+
+
+def episode(reward: float, tokens: int, kind: str) -> Episode:
+    completion = Completion(
+        token_ids_T=np.arange(tokens),
+        logprobs_T=np.zeros(tokens, dtype=np.float32),
+        text="x",
+        finish="length" if tokens > 4 else "stop",
+        version=0,
+    )
+    task = Task(id="0", question="q", answer="a", kind=kind)
+    score = Score(reward=reward, accuracy=float(reward == 1), parts={"answer": reward})
+    return Episode(task=task, completion=completion, score=score)
+
+
+GROUPS = [group(1, 1), group(0, 1), group(0.5, 0.5, tokens=6), group(0, 0), group(1, 0)]
+
+
+def first_rewards(limit: int) -> list[float]:
+    """By the advantage and length of the first sample, which groups were kept."""
+    batch, _ = make_batch(GROUPS, normalize_by_std=False, max_groups_without_signal=limit)
+    return [float(g.samples[0].advantages_T[0]) for g in batch.groups]
+
+
+def test_groups_with_signal_come_first_then_the_worst_without() -> None:
+    assert first_rewards(0) == [-0.5, 0.5]
+    assert first_rewards(1) == [-0.5, 0.5, 0.0]
+    kept, _ = make_batch(GROUPS, normalize_by_std=False, max_groups_without_signal=2)
+    lengths = [len(g.samples[0].token_ids_T) for g in kept.groups]
+    assert lengths == [4, 4, 4, 6], "all wrong before half right"
+    assert len(make_batch(GROUPS, normalize_by_std=False, max_groups_without_signal=9)[0].groups) == 5
+
+
+@pytest.mark.parametrize("limit", [0, 1, 9])
+def test_the_loss_is_divided_by_the_tokens_of_every_group(limit: int) -> None:
+    batch, counts = make_batch(GROUPS, normalize_by_std=True, max_groups_without_signal=limit)
+    assert batch.normalizer_tokens == 8 * 4 + 2 * 6
+    assert (counts["groups/with_signal"], counts["groups/without_signal"]) == (2, 3)
+    assert counts["groups/skipped"] == 5 - len(batch.groups)
+
+
+def test_metrics_are_means_over_episodes_and_by_kind() -> None:
+    metrics = episode_metrics([group(0, 1, kind="a"), group(0.5, 0.5, tokens=6, kind="b")])
+    assert metrics["reward"] == 0.5
+    assert metrics["accuracy"] == 0.25
+    assert (metrics["accuracy/train/a"], metrics["accuracy/train/b"]) == (0.5, 0.0)
+    assert (metrics["response_tokens_mean"], metrics["response_tokens_max"], metrics["truncated_frac"]) == (5, 6, 0.5)
+    assert metrics["reward/answer"] == 0.5
