@@ -82,3 +82,12 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     losses = [trainer.update(pairs) for _ in range(80)]
     assert losses[0] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert losses[-1] < 0.05 < losses[0]
+
+
+def test_gradients_of_the_warm_up_are_clipped() -> None:
+    parts = tiny("qwen3_vl")
+    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    trainer = SupervisedTrainer(VLM(parts), Settings())
+    trainer.update(pairs)
+    norm = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
+    assert float(norm) == pytest.approx(1.0, rel=1e-3)
