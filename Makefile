@@ -9,7 +9,12 @@ GPU := $(shell command -v nvidia-smi)
 MARKERS := $(if $(BROWSER),$(if $(GPU),,not gpu),not browser$(if $(GPU),, and not gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test bench lint format clean
+
+# make bench CASES=tiny,mid STEPS=5 JSON=result.json
+CASES ?= tiny,mid,image_heavy,frozen,lora,many_4,many_16,long
+STEPS ?= 5
+JSON ?=
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,6 +24,9 @@ demo: $(STAMP)  ## Train a tiny vision-language model on rendered scenes (CPU, a
 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest -m "$(MARKERS)"
+
+bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, JSON=)
+	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) $(if $(JSON),--json $(JSON))
 
 lint: $(STAMP)  ## Check format, style and types
 	$(BIN)/ruff format --check .
@@ -40,4 +48,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Fovea needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || { echo "no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv-bench/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
