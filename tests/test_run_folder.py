@@ -23,7 +23,8 @@ def holds_a_run(folder: Path) -> Path:
 
 def test_a_start_that_failed_may_be_tried_again(tmp_path: Path) -> None:
     open_run_folder(tmp_path / "run", config())
-    open_run_folder(tmp_path / "run", config(seed=3))
+    folder = open_run_folder(tmp_path / "run", config(seed=3))
+    assert "seed: 3" in (folder / "config.yaml").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
     holds_a_run(tmp_path)
     later = config(resume="auto", max_steps=20, log={"tensorboard": False}, checkpoint={"keep": 1}, run_dir="elsewhere")
     open_run_folder(tmp_path, later)
+    assert "max_steps: 20" in (tmp_path / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(
