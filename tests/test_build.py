@@ -73,3 +73,14 @@ def test_shared_images_stop_a_run_that_forbids_them(tmp_path: Path) -> None:
     object.__setattr__(run.sources, "test", run.sources.train)
     with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
         finish(run, Standing())
+
+
+def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path, algorithm={"kl_coef": 0.1})
+    policy = run.policy
+    reference, trained = policy._reference, policy._vlm  # type: ignore[attr-defined]
+    assert reference is not trained
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    own = {parameter.data_ptr() for parameter in trained.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in reference.parameters()}
