@@ -118,6 +118,7 @@ def _make_run(case: Case, steps: int) -> Run:
         metrics=MetricsLog([]),
         phases=Phases(),
         progress=Progress(steps, 0, enabled=False),
+        started=perf_counter(),
     )
 
 

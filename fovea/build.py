@@ -6,6 +6,8 @@ import copy
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Literal
 
 import torch
 from rich.table import Table
@@ -19,6 +21,7 @@ from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.shapes import Shapes
+from fovea.errors import ConfigError, DataError
 from fovea.evaluate import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
 from fovea.models.features import FeatureCache
@@ -44,6 +47,7 @@ CORPUS_ROWS = 2000
 
 def build(config: Config) -> Run:
     """Everything made, nothing trained; each error says which setting to change."""
+    started = perf_counter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = open_run_folder(Path(config.run_dir), config)
@@ -81,6 +85,7 @@ def build(config: Config) -> Run:
         metrics=MetricsLog(make_sinks(config, folder, start_step)),
         phases=Phases(),
         progress=progress,
+        started=started,
     )
 
 
@@ -95,7 +100,7 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     """The model on its device, with what is trained chosen."""
     settings = config.model
     if settings.tiny is not None:
-        parts = make_tiny(settings.tiny, _corpus(environment), config.seed)
+        parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
         nn.Module.to(parts.network, DTYPES[settings.dtype])
     else:
         parts = load_pretrained(settings)
@@ -106,11 +111,19 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(pick_device(settings.device))
 
 
-def _corpus(environment: Environment) -> list[str]:
+def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:
     """Questions and answers of the first training rows: the words of the task."""
     tasks = environment.tasks("train")
-    rows = (tasks[index] for index in range(min(len(tasks), CORPUS_ROWS)))
-    return [text for task in rows for text in (task.question, environment.target(task))]
+    texts: list[str] = []
+    for index in range(min(len(tasks), CORPUS_ROWS)):
+        try:
+            task = tasks[index]
+        except DataError:
+            if on_bad_row == "error":
+                raise
+            continue  # counted when the run comes to it
+        texts += [task.question, environment.target(task)]
+    return texts
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
@@ -158,6 +171,12 @@ def make_warmup(
     settings = config.warmup
     if settings is None:
         return None
+    unknown = set(settings.stop_kind_accuracy) - set(kinds_of(environment.tasks("dev")))
+    if unknown:
+        raise ConfigError(
+            f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so that the warm-up could "
+            f"never stop; the kinds are {', '.join(sorted(set(kinds_of(environment.tasks('dev')))))}"
+        )
     return Warmup(
         settings=settings,
         # an order of its own, so that the rows of RL do not depend on how long the warm-up took

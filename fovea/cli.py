@@ -88,6 +88,11 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
+    except OSError as error:  # a full disk, a folder without permission
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()

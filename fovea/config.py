@@ -81,9 +81,9 @@ class Lora(Section):
     alpha: PositiveInt = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = LANGUAGE_LINEARS
-    """Names of the linear layers that get an adapter."""
-    exclude: tuple[str, ...] = ("visual",)
-    """Modules with one of these words in their path get none."""
+    """Names of the linear layers of the language model that get an adapter."""
+    exclude: tuple[str, ...] = ()
+    """Layers with one of these words in their path get none; the vision tower never does."""
 
 
 class Model(Section):
@@ -98,7 +98,7 @@ class Model(Section):
     attention: Literal["sdpa", "eager"] = "sdpa"
     """sdpa: torch's fused kernels; eager: the plain formula, slow, for checking them."""
     freeze_vision_tower: bool = False
-    """Train the language model only; each image is then encoded once for the whole run."""
+    """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: NonNegativeFloat = 2.0
     """Memory for the features of a frozen vision tower; the least recently used go first."""
     lora: Lora | None = None
@@ -221,7 +221,7 @@ class Algorithm(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 estimate of the KL to the model that RL began with; at 0 no reference model is kept."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the mean token entropy."""
+    """Weight of the entropy of the tokens trained on, summed and divided by all tokens of the step."""
     normalize_by_std: bool = True
     """Divide a group's advantages by their standard deviation."""
     max_groups_without_signal: NonNegativeInt = 0
@@ -328,7 +328,7 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of weights, data order and sampling."""
-    run_dir: str = "runs/run"
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/run"
     """Folder of this run: config, metrics, samples, checkpoints, report."""
     max_steps: PositiveInt = 1000
     """RL steps."""

@@ -47,3 +47,5 @@ class Run:
     metrics: MetricsLog
     phases: Phases
     progress: Progress
+    started: float
+    """`perf_counter` at the start of `build`."""

@@ -9,9 +9,15 @@ import yaml
 from fovea.config import Config
 from fovea.config_io import dump_config
 from fovea.errors import ConfigError
+from fovea.metrics import write_atomically
 
 CONFIG_FILE = "config.yaml"
-MAY_CHANGE = ("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate")
+MAY_CHANGE = (
+    *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate"),
+    # where and in what pieces things are computed, not what: the way out of a batch that does not fit
+    *("model.device", "model.feature_cache_gib", "data.prompt_cache_gib", "rollout.max_batch_tokens"),
+    *("train.max_tokens_per_microbatch", "train.logprob_chunk_tokens", "train.gradient_checkpointing"),
+)
 """Settings that a resumed run may have other than it began with."""
 
 
@@ -33,14 +39,20 @@ def open_run_folder(folder: Path, config: Config) -> Path:
         _check_same(saved, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        saved.write_text(dump_config(config), encoding="utf-8")
+        write_atomically(saved, dump_config(config).encode())
     except OSError as error:
         raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
     return folder
 
 
 def _check_same(saved: Path, config: Config) -> None:
-    before = _fixed_settings(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    try:
+        tree = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        tree = None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{saved} cannot be read, so that its run cannot go on; set another run_dir")
+    before = _fixed_settings(tree)
     now = _fixed_settings(yaml.safe_load(dump_config(config)))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
@@ -54,7 +66,7 @@ def _fixed_settings(tree: dict[str, object], prefix: str = "") -> dict[str, obje
     """Leaves by dotted key, without those that may change."""
     leaves: dict[str, object] = {}
     for key, value in tree.items():
-        if not prefix and key in MAY_CHANGE:
+        if f"{prefix}{key}" in MAY_CHANGE:
             continue
         if isinstance(value, dict):
             leaves |= _fixed_settings(value, f"{prefix}{key}.")

@@ -29,6 +29,8 @@ class Standing:
     after_warmup: Evaluation | None = None
     warmup_seconds: float = 0.0
     rl_seconds: float = 0.0
+    shared_images: int | None = None
+    """Test rows whose image is in the training split; None: not counted."""
     started: float = field(default_factory=perf_counter)
     earlier_seconds: float = 0.0
     """Of the processes that the run has had before this one."""
@@ -44,12 +46,17 @@ def begin(run: Run) -> Standing:
         run.policy.load(run.resumed.folder)
         run.order.restore(run.resumed.state["order"])
         standing = _standing_from_json(run.resumed.step, run.resumed.state["standing"])
+        standing = replace(standing, started=run.started)
         run.progress.print(f"resumed at step {standing.step} from {run.resumed.folder}")
         run.engine.load_weights(run.policy.weights(), version=standing.step)
         return standing
     run.engine.load_weights(run.policy.weights(), version=0)
+    run.progress.stage("looking for test images in the training split")
+    standing = Standing(started=run.started)
+    # before the hours of training, not after them
+    standing = replace(standing, shared_images=_count_shared(run))
     run.progress.stage("reading held-out accuracy before training")
-    standing = Standing(before=evaluate_test(run, run.sources.test))
+    standing = replace(standing, before=evaluate_test(run, run.sources.test))
     if run.warmup is not None:
         standing = _warmed_up(run, standing)
     save_checkpoint(run, standing)
@@ -74,7 +81,8 @@ def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metri
     step, settings = standing.step, run.config
     tokens = sum(len(episode.completion.token_ids_T) for group in groups for episode in group.episodes)
     metrics = metrics | seconds | {"tokens_per_second": tokens / seconds["seconds/step"]} | peak_memory()
-    metrics["data/rows_skipped"] = float(len(run.sources.train.bad_rows))
+    sources = (run.sources.train, run.sources.dev, run.sources.test)
+    metrics["data/rows_skipped"] = float(sum(len(source.bad_rows) for source in sources))
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= _dev_metrics(read_dev(run))
     run.metrics.write(step, metrics)
@@ -92,15 +100,13 @@ def finish(run: Run, standing: Standing) -> Summary:
     run.progress.stage("reading held-out accuracy after RL")
     final = evaluate_test(run, run.sources.test)
     shuffled, blank = _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
-    run.progress.stage("looking for test images in the training split")
-    duplicates = _count_shared(run)
     summary = Summary(
         before=standing.before,
         warmup=standing.after_warmup,
         final=final,
         shuffled_images=shuffled,
         blank_images=blank,
-        duplicates_across_splits=duplicates,
+        duplicates_across_splits=standing.shared_images,
         warmup_seconds=standing.warmup_seconds,
         rl_seconds=standing.rl_seconds,
         total_seconds=standing.total_seconds,
@@ -119,12 +125,12 @@ def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
     return run.evaluator.evaluate(source, run.config.evaluate.test_size)
 
 
-def _evaluate_controls(run: Run) -> tuple[Evaluation, Evaluation]:
-    """The test questions with the images of others, and with grey ones."""
+def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
+    """The test questions with the images of others, and with grey ones; None where no row has an image to change."""
     source, size = run.sources.test, run.config.evaluate.test_size
-    tasks = usable_tasks(source, min(size or len(source), len(source)))
+    tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
     controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
-    shuffled, blank = (run.evaluator.evaluate(source.with_tasks(control)) for control in controls)
+    shuffled, blank = (run.evaluator.evaluate(source.with_tasks(x)) if x else None for x in controls)
     return shuffled, blank
 
 
@@ -150,6 +156,7 @@ def _standing_to_json(standing: Standing) -> dict[str, Any]:
         "after_warmup": _evaluation_to_json(standing.after_warmup),
         "warmup_seconds": standing.warmup_seconds,
         "rl_seconds": standing.rl_seconds,
+        "shared_images": standing.shared_images,
         "total_seconds": standing.total_seconds,
     }
 
@@ -161,6 +168,7 @@ def _standing_from_json(step: int, saved: Mapping[str, Any]) -> Standing:
         after_warmup=_evaluation_from_json(saved["after_warmup"]),
         warmup_seconds=saved["warmup_seconds"],
         rl_seconds=saved["rl_seconds"],
+        shared_images=saved["shared_images"],
         earlier_seconds=saved["total_seconds"],
     )
 

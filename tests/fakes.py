@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 from PIL import Image
@@ -157,7 +158,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         "max_steps": 30,
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 1},
         "checkpoint": {"every_steps": 10},
-        "evaluate": {"image_controls": False},
+        "evaluate": {"image_controls": False, "shared_images": "ignore"},
     }
     config = Config.model_validate({"model": Model(tiny=TinyModel()), **defaults, **settings})
     environment, engine = BanditEnvironment(), BanditEngine()
@@ -192,4 +193,5 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         metrics=MetricsLog([JsonlSink(folder, resume_step=resumed.step if resumed else 0)]),
         phases=Phases(),
         progress=Progress(config.max_steps, 0, enabled=False),
+        started=perf_counter(),
     )

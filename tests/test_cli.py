@@ -159,7 +159,10 @@ def test_help_beside_a_wrong_key_suggests_one(recipe: str) -> None:
 def test_config_lists_every_setting() -> None:
     result = fovea("config")
     assert result.exit_code == 0
-    for line in ("seed = 0    (integer >= 0)", "environment.train_files = must be set    (list of text)"):
+    for line in (
+        "seed = 0    (integer >= 0 and < 4294967296)",
+        "environment.train_files = must be set    (list of text)",
+    ):
         assert line in result.stdout.splitlines()
     assert {line.split(".")[0] for line in fovea("config", "rollout").stdout.splitlines()[::2]} == {"rollout"}
     assert fovea("config", "roll").stderr == "error: roll: no such setting; did you mean rollout?\n"

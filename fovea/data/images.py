@@ -148,7 +148,7 @@ def _why_unknown(content: bytes) -> str:
     if not content:
         return "the file is empty (0 bytes)"
     known = ", ".join(_FORMATS)
-    return f"content that starts with {content[:16]!r} is no image with pixels in a known format ({known})"
+    return f"the content is no image with pixels in a known format ({known})"
 
 
 def _upright(image: Image.Image) -> Image.Image:

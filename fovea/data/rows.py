@@ -124,11 +124,22 @@ def _image_ref(image: object, where: str, folder: Path) -> ImageRef:
     if isinstance(image, bytes):
         return ImageRef(source=image, where=where)
     if isinstance(image, str) and image:
-        return ImageRef(source=image if is_url(image) else str(folder / image), where=where)
+        return ImageRef(source=image if is_url(image) else _inside(folder, image, where), where=where)
     raise DataError(
         f"{where}: a value of type {type(image).__name__} is no image; store encoded bytes, a path or a "
         "{bytes, path} struct, or set data.on_bad_row=skip"
     )
+
+
+def _inside(folder: Path, image: str, where: str) -> str:
+    """A data set that somebody else wrote must not reach for other files of this machine."""
+    path = (folder / image).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise DataError(
+            f"{where}: the path {image} leads out of the folder of the data file; move the image below that folder, "
+            "store its bytes in the row, or set data.on_bad_row=skip"
+        )
+    return str(path)
 
 
 def _open(name: str, setting: str) -> pq.ParquetFile:

@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 
 from fovea.config import Model
 from fovea.errors import ModelError
-from fovea.models.parts import FAMILIES, ModelParts
+from fovea.models.parts import FAMILIES, IMAGE_PAD, ModelParts
 
 WHOLE_MODEL = "download the whole model again, or give another folder"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,6 +42,8 @@ def load_pretrained(settings: Model) -> ModelParts:
         network = _load_network(path, DTYPES[settings.dtype], options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        if IMAGE_PAD not in tokenizer.get_vocab():
+            raise ModelError(f"model.path={path}: its tokenizer has no {IMAGE_PAD}; {WHOLE_MODEL}")
         template = _chat_template(path, tokenizer.chat_template)
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
     except ModelError:

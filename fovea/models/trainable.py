@@ -40,13 +40,16 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
         name
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear)
+        # not the head: it is often tied to the embedding, which the rollout would then use without the adapter
+        and ".language_model." in name
         and name.rsplit(".", 1)[-1] in lora.targets
         and not any(word in name for word in lora.exclude)
     ]
-    if not targets:
+    unmatched = set(lora.targets) - {name.rsplit(".", 1)[-1] for name in targets}
+    if unmatched:
         raise ConfigError(
-            f"model.lora.targets={list(lora.targets)} with exclude={list(lora.exclude)} matches no linear layer; "
-            "leave model.lora.targets out to adapt all linear layers of the language model"
+            f"model.lora.targets: {', '.join(sorted(unmatched))} with exclude={list(lora.exclude)} matches no linear "
+            "layer of the language model; leave model.lora.targets out to adapt all of them"
         )
     network.requires_grad_(False)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fovea.errors import ModelError
 from fovea.models.attention import Kernel, use_packed_attention
 from fovea.models.features import FeatureCache, ImageFeatures, concatenate
 from fovea.models.fused import use_fused_layers
@@ -42,6 +43,10 @@ class VLM(nn.Module):
         self.network = parts.network
         self.image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
         self._feature_cache = feature_cache
+        if "sliding_attention" in getattr(config_of(language_model(parts.network)), "layer_types", ()):
+            raise ModelError(
+                f"{parts.name}: its config asks for sliding-window attention, which packed rows do not have"
+            )
         use_packed_attention(parts.network, attention)
         use_fused_layers(parts.network)
 
@@ -95,10 +100,14 @@ class VLM(nn.Module):
         """Features of each image; equal images are encoded once, and once for ever while the tower is frozen."""
         if self._feature_cache is not None:
             with torch.no_grad():
-                return self._feature_cache.get(images, self.encode)
+                return self._feature_cache.get(images, self._encode_one_by_one)
         distinct = {image.key: image for image in images}
         encoded = dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
         return [encoded[image.key] for image in images]
+
+    def _encode_one_by_one(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
+        """Features that depend on no other image, to the last bit: a resumed run meets images in other company."""
+        return [features for image in images for features in self.encode([image])]
 
     def encode(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """One pass of the vision tower over all the images."""

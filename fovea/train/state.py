@@ -38,7 +38,7 @@ def load_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
     try:
-        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
         steps: int = json.loads((folder / POLICY).read_text())["steps"]
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fovea.config import Warmup
+from fovea.errors import TrainError
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
@@ -58,6 +59,10 @@ class SupervisedTrainer:
         self._vlm.train()
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._loss(pairs)
+        if not bool(torch.isfinite(loss)):
+            raise TrainError(
+                f"the loss is {float(loss.detach())} at warm-up step {self._steps + 1}; lower warmup.learning_rate"
+            )
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
         self._masters.take_gradients()
