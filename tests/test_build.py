@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from fovea.build import build, make_model
-from fovea.config import Config
+from fovea.build import _corpus, build, make_model
+from fovea.config import Config, ShapesEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Split
 from fovea.environments.shapes import Shapes
-from fovea.errors import TrainError
+from fovea.errors import ConfigError, DataError, TrainError
 from fovea.models.features import FeatureCache
 from fovea.run import Run
-from fovea.stages import Standing, finish
+from fovea.stages import begin
+from fovea.types import Task
 
 SMALL = {
     "environment": {"name": "shapes", "train_size": 12, "dev_size": 4, "test_size": 8},
@@ -66,13 +70,37 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
     assert (run.policy._reference is not None) is copied  # type: ignore[attr-defined]
 
 
-def test_shared_images_stop_a_run_that_forbids_them(tmp_path: Path) -> None:
+def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
     """The train rows stand in for the test rows."""
     run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
-    run.engine.load_weights(run.policy.weights(), 0)
     object.__setattr__(run.sources, "test", run.sources.train)
     with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
-        finish(run, Standing())
+        begin(run)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, existence"
+    ):
+        run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
+
+
+def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
+    class HalfBad(Shapes):
+        def tasks(self, split: Split) -> Sequence[Task]:
+            def make(index: int) -> Task:
+                if index % 2:
+                    raise DataError("bad")
+                return rows[index]
+
+            rows = super().tasks(split)
+            return LazyTasks(make, range(len(rows)), kind_of=lambda _: "all")
+
+    environment = HalfBad(ShapesEnvironment(train_size=6), seed=0)
+    assert len(_corpus(environment, "skip")) == 2 * 3
+    with pytest.raises(DataError):
+        _corpus(environment, "error")
 
 
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:

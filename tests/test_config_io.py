@@ -279,7 +279,7 @@ def test_a_dump_is_whole_and_in_order() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    run_dir=st.text(),
+    run_dir=st.text(min_size=1),
     stop=st.lists(st.text(min_size=1)),
     weights=st.dictionaries(st.text(), st.floats(min_value=1e-300, allow_infinity=False)),
     learning_rate=st.floats(min_value=1e-300, allow_infinity=False),

@@ -59,3 +59,19 @@ def test_resume_may_not_change_what_is_computed(changed: dict[str, object], mess
     holds_a_run(tmp_path)
     with pytest.raises(ConfigError, match=message):
         open_run_folder(tmp_path, config(resume="auto", **changed))
+
+
+def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -> None:
+    """The way out of a batch that does not fit."""
+    holds_a_run(tmp_path)
+    smaller = config(resume="auto", train={"max_tokens_per_microbatch": 100}, rollout={"max_batch_tokens": 99_999})
+    open_run_folder(tmp_path, smaller)
+    assert "max_tokens_per_microbatch: 100" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_a_broken_config_of_a_run_is_one_line(content: str, tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so that its run cannot go on"):
+        open_run_folder(tmp_path, config(resume="auto"))

@@ -86,10 +86,13 @@ def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: in
         process.wait()
 
 
-def test_kill_9_and_resume_equals_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "extra", [[], ["model.freeze_vision_tower=true", "threads=2"]], ids=["full", "cached features"]
+)
+def test_kill_9_and_resume_equals_never_stopped(extra: list[str], tmp_path: Path) -> None:
     """Weights byte for byte, metrics digit for digit."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    settings = ["max_steps=40", "checkpoint.every_steps=7", "data.kind_weights.counting=3"]
+    settings = ["max_steps=40", "checkpoint.every_steps=7", "data.kind_weights.counting=3", *extra]
     train_shapes(whole, *settings)
     arguments = ["train", "recipes/shapes.yaml", f"run_dir={killed}", *SMALL, *settings]
     kill_when_steps_are_taken(arguments, killed, steps=10)
@@ -172,4 +175,5 @@ def test_two_grpo_steps_on_real_geometry(tmp_path: Path) -> None:
     rows = read_metrics(run_dir)
     assert len(rows) == 2
     assert all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["reward"] == row["accuracy"] == row["reward/answer"] for row in rows), "binary, as the recipe says"
     assert json.loads((run_dir / "summary.json").read_text())["by_type"]["all"]["n"] == 8

@@ -9,6 +9,7 @@ import pytest
 
 from fovea.config import Warmup as WarmupSettings
 from fovea.data.order import Order
+from fovea.loop import train
 from fovea.prompts import PromptSource
 from fovea.run import Run
 from fovea.stages import Standing, begin, finish, read_dev
@@ -95,3 +96,10 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
         again = begin(run_with_warmup())
         assert events == []
         assert (again.step, again.after_warmup) == (0, standing.after_warmup)
+
+
+def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:
+    """Not a control of 0.0."""
+    run = bandit_run(tmp_path, max_steps=1, evaluate={"image_controls": True, "shared_images": "ignore"})
+    figures = train(run).to_json()
+    assert figures["shuffled_images"] is figures["blank_images"] is None

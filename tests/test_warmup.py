@@ -10,6 +10,7 @@ import torch
 
 from fovea.config import Warmup as Settings
 from fovea.data.order import Order
+from fovea.errors import TrainError
 from fovea.models.vlm import VLM
 from fovea.train.supervised import Pair, SupervisedTrainer
 from fovea.types import Evaluation
@@ -91,3 +92,13 @@ def test_gradients_of_the_warm_up_are_clipped() -> None:
     trainer.update(pairs)
     norm = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
     assert float(norm) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
+    parts = tiny("qwen3_vl")
+    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    trainer = SupervisedTrainer(VLM(parts), Settings())
+    with torch.no_grad():
+        next(parts.network.parameters()).fill_(torch.nan)
+    with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):
+        trainer.update(pairs)

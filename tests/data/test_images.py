@@ -172,7 +172,7 @@ def test_half_a_file_is_an_error(kind: str) -> None:
     ("content", "problem"),
     [
         (b"", "the file is empty (0 bytes)"),
-        (b"not an image, a text", "content that starts with b'not an image, a ' is no image"),
+        (b"not an image, a text", "the content is no image"),
         (png(0, 5), "is no image with pixels in a known format"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image with pixels in a known format"),
     ],
@@ -187,7 +187,7 @@ def test_what_is_no_image(content: bytes, problem: str) -> None:
 def test_text_file_called_png(tmp_path: Path) -> None:
     path = tmp_path / "pointer.png"
     path.write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(DataError, match=r"pointer\.png\): content that starts with b'version https://"):
+    with pytest.raises(DataError, match=r"pointer\.png\): the content is no image"):
         open_image(ImageRef(source=str(path), where=WHERE), max_mib=1, max_megapixels=1)
 
 

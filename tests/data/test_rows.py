@@ -51,15 +51,19 @@ def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_images_of_a_row(tmp_path: Path) -> None:
-    refs = image_refs(
-        b"one", None, [{"bytes": b"two", "path": "x.png"}, {"bytes": None, "path": "three.png"}], "/four.png",
-        where="a.parquet row 2", folder=tmp_path,
-    )  # fmt: skip
-    assert [ref.source for ref in refs] == [b"one", b"two", str(tmp_path / "three.png"), "/four.png"]
+    structs = [{"bytes": b"two", "path": "x.png"}, {"bytes": None, "path": "three.png"}]
+    refs = image_refs(b"one", None, structs, str(tmp_path / "four.png"), where="a.parquet row 2", folder=tmp_path)
+    assert [ref.source for ref in refs] == [b"one", b"two", str(tmp_path / "three.png"), str(tmp_path / "four.png")]
     assert [ref.where for ref in refs] == [f"a.parquet row 2, image {n}" for n in (1, 2, 3, 4)]
     assert image_refs(None, where="w", folder=tmp_path) == ()
     (url,) = image_refs("https://a.org/b.png", where="w", folder=tmp_path)
     assert url.source == "https://a.org/b.png"
+
+
+@pytest.mark.parametrize("path", ["../secret.png", "/etc/passwd", "below/../../secret.png"])
+def test_a_path_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: the path .* leads out of the folder"):
+        image_refs({"bytes": None, "path": path}, where="a.parquet row 2", folder=tmp_path / "data")
 
 
 @pytest.mark.parametrize("cell", [7, [None], {"bytes": None, "path": None}, "", {"url": "x"}])

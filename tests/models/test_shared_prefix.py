@@ -149,3 +149,17 @@ def test_feature_cache_keeps_to_its_bound(parts: ModelParts) -> None:
         assert cache.encoded_images == 5, "the two newest are still there"
         cache.get(images[:1], vlm.encode)
     assert cache.encoded_images == 6, "the oldest had left"
+
+
+def test_cached_features_do_not_depend_on_what_was_encoded_beside_them(parts: ModelParts) -> None:
+    """To the last bit: a resumed run begins with an empty cache and meets its images in other company."""
+    render = renderer(parts)
+    images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(7)]
+    torch.set_num_threads(2)
+    try:
+        together = VLM(parts, feature_cache=FeatureCache(2**20)).image_features(images)
+        alone = [VLM(parts, feature_cache=FeatureCache(2**20)).image_features([each])[0] for each in images]
+    finally:
+        torch.set_num_threads(1)
+    for a, b in zip(together, alone, strict=True):
+        assert torch.equal(a.embeds_VD, b.embeds_VD)

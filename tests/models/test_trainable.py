@@ -111,3 +111,14 @@ def test_the_table_adds_up(parts: ModelParts) -> None:
         == sum(p.numel() for p in trainable_parameters(parts.network).values())
     )
     assert rows["vision tower"].trainable == 0
+
+
+def test_the_head_gets_no_adapter(parts: ModelParts) -> None:
+    """It is tied to the embedding: the rollout would draw from the head without its adapter."""
+    with pytest.raises(ConfigError, match=r"lm_head .* matches no linear layer of the language model"):
+        with_lora(parts, targets=["q_proj", "lm_head"])
+
+
+def test_the_vision_tower_gets_no_adapter_whatever_is_excluded(parts: ModelParts) -> None:
+    with_lora(parts, exclude=[])
+    assert not any(".visual." in name for name in lora_layers(parts.network))
