@@ -48,6 +48,7 @@ def begin(run: Run) -> Standing:
         standing = _standing_from_json(run.resumed.step, run.resumed.state["standing"])
         standing = replace(standing, started=run.started)
         run.progress.print(f"resumed at step {standing.step} from {run.resumed.folder}")
+        _say_what_a_new_end_changes(run, run.resumed.state["max_steps"])
         run.engine.load_weights(run.policy.weights(), version=standing.step)
         return standing
     run.engine.load_weights(run.policy.weights(), version=0)
@@ -61,6 +62,15 @@ def begin(run: Run) -> Standing:
         standing = _warmed_up(run, standing)
     save_checkpoint(run, standing)
     return standing
+
+
+def _say_what_a_new_end_changes(run: Run, max_steps_before: int) -> None:
+    config = run.config
+    if config.max_steps != max_steps_before and config.train.lr_schedule != "constant":
+        run.progress.print(
+            f"max_steps was {max_steps_before} and is {config.max_steps}: the {config.train.lr_schedule} schedule "
+            "of the learning rate now ends there, so that the rate changes from here on"
+        )
 
 
 def _warmed_up(run: Run, standing: Standing) -> Standing:
@@ -146,7 +156,11 @@ def _read_dev_of_warmup(run: Run) -> Evaluation:
 
 def save_checkpoint(run: Run, standing: Standing) -> None:
     """Everything that `begin` needs to go on as if never stopped."""
-    state = {"order": run.order.state(), "standing": _standing_to_json(standing)}
+    state = {
+        "order": run.order.state(),
+        "standing": _standing_to_json(standing),
+        "max_steps": run.config.max_steps,
+    }
     run.checkpoints.save(standing.step, run.policy, state)
 
 

@@ -103,3 +103,14 @@ def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:
     run = bandit_run(tmp_path, max_steps=1, evaluate={"image_controls": True, "shared_images": "ignore"})
     figures = train(run).to_json()
     assert figures["shuffled_images"] is figures["blank_images"] is None
+
+
+@pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
+def test_a_resumed_run_with_another_end_says_what_that_changes(schedule: str, said: bool, tmp_path: Path) -> None:
+    settings = {"train": {"lr_schedule": schedule}}
+    train(bandit_run(tmp_path, max_steps=10, **settings))
+    longer = bandit_run(tmp_path, resume=True, max_steps=12, **settings)
+    lines: list[str] = []
+    longer.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    train(longer)
+    assert any("max_steps was 10 and is 12: the linear schedule" in line for line in lines) is said
