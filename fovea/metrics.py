@@ -141,36 +141,54 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 class Phases:
-    """A stopwatch for the named parts of a step: `with phases("rollout"): ...`.
+    """Time and memory of the named parts of a step: `with phases("rollout"): ...`.
 
-    A phase that is entered again adds up. CUDA work that was started but not awaited counts for the phase
-    that waits for it.
+    Seconds of a phase that is entered again add up. CUDA work that was started but not awaited counts for the phase
+    that waits for it. Memory is the most that CUDA held within the phase, or, without CUDA, what the process held
+    at its end; that of a phase with others inside is the most of all.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: Metrics = {}
+        self._gib: Metrics = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         key, start = f"seconds/{name}", self._clock()
+        before = set(self._gib)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         try:
             yield
         finally:
             self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
+            inside = [gib for phase, gib in self._gib.items() if phase not in before]
+            self._gib[f"memory/{name}_gib"] = max([_phase_gib(), *inside])
 
     def seconds(self) -> Metrics:
         """`{"seconds/rollout": 0.031, ...}` since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
+    def gib(self) -> Metrics:
+        """`{"memory/rollout_gib": 0.9, ...}` since the last call."""
+        gib, self._gib = self._gib, {}
+        return gib
+
+
+def _phase_gib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    pages = Path("/proc/self/statm")  # Linux; elsewhere the peak of the process stands in
+    if not pages.exists():
+        return peak_rss_gib()
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+
 
 def peak_memory() -> Metrics:
-    """Most memory that this process ever held; on CUDA also that of torch's allocator on the device."""
-    peaks = {"memory/peak_rss_gib": peak_rss_gib()}
-    if torch.cuda.is_available():
-        peaks["memory/peak_cuda_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return peaks
+    """Most memory that this process ever held."""
+    return {"memory/peak_rss_gib": peak_rss_gib()}
 
 
 def peak_rss_gib() -> float:

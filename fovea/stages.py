@@ -90,7 +90,9 @@ def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metri
     standing = replace(standing, step=standing.step + 1, rl_seconds=standing.rl_seconds + seconds["seconds/step"])
     step, settings = standing.step, run.config
     tokens = sum(len(episode.completion.token_ids_T) for group in groups for episode in group.episodes)
-    metrics = metrics | seconds | {"tokens_per_second": tokens / seconds["seconds/step"]} | peak_memory()
+    metrics = (
+        metrics | seconds | {"tokens_per_second": tokens / seconds["seconds/step"]} | run.phases.gib() | peak_memory()
+    )
     sources = (run.sources.train, run.sources.dev, run.sources.test)
     metrics["data/rows_skipped"] = float(sum(len(source.bad_rows) for source in sources))
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -208,3 +209,14 @@ def test_peak_memory_is_the_kernels() -> None:
     kernel_gib = int(line.split()[1]) / 2**20
     assert peak_rss_gib() == pytest.approx(kernel_gib, rel=0.05)
     assert peak_memory()["memory/peak_rss_gib"] == pytest.approx(kernel_gib, rel=0.05)
+
+
+def test_memory_of_a_phase_shows_what_it_holds() -> None:
+    phases = Phases()
+    with phases("small"):
+        pass
+    with phases("large"):
+        held = np.ones(2**28, dtype=np.uint8)  # a quarter of a GiB, written to
+    gib = phases.gib()
+    assert gib["memory/large_gib"] - gib["memory/small_gib"] == pytest.approx(held.nbytes / 2**30, abs=0.05)
+    assert phases.gib() == {}
