@@ -38,7 +38,7 @@ class TinyModel(Section):
     """Query heads."""
     num_kv_heads: PositiveInt = 1
     """Key and value heads."""
-    head_dim: PositiveInt = 32
+    head_dim: Annotated[int, Field(ge=8, multiple_of=2)] = 32
     """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads."""
     intermediate_size: PositiveInt = 128
     """Width of the MLP."""
@@ -69,6 +69,21 @@ class TinyModel(Section):
             raise ValueError(
                 f"model.tiny: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
                 "set num_kv_heads=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vision_fits(self) -> TinyModel:
+        if self.vision_hidden_size % (4 * self.vision_heads):
+            raise ValueError(
+                f"model.tiny: vision_hidden_size={self.vision_hidden_size} is no multiple of 4 * vision_heads="
+                f"{4 * self.vision_heads}, as rotary positions of height and width need; set vision_hidden_size="
+                f"{4 * self.vision_heads * max(1, self.vision_hidden_size // (4 * self.vision_heads))}"
+            )
+        if self.image_side_px < 2 * self.patch_size_px:
+            raise ValueError(
+                f"model.tiny: image_side_px={self.image_side_px} holds no 2x2 patches of {self.patch_size_px} px; "
+                f"set image_side_px={2 * self.patch_size_px} or more"
             )
         return self
 

@@ -75,3 +75,19 @@ def test_query_heads_are_a_multiple_of_key_heads() -> None:
 def test_no_minibatch_is_empty() -> None:
     with pytest.raises(ValidationError, match=r"lower train\.minibatches"):
         Config(model=Model(path="folder"), train=Train(minibatches=3), rollout=Rollout(prompts_per_step=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"vision_heads": 3},
+            r"vision_hidden_size=64 is no multiple of 4 \* vision_heads=12.*set vision_hidden_size=60",
+        ),
+        ({"image_side_px": 15}, "holds no 2x2 patches of 8 px; set image_side_px=16 or more"),
+        ({"head_dim": 9}, "multiple of 2"),
+    ],
+)
+def test_a_tiny_model_that_cannot_be_built_is_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TinyModel.model_validate(settings)
