@@ -167,7 +167,11 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     time.sleep(1.1)  # wandb names an offline folder by the second: two runs in one second would share it
     run_id = (run_dir / "wandb_run_id.txt").read_text().strip()
     log_steps(wandb_sink.WandbSink(run_dir, project="fovea", resume_step=1), [2, 3])
-    assert read_wandb(run_dir) == [(run_id, step, step / 8) for step in (1, 2, 2, 3)]
+    expected = [(run_id, step, step / 8) for step in (1, 2, 2, 3)]
+    deadline = time.monotonic() + 20  # its service is a process of its own and may still be writing
+    while (found := read_wandb(run_dir)) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found == expected
 
 
 def test_wandb_starts_a_new_run_for_a_new_run(tmp_path: Path) -> None:
