@@ -110,8 +110,9 @@ class Model(Section):
     """Make a tiny model instead of loading one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; log-probs, losses and the optimizer's copy of the weights are float32 always."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """sdpa: torch's fused kernels; eager: the plain formula, slow, for checking them."""
+    attention: Literal["auto", "merged", "varlen", "sdpa", "eager"] = "auto"
+    """Of packed rows. auto: merged on CPU, varlen on CUDA. The others check those: sdpa copies the prompt's keys for
+    every completion, eager is the plain formula."""
     freeze_vision_tower: bool = False
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: NonNegativeFloat = 2.0

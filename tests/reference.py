@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.attention import use_packed_attention
+from fovea.models.attention import use_segment_attention
 from fovea.models.parts import IMAGE_PAD, ModelParts
 from fovea.types import Prompt
 
@@ -42,7 +42,7 @@ def _predictions(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temp
     try:
         logits = network(**model_inputs(parts, prompt, completion), use_cache=False).logits[0]
     finally:
-        use_packed_attention(network)
+        use_segment_attention(network)
     return (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
 
 

@@ -1,44 +1,14 @@
-"""What the vision tower makes of images, and a bounded memory of it while the tower is frozen.
-
-Axes: `V` visual tokens (merged patches), `D` width of the language model.
-"""
+"""A bounded memory of what the vision tower made of images, while the tower is frozen."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from fovea.models.image_features import ImageFeatures
 from fovea.types import PromptImage
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFeatures:
-    """One image, or several one after the other."""
-
-    embeds_VD: Tensor
-    """Stands in for the embeddings of the image pads."""
-    deepstack_VD: tuple[Tensor, ...] = ()
-    """Added to the hidden states after the first decoder layers (Qwen3-VL)."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.embeds_VD, *self.deepstack_VD))
-
-
 Encode = Callable[[Sequence[PromptImage]], Sequence[ImageFeatures]]
-
-
-def concatenate(features: Sequence[ImageFeatures]) -> ImageFeatures:
-    """Several images as one run of visual tokens."""
-    layers = zip(*(feature.deepstack_VD for feature in features), strict=True)
-    return ImageFeatures(
-        embeds_VD=torch.cat([feature.embeds_VD for feature in features]),
-        deepstack_VD=tuple(torch.cat(layer) for layer in layers),
-    )
 
 
 class FeatureCache:

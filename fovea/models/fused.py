@@ -29,7 +29,7 @@ def _replace_forward(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    if x.is_cuda:  # torch's own kernel is fused there, forward and backward
+    if x.is_cuda or not torch.is_grad_enabled():  # torch's own kernel is fused, but for its backward on CPU
         return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
     normalised: Tensor = RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
     return normalised
@@ -68,3 +68,33 @@ class RmsNorm(torch.autograd.Function):
         inner = torch.linalg.vecdot(of_normalised, normalised)[..., None] / normalised.shape[-1]
         of_x = torch.addcmul(of_normalised, normalised, inner, value=-1).mul_(scale)
         return of_x.to(gradient.dtype), of_weight, None
+
+
+def rotate(x_NHD: Tensor, rope_ND: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding (Su et al., arXiv 2104.09864) with the halves layout of Qwen."""
+    rotated: Tensor = Rotate.apply(x_NHD, *rope_ND)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class Rotate(torch.autograd.Function):
+    """[a, b] -> [a cos - b sin, b cos + a sin]; the gradient turns back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_ND, sin_ND)
+        return _turn(x_NHD, cos_ND.chunk(2, -1), sin_ND.chunk(2, -1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos_ND, sin_ND = ctx.saved_tensors
+        # the transposed turn: what b gave to a by -sin of the first half, a now gives to b, and the other way round
+        first, second = sin_ND.chunk(2, -1)
+        return _turn(gradients[0], cos_ND.chunk(2, -1), (-second, -first)), None, None
+
+
+def _turn(x_NHD: Tensor, cos: tuple[Tensor, ...], sin: tuple[Tensor, ...]) -> Tensor:
+    out = torch.empty_like(x_NHD, memory_format=torch.contiguous_format)
+    (a, b), (out_a, out_b) = x_NHD.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos[0][:, None], out=out_a).addcmul_(b, sin[0][:, None], value=-1)
+    torch.mul(b, cos[1][:, None], out=out_b).addcmul_(a, sin[1][:, None])
+    return out

@@ -33,7 +33,7 @@ def vision_tower(network: nn.Module) -> nn.Module:
     return tower
 
 
-def language_model(network: nn.Module) -> nn.Module:
+def language_model(network: nn.Module) -> Any:
     """The decoder stack of any family, without the head."""
     return network.get_submodule("model.language_model")
 

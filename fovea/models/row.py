@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fovea.models.image_features import ImageFeatures
 from fovea.models.layout import SharedPrefixLayout
+from fovea.models.tape import Recall
 from fovea.types import PromptImage
 
 
@@ -30,6 +32,10 @@ class PackedRow:
     """Token of the row whose hidden state predicts the action."""
     target_ids_A: Tensor
     """The action."""
+    features: tuple[ImageFeatures, ...] | None = None
+    """Of the images, where they are known; else the vision tower is asked."""
+    recall: Recall | None = None
+    """Outputs of linear layers that are known."""
 
     @property
     def num_tokens(self) -> int:

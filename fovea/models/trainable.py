@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fovea.config import Lora, Model
 from fovea.errors import ConfigError, TrainError
-from fovea.models.parts import vision_tower
+from fovea.models.parts import language_model, vision_tower
 
 ADAPTER = "default"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,6 +63,10 @@ def recompute_activations(network: PreTrainedModel) -> None:
     # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
     enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
+    for layer in language_model(network).layers:
+        # these run by `models.linears`, which recomputes by itself
+        layer.gradient_checkpointing = False
+        layer.recompute_activations = True
 
 
 def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:

@@ -1,42 +1,37 @@
 """The model that is trained: a Qwen-VL of transformers with packed rows in and log-probs of actions out.
 
-Axes: `N` tokens of a row, `A` actions, `V` visual tokens, `D` width, `W` vocabulary.
+Axes: `N` tokens of a row, `A` actions, `E` width of the model, `D` width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fovea.errors import ModelError
-from fovea.models.attention import Kernel, use_packed_attention
-from fovea.models.features import FeatureCache, ImageFeatures, concatenate
+from fovea.models.attention import use_segment_attention
+from fovea.models.decoder import VisualResidual, decoder_shape
+from fovea.models.features import FeatureCache
 from fovea.models.fused import use_fused_layers
+from fovea.models.image_features import ImageFeatures, concatenate
+from fovea.models.linears import LayerCall, use_layer_calls
 from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
 from fovea.models.row import PackedRow
+from fovea.models.row_attention import Kernel, row_attention
+from fovea.models.scores import TokenScores, token_scores
 from fovea.types import PromptImage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenScores:
-    """What the model says of each action of a row, in float32."""
-
-    logprobs_A: Tensor
-    entropies_A: Tensor
 
 
 class VLM(nn.Module):
     """A Qwen-VL of any family. `forward` is the one entry for training, so that it can be sharded as a whole."""
 
     def __init__(
-        self, parts: ModelParts, *, attention: Kernel = "sdpa", feature_cache: FeatureCache | None = None
+        self, parts: ModelParts, *, attention: Kernel = "auto", feature_cache: FeatureCache | None = None
     ) -> None:
         """`feature_cache` only with a vision tower that never changes."""
         super().__init__()
@@ -47,44 +42,40 @@ class VLM(nn.Module):
             raise ModelError(
                 f"{parts.name}: its config asks for sliding-window attention, which packed rows do not have"
             )
-        use_packed_attention(parts.network, attention)
+        self._attention = attention
+        self._shape = decoder_shape(self.text_config)
+        use_segment_attention(parts.network, eager=attention == "eager")
         use_fused_layers(parts.network)
+        use_layer_calls(language_model(parts.network))
 
-    def forward(
-        self, row: PackedRow, *, temperature: float, chunk_tokens: int, entropy_grad: bool = False
-    ) -> TokenScores:
+    def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
         """Log-probs and entropies [A] at `temperature`; logits exist for `chunk_tokens` actions at a time."""
-        hidden_AD = self.hidden_states(row)[row.hidden_index_A]
-        head: nn.Module = self.network.get_submodule("lm_head")
-        chunks = [
-            _scores_of_chunk(head, hidden, targets, temperature, entropy_grad, recompute=len(hidden_AD) > chunk_tokens)
-            for hidden, targets in zip(hidden_AD.split(chunk_tokens), row.target_ids_A.split(chunk_tokens), strict=True)
-        ]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return TokenScores(logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies))
+        hidden_AE = self.hidden_states(row)[row.hidden_index_A]
+        head: Any = self.network.get_submodule("lm_head")
+        return token_scores(
+            hidden_AE, head.weight, row.target_ids_A, temperature=temperature, chunk_tokens=chunk_tokens
+        )
 
     def hidden_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [N, D], after the final norm."""
-        embeds_ND: Tensor = self.network.get_input_embeddings()(row.token_ids_N)
-        visual: dict[str, object] = {}
+        """Last hidden states [N, E], after the final norm."""
+        language: Any = language_model(self.network)
+        hidden_NE: Tensor = language.embed_tokens(row.token_ids_N)
+        visual = None
         if row.images:
-            is_pad_N = row.token_ids_N == self.image_pad_id
-            features = concatenate(self.image_features(row.images))
-            embeds_ND = embeds_ND.index_put((is_pad_N.nonzero()[:, 0],), features.embeds_VD)
-            if features.deepstack_VD:
-                visual = {
-                    "visual_pos_masks": is_pad_N[None],
-                    "deepstack_visual_embeds": list(features.deepstack_VD),
-                }
-        out = language_model(self.network)(
-            inputs_embeds=embeds_ND[None],
-            position_ids=row.positions_3N[:, None],
-            use_cache=False,
-            layout=row.layout,
-            **visual,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden[0]
+            features = concatenate(self.image_features(row.images) if row.features is None else row.features)
+            pads = (row.token_ids_N == self.image_pad_id).nonzero()[:, 0]
+            hidden_NE = hidden_NE.index_put((pads,), features.embeds_VD)
+            visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
+        rope_ND = self.rope(row.positions_3N, hidden_NE)
+        attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE.device)
+        for index, layer in enumerate(language.layers):
+            known = None if row.recall is None else partial(row.recall.outputs, index)
+            # through the module's own call: sharding and recomputation of activations hook in there
+            hidden_NE = layer(hidden_NE, fovea=LayerCall(index, self._shape, rope_ND, attend, known))
+            if visual is not None:
+                hidden_NE = visual.add_to(hidden_NE, index)
+        normed: Tensor = language.norm(hidden_NE)
+        return normed
 
     @property
     def text_config(self) -> Any:
@@ -122,31 +113,3 @@ class VLM(nn.Module):
             ImageFeatures(embeds_VD=embeds, deepstack_VD=tuple(deepstack))
             for embeds, *deepstack in zip(*layers, strict=True)
         ]
-
-
-def _scores_of_chunk(
-    head: nn.Module,
-    hidden: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy_grad: bool,
-    *,
-    recompute: bool,
-) -> tuple[Tensor, Tensor]:
-    """`recompute` forgets the logits until the backward pass needs them."""
-    if recompute and torch.is_grad_enabled():
-        scores: tuple[Tensor, Tensor] = checkpoint(
-            _token_scores, head, hidden, targets, temperature, entropy_grad, use_reentrant=False
-        )
-        return scores
-    return _token_scores(head, hidden, targets, temperature, entropy_grad)
-
-
-def _token_scores(
-    head: nn.Module, hidden_AD: Tensor, targets_A: Tensor, temperature: float, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
-    logits_AW = head(hidden_AD).float() / temperature
-    all_logprobs_AW = F.log_softmax(logits_AW, dim=-1)
-    logprobs_A = all_logprobs_AW.gather(1, targets_A[:, None])[:, 0]
-    for_entropy = all_logprobs_AW if entropy_grad else all_logprobs_AW.detach()
-    return logprobs_A, -(for_entropy.exp() * for_entropy).sum(-1)

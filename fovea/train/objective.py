@@ -13,7 +13,7 @@ from torch import Tensor
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import clipped_loss
 from fovea.config import Algorithm
-from fovea.models.vlm import TokenScores
+from fovea.models.scores import TokenScores
 from fovea.packing import MicroBatch
 from fovea.types import Metrics
 

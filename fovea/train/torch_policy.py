@@ -127,7 +127,6 @@ class TorchPolicy:
                 micro.row,
                 temperature=self._temperature,
                 chunk_tokens=self._train.logprob_chunk_tokens,
-                entropy_grad=self._algorithm.entropy_coef > 0,
             )
             loss, micro_sums = objective(scores, micro, self._algorithm)
             (loss / normalizer).backward()

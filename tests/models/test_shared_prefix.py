@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fovea.models.attention import Kernel
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
+from fovea.models.row_attention import Kernel
 from fovea.models.trainable import recompute_activations
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
@@ -20,7 +20,7 @@ GRADIENT_TOLERANCE = 1e-5
 UNEQUAL = ((5, 1, 7), (3, 9), (4,))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["merged", "varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperature: float, attention: Kernel) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
@@ -53,7 +53,7 @@ def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: ModelParts)
     row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
     results = []
     for chunk in (1000, 4):
-        scores = vlm(row, temperature=1.0, chunk_tokens=chunk, entropy_grad=True)
+        scores = vlm(row, temperature=1.0, chunk_tokens=chunk)
         (scores.logprobs_A.sum() + scores.entropies_A.sum()).backward()
         results.append((scores, gradients(parts.network)))
     (whole, whole_gradients), (cut, cut_gradients) = results
@@ -78,7 +78,7 @@ def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: ModelParts) -> 
     plain = gradients(parts.network)
     recompute_activations(parts.network)
     passes: list[str] = []
-    layer = parts.network.get_submodule("model.language_model.layers.0.mlp")
+    layer = parts.network.get_submodule("model.language_model.layers.0.input_layernorm")
     layer.register_forward_pre_hook(lambda *_: passes.append("forward"))
     vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
     assert len(passes) == 2, "once, and once more in the backward pass"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
-from fovea.models.attention import use_packed_attention
+from fovea.models.attention import use_segment_attention
 from fovea.models.parts import ModelParts, banned_token_ids
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
@@ -65,7 +65,7 @@ def test_greedy_equals_transformers_generate(parts: ModelParts) -> None:
             **inputs, max_new_tokens=24, do_sample=False, suppress_tokens=list(banned_token_ids(parts))
         )
         assert group[0].token_ids_T.tolist() == expected[0, prompt.num_tokens :].tolist()
-    use_packed_attention(parts.network)
+    use_segment_attention(parts.network)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fovea.errors import EngineError
+from fovea.models.decoder import decode, decoder_shape
 from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import CacheAttention
-from fovea.rollout.embedded.decoder import decode, decoder_shape, logits
 from fovea.rollout.embedded.groups import Groups, Request, new_groups
 from fovea.rollout.embedded.prefill import prefill
 from fovea.rollout.embedded.sampler import draw
@@ -70,7 +70,7 @@ class EmbeddedEngine:
             for name, tensor in named.items():
                 if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
-        self._weights = text_weights(named, self._shape.num_layers)
+        self._weights = text_weights(named, self._shape)
         self._version = version
 
     def sleep(self) -> None:
@@ -130,7 +130,7 @@ class EmbeddedEngine:
         weights = self._loaded_weights()
         last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests)
         groups = new_groups(requests, cache, self._device)
-        self._draw(groups, logits(weights, last_hidden_PE).repeat_interleave(groups.size, 0))
+        self._draw(groups, weights.logits(last_hidden_PE).repeat_interleave(groups.size, 0))
         return groups
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class EmbeddedEngine:
         hidden_BE = weights.embed[tokens_PG.flatten()]
         rope = self._vlm.rope(position_B.expand(3, -1), hidden_BE)
         attend = CacheAttention(groups.cache, self._shape.scale)
-        self._draw(groups, logits(weights, decode(weights, self._shape, hidden_BE, rope, attend)))
+        self._draw(groups, weights.logits(decode(weights.decoder, self._shape, hidden_BE, rope, attend)))
 
     def _draw(self, groups: Groups, logits_BW: Tensor) -> None:
         """Draw and record the next token of every completion; note which ended."""

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.attention import causal_prompts
-from fovea.models.features import concatenate
+from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
+from fovea.models.image_features import concatenate
 from fovea.models.layout import shared_prefix_layout
+from fovea.models.row_attention import causal_prompts
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import GroupCache
-from fovea.rollout.embedded.decoder import Attend, DecoderShape, VisualResidual, decode
 from fovea.rollout.embedded.groups import Request
 from fovea.rollout.embedded.weights import TextWeights
 from fovea.types import Prompt
@@ -63,4 +63,4 @@ def _prompt_pass(
         pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, features.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
-    return decode(weights, shape, hidden_NE, vlm.rope(positions_3N, hidden_NE), attend, visual)
+    return decode(weights.decoder, shape, hidden_NE, vlm.rope(positions_3N, hidden_NE), attend, visual)

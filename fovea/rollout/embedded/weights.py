@@ -1,80 +1,94 @@
-"""The language model's weights by role, as references to the tensors that the trainer holds: no copy.
-
-Axes: none; see `fovea.rollout.embedded.decoder` for how they are used.
-"""
+"""The language model as the engine runs it: references to the tensors that the trainer holds, no copy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Norm
+from fovea.models.tape import Tape, TapeColumn
 
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """A linear layer; Qwen2 has biases on queries, keys and values, Qwen3 has none."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One decoder layer."""
-
-    input_norm: Tensor
-    query: Linear
-    key: Linear
-    value: Linear
-    query_norm: Tensor | None
-    """Qwen3 normalises queries and keys per head; Qwen2 does not."""
-    key_norm: Tensor | None
-    output: Linear
-    post_norm: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+QUERY_KEY_VALUE, OUTPUT, GATE_UP, DOWN = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWeights:
-    """The decoder stack and its head."""
+    """The decoder stack, the embedding before it and the head after it."""
 
     embed: Tensor
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    decoder: Decoder
     head: Tensor
 
+    def logits(self, hidden_BE: Tensor) -> Tensor:
+        """Next-token logits [B, W] in float32."""
+        return F.linear(hidden_BE, self.head).float()
 
-def text_weights(named: Mapping[str, Tensor], num_layers: int) -> TextWeights:
+
+class PlainLinears:
+    """Linear layers on the same input, written side by side into one block: [N, sum of widths]."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], column: TapeColumn | None) -> None:
+        """(weight, bias) of each; Qwen2 has biases on queries, keys and values, Qwen3 has none."""
+        self._layers = layers
+        self._widths = [len(weight) for weight, _ in layers]
+        self._column = column
+
+    def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
+        width = sum(self._widths)
+        kept = self._column.rows(len(x_NE)) if self._column is not None else None
+        block = x_NE.new_empty(len(x_NE), width) if kept is None else kept
+        outs: tuple[Tensor, ...] = block.split(self._widths, dim=1)
+        for out, (weight, bias) in zip(outs, self._layers, strict=True):
+            if bias is None:
+                torch.mm(x_NE, weight.t(), out=out)
+            else:
+                torch.addmm(bias, x_NE, weight.t(), out=out)
+        return outs
+
+
+def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
     """Pick the language model out of a full set of weights; KeyError names what is missing."""
     embed = named[f"{TEXT}embed_tokens.weight"]
+    layers = (
+        _layer(named, f"{TEXT}layers.{index}.", shape, tape.layer(index) if tape else [None] * 4)
+        for index in range(shape.num_layers)
+    )
     return TextWeights(
         embed=embed,
-        layers=tuple(_layer(named, f"{TEXT}layers.{index}.") for index in range(num_layers)),
-        norm=named[f"{TEXT}norm.weight"],
+        decoder=Decoder(layers=tuple(layers), norm=_norm(named[f"{TEXT}norm.weight"], shape)),
         head=named.get(HEAD, embed),
     )
 
 
-def _layer(named: Mapping[str, Tensor], prefix: str) -> LayerWeights:
-    def linear(name: str) -> Linear:
-        return Linear(weight=named[f"{prefix}{name}.weight"], bias=named.get(f"{prefix}{name}.bias"))
+def _layer(
+    named: Mapping[str, Tensor], prefix: str, shape: DecoderShape, columns: Sequence[TapeColumn | None]
+) -> DecoderLayer:
+    def linears(*names: str, place: int) -> PlainLinears:
+        paths = [f"{prefix}{name}" for name in names]
+        return PlainLinears([(named[f"{path}.weight"], named.get(f"{path}.bias")) for path in paths], columns[place])
 
-    return LayerWeights(
-        input_norm=named[f"{prefix}input_layernorm.weight"],
-        query=linear("self_attn.q_proj"),
-        key=linear("self_attn.k_proj"),
-        value=linear("self_attn.v_proj"),
-        query_norm=named.get(f"{prefix}self_attn.q_norm.weight"),
-        key_norm=named.get(f"{prefix}self_attn.k_norm.weight"),
-        output=linear("self_attn.o_proj"),
-        post_norm=named[f"{prefix}post_attention_layernorm.weight"],
-        gate=linear("mlp.gate_proj"),
-        up=linear("mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+    def head_norm(name: str) -> Norm | None:
+        weight = named.get(f"{prefix}self_attn.{name}.weight")
+        return None if weight is None else _norm(weight, shape)
+
+    return DecoderLayer(
+        input_norm=_norm(named[f"{prefix}input_layernorm.weight"], shape),
+        query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", place=QUERY_KEY_VALUE),
+        query_norm=head_norm("q_norm"),
+        key_norm=head_norm("k_norm"),
+        output=linears("self_attn.o_proj", place=OUTPUT),
+        post_norm=_norm(named[f"{prefix}post_attention_layernorm.weight"], shape),
+        gate_up=linears("mlp.gate_proj", "mlp.up_proj", place=GATE_UP),
+        down=linears("mlp.down_proj", place=DOWN),
     )
+
+
+def _norm(weight: Tensor, shape: DecoderShape) -> Norm:
+    return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=shape.norm_eps)

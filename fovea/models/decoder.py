@@ -1,0 +1,131 @@
+"""The decoder stack of Qwen2 and Qwen3, once, for prefill, decoding and training alike.
+
+The maths of transformers' modules without their bookkeeping; tests hold the two together. What differs between the
+three uses comes in from outside: how a linear layer is applied (`models.linears`) and how a token looks back.
+
+Axes: `N` tokens, `H` query heads, `J` key heads, `D` width of a head, `E` width of the model, `W` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fovea.models.fused import rotate
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
+Norm = Callable[[Tensor], Tensor]
+Linears = Callable[[Tensor], tuple[Tensor, ...]]
+"""One or more linear layers on the same input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes that the weights alone do not tell."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+def decoder_shape(text_config: Any) -> DecoderShape:
+    """From the text config of transformers."""
+    heads = text_config.num_attention_heads
+    return DecoderShape(
+        num_layers=text_config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=text_config.num_key_value_heads,
+        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+        norm_eps=text_config.rms_norm_eps,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """The parts of one layer, ready to be called."""
+
+    input_norm: Norm
+    query_key_value: Linears
+    query_norm: Norm | None
+    """Qwen3 normalises queries and keys per head; Qwen2 does not."""
+    key_norm: Norm | None
+    output: Linears
+    post_norm: Norm
+    gate_up: Linears
+    down: Linears
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisualResidual:
+    """Qwen3-VL's deepstack: features added to the hidden states of the visual tokens after the first layers."""
+
+    tokens: Tensor
+    layers: Sequence[Tensor]
+
+    def add_to(self, hidden_NE: Tensor, layer: int) -> Tensor:
+        """The hidden states that leave `layer`."""
+        if layer >= len(self.layers):
+            return hidden_NE
+        return hidden_NE.index_add(0, self.tokens, self.layers[layer].to(hidden_NE.dtype))
+
+
+def run_layer(
+    index: int,
+    layer: DecoderLayer,
+    shape: DecoderShape,
+    hidden_NE: Tensor,
+    rope_ND: tuple[Tensor, Tensor],
+    attend: Attend,
+) -> Tensor:
+    """Hidden states [N, E] after one layer. `attend` may keep the keys and values and look back at them."""
+    query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
+    query_NHD = _heads(query, shape.head_dim, layer.query_norm)
+    key_NJD = _heads(key, shape.head_dim, layer.key_norm)
+    out_NHD = attend(
+        index, rotate(query_NHD, rope_ND), rotate(key_NJD, rope_ND), value.unflatten(-1, (-1, shape.head_dim))
+    )
+    (attended_NE,) = layer.output(out_NHD.flatten(1))
+    hidden_NE = hidden_NE + attended_NE
+    gate, up = layer.gate_up(layer.post_norm(hidden_NE))
+    (out_NE,) = layer.down(F.silu(gate) * up)
+    return hidden_NE + out_NE
+
+
+def _heads(x: Tensor, width: int, norm: Norm | None) -> Tensor:
+    split: Tensor = x.unflatten(-1, (-1, width))
+    return split if norm is None else norm(split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """All layers and the norm after them."""
+
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+
+
+def decode(
+    decoder: Decoder,
+    shape: DecoderShape,
+    hidden_NE: Tensor,
+    rope_ND: tuple[Tensor, Tensor],
+    attend: Attend,
+    visual: VisualResidual | None = None,
+) -> Tensor:
+    """Hidden states [N, E] after the final norm."""
+    for index, layer in enumerate(decoder.layers):
+        hidden_NE = run_layer(index, layer, shape, hidden_NE, rope_ND, attend)
+        if visual is not None:
+            hidden_NE = visual.add_to(hidden_NE, index)
+    return decoder.norm(hidden_NE)

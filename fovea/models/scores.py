@@ -1,0 +1,99 @@
+"""Log-probs and entropies of actions from hidden states, with as few passes over [actions, vocabulary] as can be.
+
+Axes: `A` actions, `E` width of the model, `W` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What the model says of each action of a row, in float32."""
+
+    logprobs_A: Tensor
+    entropies_A: Tensor
+
+
+def token_scores(
+    hidden_AE: Tensor, head_WE: Tensor, targets_A: Tensor, *, temperature: float, chunk_tokens: int
+) -> TokenScores:
+    """Scores at `temperature`; logits exist for `chunk_tokens` actions at a time.
+
+    With more than one chunk a chunk's probabilities are forgotten until the backward pass makes them again.
+    """
+    forget = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
+    chunks = [
+        _scores(hidden, head_WE, targets, temperature, forget)
+        for hidden, targets in zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
+    ]
+    logprobs, entropies = zip(*chunks, strict=True)
+    return TokenScores(logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies))
+
+
+def _scores(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, forget: bool) -> tuple[Tensor, Tensor]:
+    if forget:
+        scores: tuple[Tensor, Tensor] = checkpoint(
+            LogprobAndEntropy.apply, hidden, head, targets, temperature, use_reentrant=False
+        )
+        return scores
+    return LogprobAndEntropy.apply(hidden, head, targets, temperature)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class LogprobAndEntropy(torch.autograd.Function):
+    """log p(target) and H = -sum p log p for p = softmax(h W' / temperature).
+
+    With z the scaled logits: d log p(t) / dz = onehot(t) - p and dH / dz = -p (log p + H). Only p is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_AE: Tensor, head_WE: Tensor, targets_A: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logits_AW = (hidden_AE @ head_WE.t()).float()
+        if temperature != 1:
+            logits_AW /= temperature
+        probs_AW = logits_AW.softmax(-1)
+        # the largest probability is at least 1 / W: its logarithm is exact, however small the target's is
+        lse_A = logits_AW.amax(-1) - probs_AW.amax(-1).log()
+        ctx.save_for_backward(hidden_AE, head_WE, targets_A, probs_AW)
+        ctx.temperature = temperature
+        entropies_A = lse_A - torch.linalg.vecdot(probs_AW, logits_AW)
+        ctx.entropies_A = entropies_A
+        # None, not zeros, for an output that no loss used
+        ctx.set_materialize_grads(False)
+        return logits_AW.gather(1, targets_A[:, None])[:, 0] - lse_A, entropies_A
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_AE, head_WE, targets_A, probs_AW = ctx.saved_tensors
+        of_logits_AW = _gradient_of_logits(probs_AW, targets_A, ctx.entropies_A, *gradients)
+        if ctx.temperature != 1:
+            of_logits_AW /= ctx.temperature
+        of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
+        of_hidden = of_logits_AW @ head_WE if ctx.needs_input_grad[0] else None
+        of_head = of_logits_AW.t() @ hidden_AE if ctx.needs_input_grad[1] else None
+        return of_hidden, of_head, None, None
+
+
+def _gradient_of_logits(
+    probs_AW: Tensor,
+    targets_A: Tensor,
+    entropies_A: Tensor,
+    of_logprobs_A: Tensor | None,
+    of_entropies_A: Tensor | None,
+) -> Tensor:
+    out = torch.zeros_like(probs_AW) if of_logprobs_A is None else probs_AW * -of_logprobs_A[:, None]
+    if of_logprobs_A is not None:
+        out.scatter_add_(1, targets_A[:, None], of_logprobs_A[:, None])
+    if of_entropies_A is not None:
+        # xlogy: 0 log 0 is 0
+        inner = torch.xlogy(probs_AW, probs_AW).addcmul_(probs_AW, entropies_A[:, None])
+        out.addcmul_(inner, of_entropies_A[:, None], value=-1)
+    return out

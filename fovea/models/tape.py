@@ -1,0 +1,117 @@
+"""What the decoder's linear layers gave for every token of a rollout, so that the update need not compute it again.
+
+While the weights are those of the rollout, a token's linear outputs are the same in the update: its forward pass looks
+them up (`models.linears`) and only norms, rotations, attention and the head are computed. Exact up to the rounding of
+matrix products of another shape; `train.plain_update_every_steps` keeps comparing with the plain pass.
+
+Axes: `N` tokens; a place is a token's row on the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fovea.models.image_features import ImageFeatures
+
+
+class Tape:
+    """One block [capacity, width] per group of linear layers, written by the engine, read by the trainer."""
+
+    def __init__(self, widths: Sequence[Sequence[int]], max_bytes: float, dtype: torch.dtype) -> None:
+        """`widths`: for each decoder layer, those of its groups of linear layers."""
+        token_bytes = sum(map(sum, widths)) * dtype.itemsize
+        self.capacity_tokens = int(max_bytes // token_bytes)
+        # never touched, never in memory: pages come with the first write
+        self._blocks = [[torch.empty(self.capacity_tokens, width, dtype=dtype) for width in layer] for layer in widths]
+        self._reserved = 0
+        self._used = 0
+        self._pass = slice(0, 0)
+        self.rollout = 0
+        """Counts rollouts: a trace of an earlier one has been overwritten."""
+
+    def layer(self, index: int) -> list[TapeColumn]:
+        """For the linear layers of one decoder layer to write to."""
+        return [TapeColumn(self, index, place) for place in range(len(self._blocks[index]))]
+
+    def restart(self) -> None:
+        """New weights: forget everything."""
+        self._reserved = self._used = 0
+        self.rollout += 1
+
+    def reserve(self, tokens: int) -> bool:
+        """Whether this many more will fit; they are then kept free."""
+        if self._reserved + tokens > self.capacity_tokens:
+            return False
+        self._reserved += tokens
+        return True
+
+    @contextmanager
+    def recording(self, tokens: int) -> Iterator[int]:
+        """What the linear layers are asked inside stays on the tape; yields the place of the first token."""
+        start = self._used
+        self._used += tokens
+        self._pass = slice(start, self._used)
+        try:
+            yield start
+        finally:
+            self._pass = slice(0, 0)
+
+    def rows(self, layer: int, place: int, tokens: int) -> Tensor | None:
+        """Where the outputs of this pass go; None when it is not recorded."""
+        if self._pass.start == self._pass.stop:
+            return None
+        rows = self._blocks[layer][place][self._pass]
+        assert len(rows) == tokens, f"a pass of {tokens} tokens on {len(rows)} places"
+        return rows
+
+    def read(self, layer: int, place: int, places_N: Tensor) -> Tensor:
+        """Outputs [N, width] of these tokens."""
+        return self._blocks[layer][place].index_select(0, places_N)
+
+
+@dataclass(frozen=True, slots=True)
+class TapeColumn:
+    """Where one group of linear layers writes."""
+
+    tape: Tape
+    layer: int
+    place: int
+
+    def rows(self, tokens: int) -> Tensor | None:
+        return self.tape.rows(self.layer, self.place, tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """What the engine kept of one completion's forward pass."""
+
+    tape: Tape
+    rollout: int
+    prompt_places_L: NDArray[np.int64]
+    places_T: NDArray[np.int64]
+    """One fewer than tokens: the last is never fed back."""
+    features: Mapping[str, ImageFeatures] = field(default_factory=dict)
+    """By image key, with the graph of the vision tower; empty where the tower is frozen."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether the tape still holds it."""
+        return self.rollout == self.tape.rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """What is known of a row before its forward pass."""
+
+    tape: Tape
+    places_N: Tensor
+
+    def outputs(self, layer: int, place: int) -> Tensor:
+        return self.tape.read(layer, place, self.places_N)
