@@ -42,9 +42,13 @@ class SharedPrefixLayout:
 
 
 def shared_prefix_layout(
-    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]]
+    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], padding_tokens: int = 0
 ) -> SharedPrefixLayout:
-    """The layout of a row that holds, for each prompt, its tokens and those of its completions."""
+    """The layout of a row that holds, for each prompt, its tokens and those of its completions.
+
+    Padding at the end of the row is in neither block: it costs no attention, nobody attends to it, and it is given
+    what the first token of the row got.
+    """
     prompt_P = torch.tensor(prompt_lengths)
     completion_R = torch.tensor([n for lengths in completion_lengths for n in lengths], dtype=torch.long)
     prompt_of_R = torch.repeat_interleave(torch.tensor([len(lengths) for lengths in completion_lengths]))
@@ -59,12 +63,13 @@ def shared_prefix_layout(
         ],
         dim=-1,
     )
+    return_index_N = _return_index(prompt_index_PL, prompt_valid_PL, completion_index_RT, completion_valid_RT)
     return SharedPrefixLayout(
         prompt_index_PL=prompt_index_PL,
         completion_index_RT=completion_index_RT,
         key_index_RK=torch.cat([prompt_index_PL[prompt_of_R], completion_index_RT], dim=1),
         key_mask_R1TK=key_mask_RTK[:, None],
-        return_index_N=_return_index(prompt_index_PL, prompt_valid_PL, completion_index_RT, completion_valid_RT),
+        return_index_N=torch.cat([return_index_N, return_index_N[:1].expand(padding_tokens)]),
     )
 
 

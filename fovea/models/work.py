@@ -104,10 +104,10 @@ def _weights_per_patch(vision: Any, width: int) -> float:
     merged = width * vision.spatial_merge_size**2
     out_width = getattr(vision, "out_hidden_size", vision.hidden_size)
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
-    embedding = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
-    block = 4 * width**2 + _mlp_weights(vision, width)
-    merger = merged * (merged + out_width) / vision.spatial_merge_size**2
-    return embedding + vision.depth * block + mergers * merger
+    embedding: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
+    block: int = 4 * width**2 + _mlp_weights(vision, width)
+    merger: float = merged * (merged + out_width) / vision.spatial_merge_size**2
+    return embedding + int(vision.depth) * block + mergers * merger
 
 
 def _mlp_weights(vision: Any, width: int) -> int:
