@@ -32,6 +32,7 @@ from fovea.models.trainable import (
 from fovea.models.vlm import VLM
 from fovea.models.work import training_passes, work_of
 from fovea.packing import MicroBatch, micro_batches
+from fovea.samples import has_old_logprobs, with_old_logprobs
 from fovea.train.masters import MasterWeights
 from fovea.train.objective import as_metrics, objective
 from fovea.train.schedule import learning_rate
@@ -96,9 +97,15 @@ class TorchPolicy:
         norms: list[float] = []
         self._vlm.train()
         for _ in range(self._train.epochs):
+            logprobs: list[NDArray[np.float32]] = []
             for groups in _cut(batch.groups, self._train.minibatches):
                 normalizer = batch.normalizer_tokens * len(groups) / len(batch.groups)
-                norms.append(self._optimizer_step(groups, normalizer, sums))
+                norm, of_groups = self._optimizer_step(groups, normalizer, sums)
+                norms.append(norm)
+                logprobs += of_groups
+            if self._train.minibatches == 1 and not has_old_logprobs(batch):
+                # made before the only step so far: what later epochs call old
+                batch = with_old_logprobs(batch, logprobs)
         self._vlm.eval()
         self._steps += 1
         if not norms:
@@ -123,9 +130,12 @@ class TorchPolicy:
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference)
 
-    def _optimizer_step(self, groups: Sequence[SampleGroup], normalizer: float, sums: dict[str, float]) -> float:
-        """Gradient of these groups over all micro-batches, clipped; returns its norm before clipping."""
+    def _optimizer_step(
+        self, groups: Sequence[SampleGroup], normalizer: float, sums: dict[str, float]
+    ) -> tuple[float, list[NDArray[np.float32]]]:
+        """Gradient of these groups over all micro-batches, clipped; its norm before clipping, and the log-probs [T]."""
         self._optimizer.zero_grad(set_to_none=True)
+        scored: list[tuple[MicroBatch, Tensor]] = []
         for micro in self._micro_batches(groups):
             scores = self._vlm(
                 micro.row,
@@ -135,6 +145,7 @@ class TorchPolicy:
             )
             loss, micro_sums = objective(scores, micro, self._algorithm)
             (loss / normalizer).backward()
+            scored.append((micro, scores.logprobs_A.detach()))
             for key, value in micro_sums.items():
                 sums[key] += float(value)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._train.max_grad_norm)
@@ -146,7 +157,7 @@ class TorchPolicy:
         self._masters.take_gradients()
         self._optimizer.step()
         self._masters.write_back()
-        return float(norm)
+        return float(norm), _in_batch_order(scored)
 
     def _micro_batches(self, groups: Sequence[SampleGroup]) -> list[MicroBatch]:
         """The groups in packed rows; how they are cut changes no gradient."""
@@ -193,7 +204,7 @@ def _in_batch_order(scored: Iterable[tuple[MicroBatch, Tensor]]) -> list[NDArray
     """Log-probs [T] of each sample, whichever row it was in."""
     values: dict[int, Tensor] = {}
     for micro, logprobs_A in scored:
-        values |= zip(micro.sample_numbers, logprobs_A.detach().cpu().split(micro.lengths), strict=True)
+        values |= zip(micro.sample_numbers, logprobs_A.cpu().split(micro.lengths), strict=True)
     return [values[number].numpy() for number in range(len(values))]
 
 
