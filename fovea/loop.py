@@ -59,9 +59,12 @@ def groups_without_signal_kept(run: Run) -> int:
 
 
 def add_logprobs(run: Run, batch: Batch) -> Batch:
-    """Only what the update cannot make itself: a single optimizer step is on-policy, KL 0 needs no reference."""
+    """Only what the update cannot make itself: its first optimizer step is on-policy, KL 0 needs no reference.
+
+    With one step per epoch the first epoch sees every sample before any step, and its log-probs serve the later ones.
+    """
     settings = run.config
-    if settings.train.epochs * settings.train.minibatches > 1:
+    if settings.train.minibatches > 1:
         batch = with_old_logprobs(batch, run.policy.logprobs(batch))
     if settings.algorithm.kl_coef > 0:
         batch = with_reference_logprobs(batch, run.policy.reference_logprobs(batch))

@@ -1,4 +1,4 @@
-"""From samples to packed rows under a token budget; the split never changes the gradient.
+"""From samples to packed rows; which samples share a row is for `fovea.cutting` to say.
 
 Axes: `N` tokens of a row, `A` actions of a row, `L` tokens of a prompt, `T` tokens of a completion.
 """
@@ -6,17 +6,17 @@ Axes: `N` tokens of a row, `A` actions of a row, `L` tokens of a prompt, `T` tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.errors import TrainError
+from fovea.cutting import Row
 from fovea.models.layout import shared_prefix_layout
 from fovea.models.row import PackedRow
-from fovea.types import Prompt, Sample, SampleGroup
+from fovea.types import Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,69 +29,45 @@ class MicroBatch:
     old_logprobs_A: Tensor | None
     reference_logprobs_A: Tensor | None
     lengths: tuple[int, ...]
-    """Actions of each sample, in the order of the groups."""
+    """Actions of each sample, in the order of the row."""
+    sample_numbers: tuple[int, ...]
+    """Where each of these samples stands in the batch."""
 
 
-def micro_batches(groups: Sequence[SampleGroup], max_tokens: int, device: torch.device) -> list[MicroBatch]:
-    """Pack groups in their order, as many per row as `max_tokens` allows; a larger group is split by samples."""
-    parts = [part for group in groups for part in _split(group, max_tokens)]
-    rows: list[list[SampleGroup]] = []
-    free = 0
-    for part in parts:
-        size = num_tokens(part)
-        if not rows or size > free:
-            rows.append([])
-            free = max_tokens
-        rows[-1].append(part)
-        free -= size
-    return [_pack(row, device) for row in rows]
+def micro_batches(rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None) -> list[MicroBatch]:
+    """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`."""
+    return [_pack(row, device, padded_tokens) for row in rows]
 
 
-def num_tokens(group: SampleGroup) -> int:
-    """Tokens of a group in a row: the prompt once, and each completion without its last token."""
-    return group.prompt.num_tokens + sum(len(sample.token_ids_T) - 1 for sample in group.samples)
-
-
-def _split(group: SampleGroup, max_tokens: int) -> list[SampleGroup]:
-    """The group itself, or parts of it that fit, each with the prompt repeated."""
-    parts: list[list[Sample]] = [[]]
-    size = group.prompt.num_tokens
-    for sample in group.samples:
-        tokens = len(sample.token_ids_T) - 1
-        if group.prompt.num_tokens + tokens > max_tokens:
-            raise TrainError(
-                f"a prompt of {group.prompt.num_tokens} tokens with a completion of {tokens + 1} does not fit "
-                f"train.max_tokens_per_microbatch={max_tokens}; set it to at least "
-                f"{group.prompt.num_tokens + tokens}, or lower rollout.max_new_tokens"
-            )
-        if parts[-1] and size + tokens > max_tokens:
-            parts.append([])
-            size = group.prompt.num_tokens
-        parts[-1].append(sample)
-        size += tokens
-    return [replace(group, samples=tuple(part)) for part in parts]
-
-
-def _pack(groups: Sequence[SampleGroup], device: torch.device) -> MicroBatch:
+def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
+    groups = [part.group for part in parts]
     samples = [sample for group in groups for sample in group.samples]
     return MicroBatch(
         row=pack_row(
             [group.prompt for group in groups],
             [[sample.token_ids_T for sample in group.samples] for group in groups],
             device,
+            padded_tokens,
         ),
         rollout_logprobs_A=_joined(samples, lambda sample: sample.rollout_logprobs_T, device),
         advantages_A=_joined(samples, lambda sample: sample.advantages_T, device),
         old_logprobs_A=_joined_if_present(samples, lambda sample: sample.old_logprobs_T, device),
         reference_logprobs_A=_joined_if_present(samples, lambda sample: sample.reference_logprobs_T, device),
         lengths=tuple(len(sample.token_ids_T) for sample in samples),
+        sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
     )
 
 
 def pack_row(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[NDArray[np.int64]]], device: torch.device
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[NDArray[np.int64]]],
+    device: torch.device,
+    padded_tokens: int | None = None,
 ) -> PackedRow:
-    """The row of these prompts, each followed by its completions."""
+    """The row of these prompts, each followed by its completions; padded to a fixed length if one is given.
+
+    Padding is copies of the row's first token, in prompts of their own that nothing reads.
+    """
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
     hidden_index: list[NDArray[np.int64]] = []
@@ -107,9 +83,14 @@ def pack_row(
             positions.append(np.broadcast_to(prompt.next_position + np.arange(length), (3, length)))
             hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)]))
             start += length
+    padding = 0 if padded_tokens is None else padded_tokens - start
+    assert padding >= 0, f"a row of {start} tokens is to be padded to {padded_tokens}"
+    tokens.append(np.repeat(tokens[0][:1], padding))
+    positions.append(np.repeat(positions[0][:, :1], padding, axis=1))
+    fillers = _pieces(padding, longest=max(prompt.num_tokens for prompt in prompts))
     layout = shared_prefix_layout(
-        [prompt.num_tokens for prompt in prompts],
-        [[len(answer) - 1 for answer in answers] for answers in completions],
+        [*(prompt.num_tokens for prompt in prompts), *fillers],
+        [*([len(answer) - 1 for answer in answers] for answers in completions), *([] for _ in fillers)],
     )
     return PackedRow(
         token_ids_N=_tensor(np.concatenate(tokens), device),
@@ -119,6 +100,11 @@ def pack_row(
         hidden_index_A=_tensor(np.concatenate(hidden_index), device),
         target_ids_A=_tensor(np.concatenate([answer for answers in completions for answer in answers]), device),
     )
+
+
+def _pieces(total: int, longest: int) -> list[int]:
+    """No filler is longer than the longest prompt, to which attention pads all."""
+    return [longest] * (total // longest) + [total % longest] * (total % longest > 0)
 
 
 Field = Callable[[Sample], "NDArray[np.float32] | None"]

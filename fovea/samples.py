@@ -61,6 +61,11 @@ def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> 
     return _replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=next(values)))
 
 
+def has_old_logprobs(batch: Batch) -> bool:
+    """Whether the samples bring log-probs from before the update."""
+    return any(sample.old_logprobs_T is not None for group in batch.groups for sample in group.samples)
+
+
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
     """The batch with the reference model's log-probs, one array [T] per sample in order."""
     values = iter(logprobs)

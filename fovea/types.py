@@ -163,7 +163,7 @@ class Sample:
     rollout_logprobs_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]
     old_logprobs_T: NDArray[np.float32] | None = None
-    """The trainer's before the update; None when the update is on-policy and makes its own."""
+    """The trainer's before the update; None when the first epoch of the update, which is on-policy, makes them."""
     reference_logprobs_T: NDArray[np.float32] | None = None
     """None when the KL coefficient is 0."""
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = [
     {"types", "config", "config_io", "errors"},
     {"algorithms", "data", "models"},
-    {"environments", "samples", "packing", "prompts"},
+    {"environments", "samples", "cutting", "packing", "prompts"},
     {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink"},
     {"evaluate", "warmup", "run", "stages", "loop"},
     {"build", "cli", "__main__"},

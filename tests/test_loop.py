@@ -73,9 +73,13 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
 def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
     on_policy = bandit_run(tmp_path / "a", max_steps=1)
     train(on_policy)
-    off_policy = bandit_run(tmp_path / "b", max_steps=1, train={"epochs": 2}, algorithm={"kl_coef": 0.1})
+    epochs = bandit_run(tmp_path / "e", max_steps=1, train={"epochs": 2})
+    train(epochs)
+    off_policy = bandit_run(tmp_path / "b", max_steps=1, train={"minibatches": 2}, algorithm={"kl_coef": 0.1})
     train(off_policy)
     (first,), (second,) = on_policy.policy.batches, off_policy.policy.batches  # type: ignore[attr-defined]
+    (of_epochs,) = epochs.policy.batches  # type: ignore[attr-defined]
+    assert all(s.old_logprobs_T is None for group in of_epochs.groups for s in group.samples), "the first epoch's own"
     for group in first.groups:
         assert all(s.old_logprobs_T is None and s.reference_logprobs_T is None for s in group.samples)
     for group in second.groups:

@@ -78,15 +78,21 @@ def _completion_block(
     attend: Attention, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout
 ) -> Tensor:
     """Attention of completions to their prompt and themselves, [R, T, H, D]."""
-    index_RT = layout.completion_index_PGT.flatten(0, 1)
-    prompt_of_R = torch.arange(len(layout.prompt_index_PL)).repeat_interleave(layout.completion_index_PGT.shape[1])
-    index_RK = torch.cat([layout.prompt_index_PL[prompt_of_R], index_RT], dim=1)
-    causal_TT = torch.ones(2 * index_RT.shape[1:], dtype=torch.bool, device=index_RT.device).tril()
-    to_prompt_RTL = layout.prompt_valid_PL[prompt_of_R, None].expand(-1, len(causal_TT), -1)
-    mask_R1TK = torch.cat([to_prompt_RTL, causal_TT.expand(len(index_RT), -1, -1)], dim=-1)[:, None]
-    q = _gather(query, index_RT)
+    index_RK, mask_R1TK = completion_keys(layout)
+    q = _gather(query, layout.completion_index_PGT.flatten(0, 1))
     k, v = (_gather(x, index_RK) for x in (key, value))
     return attend(q, *_repeat_heads(q, k, v), attn_mask=mask_R1TK).transpose(1, 2)
+
+
+def completion_keys(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+    """Row index [R, K] of the keys of each completion, its prompt's and its own, and where it may look [R, 1, T, K]."""
+    index_RT = layout.completion_index_PGT.flatten(0, 1)
+    prompts, largest = layout.completion_index_PGT.shape[:2]
+    prompt_of_R = torch.arange(prompts, device=index_RT.device).repeat_interleave(largest)
+    causal_TT = torch.ones(2 * index_RT.shape[1:], dtype=torch.bool, device=index_RT.device).tril()
+    to_prompt_RTL = layout.prompt_valid_PL[prompt_of_R, None].expand(-1, len(causal_TT), -1)
+    mask_RTK = torch.cat([to_prompt_RTL, causal_TT.expand(len(index_RT), -1, -1)], dim=-1)
+    return torch.cat([layout.prompt_index_PL[prompt_of_R], index_RT], dim=1), mask_RTK[:, None]
 
 
 def _gather(x_NHD: Tensor, index_XY: Tensor) -> Tensor:

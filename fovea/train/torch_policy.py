@@ -9,7 +9,7 @@ Axes: `A` actions of a micro-batch, `T` tokens of a completion.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.config import Algorithm, Train
+from fovea.cutting import Cost, cut_by_cost, cut_by_count
 from fovea.errors import TrainError
+from fovea.models.parts import config_of, vision_tower
 from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
@@ -28,7 +30,9 @@ from fovea.models.trainable import (
     trainable_parameters,
 )
 from fovea.models.vlm import VLM
+from fovea.models.work import training_passes, work_of
 from fovea.packing import MicroBatch, micro_batches
+from fovea.samples import has_old_logprobs, with_old_logprobs
 from fovea.train.masters import MasterWeights
 from fovea.train.objective import as_metrics, objective
 from fovea.train.schedule import learning_rate
@@ -60,6 +64,7 @@ class TorchPolicy:
         self._device = next(vlm.parameters()).device
         self._parameters = trainable_parameters(vlm)
         self._guard = FrozenGuard(vlm)
+        self._cost = _cost_of(vlm)
         self._masters = MasterWeights(self._parameters)
         self._optimizer = make_adamw(
             list(self._masters.by_name.values()), betas=train.betas, weight_decay=train.weight_decay
@@ -92,9 +97,15 @@ class TorchPolicy:
         norms: list[float] = []
         self._vlm.train()
         for _ in range(self._train.epochs):
+            logprobs: list[NDArray[np.float32]] = []
             for groups in _cut(batch.groups, self._train.minibatches):
                 normalizer = batch.normalizer_tokens * len(groups) / len(batch.groups)
-                norms.append(self._optimizer_step(groups, normalizer, sums))
+                norm, of_groups = self._optimizer_step(groups, normalizer, sums)
+                norms.append(norm)
+                logprobs += of_groups
+            if self._train.minibatches == 1 and not has_old_logprobs(batch):
+                # made before the only step so far: what later epochs call old
+                batch = with_old_logprobs(batch, logprobs)
         self._vlm.eval()
         self._steps += 1
         if not norms:
@@ -119,10 +130,13 @@ class TorchPolicy:
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference)
 
-    def _optimizer_step(self, groups: Sequence[SampleGroup], normalizer: float, sums: dict[str, float]) -> float:
-        """Gradient of these groups over all micro-batches, clipped; returns its norm before clipping."""
+    def _optimizer_step(
+        self, groups: Sequence[SampleGroup], normalizer: float, sums: dict[str, float]
+    ) -> tuple[float, list[NDArray[np.float32]]]:
+        """Gradient of these groups over all micro-batches, clipped; its norm before clipping, and the log-probs [T]."""
         self._optimizer.zero_grad(set_to_none=True)
-        for micro in micro_batches(groups, self._train.max_tokens_per_microbatch, self._device):
+        scored: list[tuple[MicroBatch, Tensor]] = []
+        for micro in self._micro_batches(groups):
             scores = self._vlm(
                 micro.row,
                 temperature=self._temperature,
@@ -130,6 +144,7 @@ class TorchPolicy:
             )
             loss, micro_sums = objective(scores, micro, self._algorithm)
             (loss / normalizer).backward()
+            scored.append((micro, scores.logprobs_A.detach()))
             for key, value in micro_sums.items():
                 sums[key] += float(value)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._train.max_grad_norm)
@@ -141,17 +156,27 @@ class TorchPolicy:
         self._masters.take_gradients()
         self._optimizer.step()
         self._masters.write_back()
-        return float(norm)
+        return float(norm), _in_batch_order(scored)
+
+    def _micro_batches(self, groups: Sequence[SampleGroup]) -> list[MicroBatch]:
+        """The groups in packed rows; how they are cut changes no gradient."""
+        train = self._train
+        max_tokens = train.max_tokens_per_microbatch
+        fixed_tokens = None if train.variable_seq_lengths else max_tokens
+        if train.enable_dynamic_batch_size:
+            rows = cut_by_cost(groups, self._cost, max_tokens)
+        else:
+            rows = cut_by_count(groups, train.groups_per_microbatch, fixed_tokens)
+        return micro_batches(rows, self._device, fixed_tokens)
 
     @torch.no_grad()
     def _score(self, vlm: VLM, batch: Batch) -> list[NDArray[np.float32]]:
-        micros = micro_batches(batch.groups, self._train.max_tokens_per_microbatch, self._device)
-        return [values for micro in micros for values in self._score_micro(vlm, micro)]
-
-    def _score_micro(self, vlm: VLM, micro: MicroBatch) -> list[NDArray[np.float32]]:
-        scores = vlm(micro.row, temperature=self._temperature, chunk_tokens=self._train.logprob_chunk_tokens)
-        values: Tensor = scores.logprobs_A.cpu()
-        return [x.numpy() for x in values.split(micro.lengths)]
+        train = self._train
+        micros = self._micro_batches(batch.groups)
+        return _in_batch_order(
+            (micro, vlm(micro.row, temperature=self._temperature, chunk_tokens=train.logprob_chunk_tokens).logprobs_A)
+            for micro in micros
+        )
 
     def _set_learning_rate(self) -> float:
         train = self._train
@@ -165,6 +190,21 @@ class TorchPolicy:
         )
         set_learning_rate(self._optimizer, rate)
         return rate
+
+
+def _cost_of(vlm: VLM) -> Cost:
+    """A training pass of this model. The features of a frozen vision tower are taken to be cached."""
+    trains_vision = any(parameter.requires_grad for parameter in vision_tower(vlm.network).parameters())
+    passes = training_passes(lora=bool(lora_layers(vlm)), trains_vision=trains_vision, features_cached=True)
+    return Cost(work=work_of(config_of(vlm.network)), passes=passes)
+
+
+def _in_batch_order(scored: Iterable[tuple[MicroBatch, Tensor]]) -> list[NDArray[np.float32]]:
+    """Log-probs [T] of each sample, whichever row it was in."""
+    values: dict[int, Tensor] = {}
+    for micro, logprobs_A in scored:
+        values |= zip(micro.sample_numbers, logprobs_A.cpu().split(micro.lengths), strict=True)
+    return [values[number].numpy() for number in range(len(values))]
 
 
 def make_adamw(parameters: Sequence[Tensor], *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:

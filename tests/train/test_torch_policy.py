@@ -18,35 +18,12 @@ from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_para
 from fovea.models.vlm import VLM
 from fovea.train.schedule import learning_rate
 from fovea.train.torch_policy import TorchPolicy
-from fovea.types import Batch, Sample, SampleGroup
+from fovea.types import Batch
+from tests.policies import make_batch, make_policy
 from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs
-from tests.tiny_models import FAMILIES, mixed_prompts, random_completions, tiny
+from tests.tiny_models import FAMILIES, tiny
 
 GRADIENT_TOLERANCE = 1e-5
-LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
-NO_CLIPPING = 1e9
-
-
-def make_policy(parts: ModelParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
-    settings = Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **train})
-    return TorchPolicy(VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10)
-
-
-def make_batch(parts: ModelParts, seed: int = 0, normalizer_tokens: int = 60) -> Batch:
-    rng = np.random.default_rng(seed)
-    groups = [
-        SampleGroup(prompt=prompt, samples=tuple(_sample(ids, rng) for ids in completions))
-        for prompt, completions in zip(mixed_prompts(parts), random_completions(LENGTHS, seed), strict=True)
-    ]
-    return Batch(groups=tuple(groups), normalizer_tokens=normalizer_tokens)
-
-
-def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
-    return Sample(
-        token_ids_T=ids,
-        rollout_logprobs_T=np.full(len(ids), -5.0, dtype=np.float32),
-        advantages_T=np.full(len(ids), rng.normal(), dtype=np.float32),
-    )
 
 
 def gradient_of(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
@@ -70,16 +47,31 @@ def test_gradient_is_that_of_the_written_out_loss(parts: ModelParts) -> None:
     assert largest_relative_difference(expected, gradient_of(make_policy(parts), batch)) < GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("budget_tokens", [100, 75, 79])
-def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(budget_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "num_rows"),
+    [
+        ({"max_tokens_per_microbatch": 300}, 2),
+        ({"max_tokens_per_microbatch": 100}, 3),
+        ({"max_tokens_per_microbatch": 75}, 5),
+        ({"max_tokens_per_microbatch": 100, "variable_seq_lengths": False}, 3),
+        ({"max_tokens_per_microbatch": 75, "variable_seq_lengths": False}, 5),
+        ({"enable_dynamic_batch_size": False}, 3),
+        ({"enable_dynamic_batch_size": False, "groups_per_microbatch": 2}, 2),
+        ({"enable_dynamic_batch_size": False, "groups_per_microbatch": 3, "variable_seq_lengths": False}, 1),
+    ],
+    ids=str,
+)
+def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
+    settings: dict[str, object], num_rows: int
+) -> None:
     """75 tokens split the largest group itself, its prompt repeated."""
     results = []
-    for budget in (10_000, budget_tokens):
+    for cut in ({"max_tokens_per_microbatch": 10_000}, settings):
         parts = tiny("qwen3_vl")
-        policy = make_policy(
-            parts, max_tokens_per_microbatch=budget, algorithm=Algorithm(entropy_coef=0.1, clip_high=0.3)
-        )
+        policy = make_policy(parts, algorithm=Algorithm(entropy_coef=0.1, clip_high=0.3), **cut)
         batch = make_batch(parts)
+        rows = len(policy._micro_batches(batch.groups))
+        assert rows == (num_rows if cut is settings else 1)
         results.append((gradient_of(policy, batch), policy.update(batch)))
     (whole, whole_metrics), (split, split_metrics) = results
     assert largest_relative_difference(whole, split) < GRADIENT_TOLERANCE
@@ -115,13 +107,41 @@ def test_a_completion_that_no_budget_holds_says_what_to_change() -> None:
         make_policy(parts, max_tokens_per_microbatch=20).update(make_batch(parts))
 
 
-def test_logprobs_come_in_the_order_of_the_batch_under_any_split(parts: ModelParts) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_tokens_per_microbatch": 80},
+        {"max_tokens_per_microbatch": 300},
+        {"max_tokens_per_microbatch": 80, "variable_seq_lengths": False},
+        {"enable_dynamic_batch_size": False, "groups_per_microbatch": 2},
+    ],
+    ids=str,
+)
+def test_logprobs_come_in_the_order_of_the_batch_under_any_split(
+    parts: ModelParts, settings: dict[str, object]
+) -> None:
     batch = make_batch(parts)
-    values = make_policy(parts, max_tokens_per_microbatch=80).logprobs(batch)
+    values = make_policy(parts, **settings).logprobs(batch)
     samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
     for (prompt, sample), logprobs in zip(samples, values, strict=True):
         expected = reference_logprobs(parts, prompt, sample.token_ids_T, temperature=0.9).detach()
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_rows_are_filled_out_of_order_where_that_evens_them_out() -> None:
+    """The second group costs most: it comes alone, and the first and third share a row."""
+    parts = tiny("qwen3_vl")
+    policy, batch = make_policy(parts, max_tokens_per_microbatch=300), make_batch(parts)
+    assert [micro.sample_numbers for micro in policy._micro_batches(batch.groups)] == [(0, 1, 2, 6, 7, 8), (3, 4, 5)]
+
+
+def test_a_frozen_tower_makes_images_free() -> None:
+    parts = tiny("qwen3_vl")
+    group = make_batch(parts).groups[0]
+    trained = make_policy(parts)._cost.of(group)
+    choose_trainable(parts.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
+    frozen = make_policy(parts)._cost
+    assert frozen.of(group) == frozen.of(replace(group, prompt=replace(group.prompt, images=()))) < trained
 
 
 def test_first_of_several_epochs_uses_the_given_old_logprobs() -> None:

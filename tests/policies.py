@@ -1,0 +1,37 @@
+"""A trainer over a tiny model, and batches for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fovea.config import Algorithm, Train
+from fovea.models.parts import ModelParts
+from fovea.models.vlm import VLM
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Batch, Sample, SampleGroup
+from tests.tiny_models import mixed_prompts, random_completions
+
+LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
+NO_CLIPPING = 1e9
+
+
+def make_policy(parts: ModelParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
+    settings = Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **train})
+    return TorchPolicy(VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10)
+
+
+def make_batch(parts: ModelParts, seed: int = 0, normalizer_tokens: int = 60) -> Batch:
+    rng = np.random.default_rng(seed)
+    groups = [
+        SampleGroup(prompt=prompt, samples=tuple(_sample(ids, rng) for ids in completions))
+        for prompt, completions in zip(mixed_prompts(parts), random_completions(LENGTHS, seed), strict=True)
+    ]
+    return Batch(groups=tuple(groups), normalizer_tokens=normalizer_tokens)
+
+
+def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
+    return Sample(
+        token_ids_T=ids,
+        rollout_logprobs_T=np.full(len(ids), -5.0, dtype=np.float32),
+        advantages_T=np.full(len(ids), rng.normal(), dtype=np.float32),
+    )

@@ -1,0 +1,68 @@
+"""Old log-probs of later epochs: those of the first one, without a pass of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fovea.config import Algorithm
+from fovea.samples import with_old_logprobs
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Batch, Metrics
+from tests.policies import make_batch, make_policy
+from tests.tiny_models import tiny
+
+EPOCHS = {"epochs": 3, "lr_warmup_steps": 0, "max_tokens_per_microbatch": 300}
+
+
+def weights_of(policy: TorchPolicy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy._vlm.parameters()])
+
+
+def count_passes(policy: TorchPolicy) -> list[int]:
+    """Grows by one with every forward pass of the model."""
+    passes: list[int] = []
+    policy._vlm.register_forward_pre_hook(lambda *_: passes.append(1))
+    return passes
+
+
+def update(with_pass: bool, algorithm: Algorithm, **train: object) -> tuple[torch.Tensor, Metrics, int]:
+    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, **{**EPOCHS, **train})
+    batch = make_batch(tiny("qwen3_vl"))
+    passes = count_passes(policy)
+    if with_pass:
+        batch = with_old_logprobs(batch, policy.logprobs(batch))
+    metrics = policy.update(batch)
+    return weights_of(policy), metrics, len(passes)
+
+
+@pytest.mark.parametrize("clip", [0.2, 0.001])
+def test_the_first_epoch_stands_in_for_a_pass_of_its_own(clip: float) -> None:
+    """Also where later epochs clip, which the old log-probs decide."""
+    algorithm = Algorithm(clip_low=clip, clip_high=clip)
+    weights, metrics, passes = update(False, algorithm)
+    expected_weights, expected_metrics, expected_passes = update(True, algorithm)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
+    assert metrics == pytest.approx(expected_metrics, abs=1e-6, rel=1e-5)
+    assert metrics["clip_frac/low"] + metrics["clip_frac/high"] > 0
+    rows = 2
+    assert (passes, expected_passes) == (3 * rows, 4 * rows)
+
+
+def test_later_epochs_are_off_policy() -> None:
+    """Each epoch its own old policy would leave every ratio at 1."""
+    _, metrics, _ = update(False, Algorithm())
+    assert abs(metrics["ratio_mean"] - 1) > 1e-4
+
+
+def test_the_batch_that_was_handed_in_stays_as_it_was() -> None:
+    policy, batch = make_policy(tiny("qwen3_vl"), **EPOCHS), make_batch(tiny("qwen3_vl"))
+    policy.update(batch)
+    assert all(sample.old_logprobs_T is None for group in batch.groups for sample in group.samples)
+
+
+def test_a_batch_without_groups_takes_no_epoch() -> None:
+    empty: Batch = replace(make_batch(tiny("qwen3_vl")), groups=())
+    assert make_policy(tiny("qwen3_vl"), **EPOCHS).update(empty)["actions_trained"] == 0
