@@ -28,6 +28,7 @@ from fovea.models.features import FeatureCache
 from fovea.models.load import DTYPES, load_pretrained, pick_device
 from fovea.models.parts import ModelParts
 from fovea.models.render import Renderer
+from fovea.models.tape import Tape
 from fovea.models.tiny import make_tiny
 from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
 from fovea.models.vlm import VLM
@@ -62,7 +63,9 @@ def build(config: Config) -> Run:
     opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     sources = make_sources(config, environment, renderer, folder)
-    engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens)
+    engine = EmbeddedEngine(
+        vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens, tape=make_tape(vlm, config)
+    )
     return Run(
         config=config,
         folder=folder,
@@ -124,6 +127,14 @@ def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> l
             continue  # counted when the run comes to it
         texts += [task.question, environment.target(task)]
     return texts
+
+
+def make_tape(vlm: VLM, config: Config) -> Tape | None:
+    """Memory for what the update can take over from the rollout; None where it is not wanted."""
+    device = next(vlm.parameters()).device
+    if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
+        return None
+    return Tape(vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype)
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:

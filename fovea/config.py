@@ -222,6 +222,9 @@ class Rollout(Section):
     """Strings that end a completion, besides the model's own end token."""
     max_batch_tokens: PositiveInt = 65_536
     """Key-value cache of the embedded engine: prompts once, plus max_new_tokens of each running completion."""
+    reuse_gib: NonNegativeFloat = 2.0
+    """Memory (CPU) for what the rollout computes and the first update after it needs again: the outputs of linear layers
+    and the graph of the vision tower. 0: compute both twice. Off with gradient_checkpointing, which saves memory."""
 
 
 class Algorithm(Section):
@@ -277,6 +280,8 @@ class Train(Section):
     """false: pad every microbatch to max_tokens_per_microbatch tokens, for kernels that are compiled for one length."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Completion tokens whose logits exist at once."""
+    plain_update_every_steps: PositiveInt = 50
+    """How often an update reuses nothing of its rollout, so that rollout_train_* compares two separate computations."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
 

@@ -81,4 +81,5 @@ def sampling_of(run: Run) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         stop=rollout.stop,
+        trace=True,
     )

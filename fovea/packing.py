@@ -16,7 +16,7 @@ from torch import Tensor
 from fovea.cutting import Row
 from fovea.models.layout import shared_prefix_layout
 from fovea.models.row import PackedRow
-from fovea.types import Prompt, Sample
+from fovea.types import Prompt, Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class MicroBatch:
     """Actions of each sample, in the order of the row."""
     sample_numbers: tuple[int, ...]
     """Where each of these samples stands in the batch."""
+    groups: tuple[SampleGroup, ...]
+    """Or parts of groups, in the order of the row."""
 
 
 def micro_batches(rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None) -> list[MicroBatch]:
@@ -55,6 +57,7 @@ def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroB
         reference_logprobs_A=_joined_if_present(samples, lambda sample: sample.reference_logprobs_T, device),
         lengths=tuple(len(sample.token_ids_T) for sample in samples),
         sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
+        groups=tuple(groups),
     )
 
 

@@ -52,6 +52,7 @@ def _sample(episode: Episode, advantage: float) -> Sample:
         token_ids_T=completion.token_ids_T,
         rollout_logprobs_T=completion.logprobs_T,
         advantages_T=np.full(len(completion.token_ids_T), advantage, dtype=np.float32),
+        trace=completion.trace,
     )
 
 

@@ -102,6 +102,8 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+    trace: bool = False
+    """Keep what an update with the same weights can use again, if the engine can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,6 +118,8 @@ class Completion:
     finish: FinishReason
     version: int
     """Of the policy whose weights drew it."""
+    trace: object | None = None
+    """What the engine kept of the forward pass (`models.tape.Trace`), for nobody but the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,8 @@ class Sample:
     """The trainer's before the update; None when the first epoch of the update, which is on-policy, makes them."""
     reference_logprobs_T: NDArray[np.float32] | None = None
     """None when the KL coefficient is 0."""
+    trace: object | None = None
+    """As in `Completion`."""
 
     def __post_init__(self) -> None:
         arrays = (

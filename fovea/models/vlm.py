@@ -82,6 +82,19 @@ class VLM(nn.Module):
         """transformers' config of the language model."""
         return config_of(language_model(self.network))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype: torch.dtype = language_model(self.network).embed_tokens.weight.dtype
+        return dtype
+
+    @property
+    def linear_widths(self) -> list[list[int]]:
+        """For each decoder layer, the width of what its groups of linear layers give (`models.tape`)."""
+        text, shape = self.text_config, self._shape
+        heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        return [[heads, text.hidden_size, 2 * text.intermediate_size, text.hidden_size]] * shape.num_layers
+
     def rope(self, positions_3N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, head width] of M-RoPE positions, of the type of `like`."""
         cos, sin = language_model(self.network).get_submodule("rotary_emb")(like, positions_3N[:, None])

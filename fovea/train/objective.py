@@ -68,5 +68,6 @@ def as_metrics(sums: Mapping[str, float], normalizer_tokens: int) -> Metrics:
         "clip_frac/low": means.pop("clipped_low"),
         "clip_frac/high": means.pop("clipped_high"),
         "actions_trained": sums["actions"],
+        "reused_frac": means.pop("reused_actions", 0.0),
         **means,
     }

@@ -35,6 +35,7 @@ from fovea.packing import MicroBatch, micro_batches
 from fovea.samples import has_old_logprobs, with_old_logprobs
 from fovea.train.masters import MasterWeights
 from fovea.train.objective import as_metrics, objective
+from fovea.train.reuse import Reuse
 from fovea.train.schedule import learning_rate
 from fovea.train.state import load_reference, load_state, save_reference, save_state
 from fovea.types import Batch, Metrics, SampleGroup, Weights
@@ -70,9 +71,12 @@ class TorchPolicy:
             list(self._masters.by_name.values()), betas=train.betas, weight_decay=train.weight_decay
         )
         self._steps = 0
+        self._engine_has_these_weights = False
+        """What a rollout computed may be used again: nothing has changed since `weights` were handed out."""
 
     def start_here(self) -> None:
         """Take the current weights for the start of RL: float32 copies and reference follow them."""
+        self._engine_has_these_weights = False
         self._masters.read_again()
         if self._reference is not None:
             self._reference.load_state_dict(self._vlm.state_dict())
@@ -115,6 +119,7 @@ class TorchPolicy:
 
     def weights(self) -> Weights:
         """Current weights, adapters merged; a weight without an adapter is the parameter itself."""
+        self._engine_has_these_weights = True
         return merged_weights(self._vlm.network)
 
     def save(self, folder: Path) -> None:
@@ -125,6 +130,7 @@ class TorchPolicy:
             save_reference(folder, self._reference)
 
     def load(self, folder: Path) -> None:
+        self._engine_has_these_weights = False
         self._steps = load_state(folder, self._masters.by_name, self._optimizer)
         self._masters.write_back()
         if self._reference is not None:
@@ -136,9 +142,10 @@ class TorchPolicy:
         """Gradient of these groups over all micro-batches, clipped; its norm before clipping, and the log-probs [T]."""
         self._optimizer.zero_grad(set_to_none=True)
         scored: list[tuple[MicroBatch, Tensor]] = []
+        reuse = self._reuse(groups)
         for micro in self._micro_batches(groups):
             scores = self._vlm(
-                micro.row,
+                micro.row if reuse is None else reuse.row(micro),
                 temperature=self._temperature,
                 chunk_tokens=self._train.logprob_chunk_tokens,
             )
@@ -147,6 +154,9 @@ class TorchPolicy:
             scored.append((micro, scores.logprobs_A.detach()))
             for key, value in micro_sums.items():
                 sums[key] += float(value)
+        if reuse is not None:
+            reuse.finish()
+            sums["reused_actions"] += reuse.reused_actions
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._train.max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise TrainError(
@@ -154,9 +164,15 @@ class TorchPolicy:
                 "non-finite values in the model"
             )
         self._masters.take_gradients()
+        self._engine_has_these_weights = False
         self._optimizer.step()
         self._masters.write_back()
         return float(norm), _in_batch_order(scored)
+
+    def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
+        """What the rollout of these groups has left; None when that is stale, or when this step is to be a plain one."""
+        plain = self._steps % self._train.plain_update_every_steps == 0
+        return None if plain or not self._engine_has_these_weights else Reuse.of(groups)
 
     def _micro_batches(self, groups: Sequence[SampleGroup]) -> list[MicroBatch]:
         """The groups in packed rows; how they are cut changes no gradient."""

@@ -11,11 +11,14 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.decoder import decode, decoder_shape
+from fovea.models.tape import Tape, Trace
+from fovea.models.image_features import ImageFeatures
 from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import CacheAttention
@@ -30,8 +33,10 @@ from fovea.types import Completion, Prompt, Sampling, Weights
 class EmbeddedEngine:
     """Draws completions with the trainer's own tensors, in its process."""
 
-    def __init__(self, vlm: VLM, parts: ModelParts, *, max_batch_tokens: int) -> None:
+    def __init__(self, vlm: VLM, parts: ModelParts, *, max_batch_tokens: int, tape: Tape | None = None) -> None:
         self._vlm = vlm
+        self._tape = tape
+        self._graphs: dict[int, dict[str, ImageFeatures]] = {}
         self._max_batch_tokens = max_batch_tokens
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(parts.tokenizer, stop_token_ids(parts))
@@ -70,8 +75,10 @@ class EmbeddedEngine:
             for name, tensor in named.items():
                 if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
-        self._weights = text_weights(named, self._shape)
+        self._weights = text_weights(named, self._shape, self._tape)
         self._version = version
+        if self._tape is not None:
+            self._tape.restart()
 
     def sleep(self) -> None:
         """Nothing to give back: between calls of `generate` the engine holds no cache."""
@@ -128,8 +135,24 @@ class EmbeddedEngine:
     def _prefill(self, requests: Sequence[Request]) -> Groups:
         """Run each prompt once, and draw the first token of all its completions."""
         weights = self._loaded_weights()
-        last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests)
+        traced = self._tape is not None and all(r.sampling.trace for r in requests)
+        traced = traced and self._tape.reserve(sum(r.cache_tokens for r in requests))
+        self._recording = traced
+        graph = {}
+        if traced and any(p.requires_grad for p in self._vlm.network.get_submodule("model.visual").parameters()):
+            images = {image.key: image for r in requests for image in r.prompt.images}
+            with torch.enable_grad():
+                graph = dict(zip(images, self._vlm.encode(list(images.values()))))
+        lengths = [r.prompt.num_tokens for r in requests]
+        if traced:
+            with self._tape.recording(sum(lengths)) as start:
+                last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests, graph)
+        else:
+            last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests)
         groups = new_groups(requests, cache, self._device)
+        for r in requests: self._graphs[id(r)] = graph
+        if traced:
+            groups.first_place_P.copy_(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths) + start)
         self._draw(groups, weights.logits(last_hidden_PE).repeat_interleave(groups.size, 0))
         return groups
 
@@ -145,7 +168,13 @@ class EmbeddedEngine:
         hidden_BE = weights.embed[tokens_PG.flatten()]
         rope = self._vlm.rope(position_B.expand(3, -1), hidden_BE)
         attend = CacheAttention(groups.cache, self._shape.scale)
-        self._draw(groups, weights.logits(decode(weights.decoder, self._shape, hidden_BE, rope, attend)))
+        if self._recording:
+            with self._tape.recording(len(hidden_BE)) as start:
+                out = decode(weights.decoder, self._shape, hidden_BE, rope, attend)
+            groups.places_PGT[groups.rows_P, :, index_P] = (start + torch.arange(len(hidden_BE))).view(groups.running_PG.shape)
+        else:
+            out = decode(weights.decoder, self._shape, hidden_BE, rope, attend)
+        self._draw(groups, weights.logits(out))
 
     def _draw(self, groups: Groups, logits_BW: Tensor) -> None:
         """Draw and record the next token of every completion; note which ended."""
@@ -185,8 +214,12 @@ class EmbeddedEngine:
         lengths = groups.lengths_PG[row].tolist()
         stopped = groups.stopped_PG[row].tolist()
         tokens, logprobs = groups.tokens_PGT[row].cpu().numpy(), groups.logprobs_PGT[row].cpu().numpy()
+        first = int(groups.first_place_P[row])
+        places = groups.places_PGT[row].numpy()
+        prompt = first + np.arange(groups.requests[row].prompt.num_tokens)
         return [
             Completion(
+                trace=None if first < 0 else Trace(tape=self._tape, rollout=self._tape.rollout, prompt_places_L=prompt, places_T=places[column, :length-1].copy(), features=self._graphs[id(groups.requests[row])]),
                 token_ids_T=tokens[column, :length].copy(),
                 logprobs_T=logprobs[column, :length].copy(),
                 text=self._text.decode(tokens[column, :length].tolist(), stop),

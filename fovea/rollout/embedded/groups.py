@@ -50,6 +50,9 @@ class Groups:
     """max_new_tokens"""
     settings: RowSettings
     """Of the P x G rows."""
+    places_PGT: Tensor
+    """Of the tokens fed back, on the tape; -1: not recorded."""
+    first_place_P: Tensor
 
     @property
     def size(self) -> int:
@@ -100,6 +103,8 @@ class Groups:
 
 
 TENSORS = (
+    "places_PGT",
+    "first_place_P",
     "next_position_P",
     "uniforms_PGT",
     "tokens_PGT",
@@ -131,6 +136,8 @@ def new_groups(requests: Sequence[Request], cache: GroupCache, device: torch.dev
         lengths_PG=torch.zeros(shape, dtype=torch.long, device=device),
         running_PG=torch.ones(shape, dtype=torch.bool, device=device),
         stopped_PG=torch.zeros(shape, dtype=torch.bool, device=device),
+        places_PGT=torch.full((*shape, room), -1, dtype=torch.long, device=device),
+        first_place_P=torch.full((len(requests),), -1, dtype=torch.long, device=device),
         limit_P=torch.tensor([request.sampling.max_new_tokens for request in requests], device=device),
     )
 

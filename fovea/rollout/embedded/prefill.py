@@ -5,14 +5,14 @@ Axes: `P` prompts, `N` tokens of the row, `E` width of the model, `J`, `L`, `D` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
-from fovea.models.image_features import concatenate
+from fovea.models.image_features import ImageFeatures, concatenate
 from fovea.models.layout import shared_prefix_layout
 from fovea.models.row_attention import causal_prompts
 from fovea.models.vlm import VLM
@@ -23,7 +23,7 @@ from fovea.types import Prompt
 
 
 def prefill(
-    vlm: VLM, weights: TextWeights, shape: DecoderShape, requests: Sequence[Request]
+    vlm: VLM, weights: TextWeights, shape: DecoderShape, requests: Sequence[Request], graph: Mapping[str, ImageFeatures] = {}
 ) -> tuple[Tensor, GroupCache]:
     """Hidden states [P, E] that predict the first tokens, and a cache that holds the prompts."""
     device = weights.embed.device
@@ -38,7 +38,7 @@ def prefill(
         values.append(value_PJLD)
         return out
 
-    hidden_NE = _prompt_pass(vlm, weights, shape, [request.prompt for request in requests], attend)
+    hidden_NE = _prompt_pass(vlm, weights, shape, [request.prompt for request in requests], attend, graph)
     cache = GroupCache.of_prompts(
         keys,
         values,
@@ -50,7 +50,7 @@ def prefill(
 
 
 def _prompt_pass(
-    vlm: VLM, weights: TextWeights, shape: DecoderShape, prompts: Sequence[Prompt], attend: Attend
+    vlm: VLM, weights: TextWeights, shape: DecoderShape, prompts: Sequence[Prompt], attend: Attend, graph: Mapping[str, ImageFeatures]
 ) -> Tensor:
     device = weights.embed.device
     token_ids_N = torch.from_numpy(np.concatenate([prompt.token_ids_L for prompt in prompts])).to(device)
@@ -59,7 +59,7 @@ def _prompt_pass(
     images = [image for prompt in prompts for image in prompt.images]
     visual = None
     if images:
-        features = concatenate(vlm.image_features(images))
+        features = concatenate([graph[i.key].map(Tensor.detach) for i in images] if graph else vlm.image_features(images))
         pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, features.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
