@@ -27,7 +27,7 @@ from benchmarks.timing import StepTimes, medians, peak_rss_gib, spread
 WARM_STEPS = 1
 THREADS = 1
 # untuned, glibc gives memory back to the kernel after every step and TRL loses a third of its time to page faults
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "100000000000"}
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

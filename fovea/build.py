@@ -63,9 +63,7 @@ def build(config: Config) -> Run:
     opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     sources = make_sources(config, environment, renderer, folder)
-    engine = EmbeddedEngine(
-        vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens, tape=make_tape(vlm, config)
-    )
+    engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens, tape=make_tape(vlm, config))
     return Run(
         config=config,
         folder=folder,

@@ -63,10 +63,10 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         normalised, weight, scale = ctx.saved_tensors
         gradient = gradients[0]
-        of_weight = (gradient * normalised).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_normalised = (gradient * weight).float()
-        inner = torch.linalg.vecdot(of_normalised, normalised)[..., None] / normalised.shape[-1]
-        of_x = torch.addcmul(of_normalised, normalised, inner, value=-1).mul_(scale)
+        product = gradient * normalised
+        of_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        inner = (product @ weight.to(product.dtype))[..., None] / -normalised.shape[-1]
+        of_x = torch.mul(gradient, weight).float().addcmul_(normalised, inner).mul_(scale)
         return of_x.to(gradient.dtype), of_weight, None
 
 

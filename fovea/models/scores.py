@@ -59,21 +59,21 @@ class LogprobAndEntropy(torch.autograd.Function):
         logits_AW = (hidden_AE @ head_WE.t()).float()
         if temperature != 1:
             logits_AW /= temperature
-        probs_AW = logits_AW.softmax(-1)
-        # the largest probability is at least 1 / W: its logarithm is exact, however small the target's is
-        lse_A = logits_AW.amax(-1) - probs_AW.amax(-1).log()
-        ctx.save_for_backward(hidden_AE, head_WE, targets_A, probs_AW)
+        logprobs_AW = logits_AW.log_softmax(-1)
+        logprobs_A = logprobs_AW.gather(1, targets_A[:, None])[:, 0]
+        # two blocks are enough: probabilities where the logits were, p log p where the log-probs were
+        probs_AW = torch.exp(logprobs_AW, out=logits_AW)
+        entropies_A = -torch.mul(probs_AW, logprobs_AW, out=logprobs_AW).sum(-1)
+        ctx.save_for_backward(hidden_AE, head_WE, targets_A, probs_AW, entropies_A)
         ctx.temperature = temperature
-        entropies_A = lse_A - torch.linalg.vecdot(probs_AW, logits_AW)
-        ctx.entropies_A = entropies_A
         # None, not zeros, for an output that no loss used
         ctx.set_materialize_grads(False)
-        return logits_AW.gather(1, targets_A[:, None])[:, 0] - lse_A, entropies_A
+        return logprobs_A, entropies_A
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden_AE, head_WE, targets_A, probs_AW = ctx.saved_tensors
-        of_logits_AW = _gradient_of_logits(probs_AW, targets_A, ctx.entropies_A, *gradients)
+        hidden_AE, head_WE, targets_A, probs_AW, entropies_A = ctx.saved_tensors
+        of_logits_AW = _gradient_of_logits(probs_AW, targets_A, entropies_A, *gradients)
         if ctx.temperature != 1:
             of_logits_AW /= ctx.temperature
         of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
@@ -89,11 +89,15 @@ def _gradient_of_logits(
     of_logprobs_A: Tensor | None,
     of_entropies_A: Tensor | None,
 ) -> Tensor:
-    out = torch.zeros_like(probs_AW) if of_logprobs_A is None else probs_AW * -of_logprobs_A[:, None]
-    if of_logprobs_A is not None:
-        out.scatter_add_(1, targets_A[:, None], of_logprobs_A[:, None])
+    """Written over the probabilities: a second backward pass through the same graph is refused by autograd."""
+    inner_AW = None
     if of_entropies_A is not None:
         # xlogy: 0 log 0 is 0
-        inner = torch.xlogy(probs_AW, probs_AW).addcmul_(probs_AW, entropies_A[:, None])
-        out.addcmul_(inner, of_entropies_A[:, None], value=-1)
-    return out
+        inner_AW = torch.xlogy(probs_AW, probs_AW).addcmul_(probs_AW, entropies_A[:, None])
+    if of_logprobs_A is None:
+        out_AW = probs_AW.zero_()
+    else:
+        out_AW = probs_AW.mul_(-of_logprobs_A[:, None]).scatter_add_(1, targets_A[:, None], of_logprobs_A[:, None])
+    if inner_AW is not None and of_entropies_A is not None:
+        out_AW.addcmul_(inner_AW, of_entropies_A[:, None], value=-1)
+    return out_AW

@@ -150,7 +150,8 @@ class EmbeddedEngine:
         else:
             last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests)
         groups = new_groups(requests, cache, self._device)
-        for r in requests: self._graphs[id(r)] = graph
+        for r in requests:
+            self._graphs[id(r)] = graph
         if traced:
             groups.first_place_P.copy_(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths) + start)
         self._draw(groups, weights.logits(last_hidden_PE).repeat_interleave(groups.size, 0))
@@ -171,7 +172,9 @@ class EmbeddedEngine:
         if self._recording:
             with self._tape.recording(len(hidden_BE)) as start:
                 out = decode(weights.decoder, self._shape, hidden_BE, rope, attend)
-            groups.places_PGT[groups.rows_P, :, index_P] = (start + torch.arange(len(hidden_BE))).view(groups.running_PG.shape)
+            groups.places_PGT[groups.rows_P, :, index_P] = (start + torch.arange(len(hidden_BE))).view(
+                groups.running_PG.shape
+            )
         else:
             out = decode(weights.decoder, self._shape, hidden_BE, rope, attend)
         self._draw(groups, weights.logits(out))
@@ -219,7 +222,15 @@ class EmbeddedEngine:
         prompt = first + np.arange(groups.requests[row].prompt.num_tokens)
         return [
             Completion(
-                trace=None if first < 0 else Trace(tape=self._tape, rollout=self._tape.rollout, prompt_places_L=prompt, places_T=places[column, :length-1].copy(), features=self._graphs[id(groups.requests[row])]),
+                trace=None
+                if first < 0
+                else Trace(
+                    tape=self._tape,
+                    rollout=self._tape.rollout,
+                    prompt_places_L=prompt,
+                    places_T=places[column, : length - 1].copy(),
+                    features=self._graphs[id(groups.requests[row])],
+                ),
                 token_ids_T=tokens[column, :length].copy(),
                 logprobs_T=logprobs[column, :length].copy(),
                 text=self._text.decode(tokens[column, :length].tolist(), stop),

@@ -23,7 +23,11 @@ from fovea.types import Prompt
 
 
 def prefill(
-    vlm: VLM, weights: TextWeights, shape: DecoderShape, requests: Sequence[Request], graph: Mapping[str, ImageFeatures] = {}
+    vlm: VLM,
+    weights: TextWeights,
+    shape: DecoderShape,
+    requests: Sequence[Request],
+    graph: Mapping[str, ImageFeatures] = {},
 ) -> tuple[Tensor, GroupCache]:
     """Hidden states [P, E] that predict the first tokens, and a cache that holds the prompts."""
     device = weights.embed.device
@@ -50,7 +54,12 @@ def prefill(
 
 
 def _prompt_pass(
-    vlm: VLM, weights: TextWeights, shape: DecoderShape, prompts: Sequence[Prompt], attend: Attend, graph: Mapping[str, ImageFeatures]
+    vlm: VLM,
+    weights: TextWeights,
+    shape: DecoderShape,
+    prompts: Sequence[Prompt],
+    attend: Attend,
+    graph: Mapping[str, ImageFeatures],
 ) -> Tensor:
     device = weights.embed.device
     token_ids_N = torch.from_numpy(np.concatenate([prompt.token_ids_L for prompt in prompts])).to(device)
@@ -59,7 +68,9 @@ def _prompt_pass(
     images = [image for prompt in prompts for image in prompt.images]
     visual = None
     if images:
-        features = concatenate([graph[i.key].map(Tensor.detach) for i in images] if graph else vlm.image_features(images))
+        features = concatenate(
+            [graph[i.key].map(Tensor.detach) for i in images] if graph else vlm.image_features(images)
+        )
         pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, features.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
