@@ -28,6 +28,7 @@ from fovea.models.features import FeatureCache
 from fovea.models.load import DTYPES, load_pretrained, pick_device
 from fovea.models.parts import ModelParts
 from fovea.models.render import Renderer
+from fovea.models.spill import SpillFolder
 from fovea.models.tape import Tape
 from fovea.models.tiny import make_tiny
 from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
@@ -110,8 +111,17 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     choose_trainable(parts.network, settings, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
-    cache = None if settings.trains_vision else FeatureCache(settings.feature_cache_gib * 2**30)
+    cache = None if settings.trains_vision else make_feature_cache(config)
     return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(pick_device(settings.device))
+
+
+def make_feature_cache(config: Config) -> FeatureCache:
+    """Features of a frozen vision tower in memory and, where asked for, in files beside the run's own."""
+    settings = config.model
+    files = None
+    if settings.feature_spill_gib:
+        files = SpillFolder(Path(config.run_dir) / "features", settings.feature_spill_gib * 2**30)
+    return FeatureCache(settings.feature_cache_gib * 2**30, files)
 
 
 def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:

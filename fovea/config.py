@@ -117,6 +117,8 @@ class Model(Section):
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: NonNegativeFloat = 2.0
     """Memory for the features of a frozen vision tower; the least recently used go first."""
+    feature_spill_gib: NonNegativeFloat = 0.0
+    """Disk, in run_dir/features while the run goes on, for features that left memory; 0: they are encoded again."""
     lora: Lora | None = None
     """Train adapters instead of the weights (the vision tower is then frozen)."""
     min_pixels: PositiveInt | None = None
@@ -136,6 +138,11 @@ class Model(Section):
             )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
+        if self.feature_spill_gib and self.trains_vision:
+            raise ValueError(
+                f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower that is trained "
+                "do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
+            )
         return self
 
     @property

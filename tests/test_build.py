@@ -40,6 +40,16 @@ def test_features_are_cached_exactly_when_the_tower_is_frozen(model: dict[str, o
     assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
 
 
+def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path) -> None:
+    model = {"tiny": {}, "freeze_vision_tower": True, "feature_cache_gib": 0, "feature_spill_gib": 1}
+    run = run_of(tmp_path, model=model)
+    row = run.sources.train.get(0)
+    assert row is not None
+    vlm = run.policy._vlm  # type: ignore[attr-defined]
+    vlm.image_features(row.prompt.images)
+    assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
+
+
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
     run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
     row = run.sources.train.get(0)
