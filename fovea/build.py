@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,9 @@ def make_environment(config: Config) -> Environment:
 def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VLM]:
     """The model on its device, with what is trained chosen."""
     settings = config.model
+    device = pick_device(settings.device)
+    if config.train.liger_kernels:
+        _check_liger(device)
     if settings.tiny is not None:
         parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
         nn.Module.to(parts.network, DTYPES[settings.dtype])
@@ -112,7 +116,17 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
     cache = None if settings.trains_vision else make_feature_cache(config)
-    return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(pick_device(settings.device))
+    return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(device)
+
+
+def _check_liger(device: torch.device) -> None:
+    """Its kernels run on CUDA, from an extra."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA only; set "
+            "train.liger_kernels=false, or model.device=cuda where there is one"
+        )
+    importlib.import_module("fovea.models.liger")  # an extra: absent packages are named by its own error
 
 
 def make_feature_cache(config: Config) -> FeatureCache:

@@ -44,7 +44,7 @@ loads nothing)."""
 
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
 
-EXTRAS = {"wandb": "log.wandb_project"}
+EXTRAS = {"wandb": "log.wandb_project", "liger-kernel": "train.liger_kernels"}
 """Optional packages, and the setting that needs each."""
 
 PROBE = """

@@ -291,6 +291,8 @@ class Train(Section):
     """How often an update reuses nothing of its rollout, so that rollout_train_* compares two separate computations."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
+    liger_kernels: bool = False
+    """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
 
 
 class Warmup(Section):

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     *("data.prompt_cache_gib", "rollout.max_batch_tokens"),
     *("train.enable_dynamic_batch_size", "train.groups_per_microbatch", "train.variable_seq_lengths"),
     *("train.max_tokens_per_microbatch", "train.logprob_chunk_tokens", "train.gradient_checkpointing"),
+    "train.liger_kernels",
 )
 """Settings that a resumed run may have other than it began with."""
 
