@@ -21,7 +21,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fovea import __version__
-from fovea.config_io import describe, load_config
+from fovea.config_docs import describe
+from fovea.config_io import load_config
 from fovea.errors import ConfigError, DataError, FoveaError
 
 app = typer.Typer(
