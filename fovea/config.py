@@ -276,13 +276,11 @@ class Train(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     enable_dynamic_batch_size: bool = True
-    """Fill microbatches by their work, as even as can be; false: groups_per_microbatch groups each, whatever they cost.
-    """
+    """Fill microbatches by their work, as even as can be; false: groups_per_microbatch groups each."""
     max_tokens_per_microbatch: PositiveInt = 16_384
-    """Packed tokens of one forward and backward, larger groups being split, prompt repeated. Attention and images that
-    are encoded count along, as the text tokens that would be as much work."""
+    """Packed tokens of a microbatch (larger groups are split), attention and images counted as tokens of equal work."""
     groups_per_microbatch: PositiveInt = 1
-    """Groups of one forward and backward where enable_dynamic_batch_size is false."""
+    """Groups of a microbatch where enable_dynamic_batch_size is false."""
     variable_seq_lengths: bool = True
     """false: pad every microbatch to max_tokens_per_microbatch tokens, for kernels that are compiled for one length."""
     logprob_chunk_tokens: PositiveInt = 1024
