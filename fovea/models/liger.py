@@ -1,8 +1,8 @@
 """Liger's Triton kernels for CUDA: the one file that imports liger_kernel (extra: liger).
 
 RMS norm, SwiGLU and rotary positions, forward and backward, each in one kernel (Hsu et al., arXiv 2410.10989). They
-are an alternative to the fused layers of `models.fused`, with the same formulas. Not run by the authors on a GPU yet:
-`tests/models/test_liger.py` compares them with torch where there is one.
+are an alternative to the fused layers of `models.fused`, with the same formulas. Compared with torch in Triton's
+interpreter, not run on a GPU yet: `tests/models/test_liger.py` does that where there is one.
 
 Axes: `B` rows, `H` query heads, `J` key heads, `N` tokens, `D` width.
 """
