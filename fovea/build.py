@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from fovea.models.features import FeatureCache
 from fovea.models.load import DTYPES, load_pretrained, pick_device
 from fovea.models.parts import ModelParts
 from fovea.models.render import Renderer
+from fovea.models.spill import SpillFolder
 from fovea.models.tape import Tape
 from fovea.models.tiny import make_tiny
 from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
@@ -100,6 +102,9 @@ def make_environment(config: Config) -> Environment:
 def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VLM]:
     """The model on its device, with what is trained chosen."""
     settings = config.model
+    device = pick_device(settings.device)
+    if config.train.liger_kernels:
+        _check_liger(device)
     if settings.tiny is not None:
         parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
         nn.Module.to(parts.network, DTYPES[settings.dtype])
@@ -108,8 +113,27 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     choose_trainable(parts.network, settings, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
-    cache = None if settings.trains_vision else FeatureCache(settings.feature_cache_gib * 2**30)
-    return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(pick_device(settings.device))
+    cache = None if settings.trains_vision else make_feature_cache(config)
+    return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(device)
+
+
+def _check_liger(device: torch.device) -> None:
+    """Its kernels run on CUDA, from an extra."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA only; set "
+            "train.liger_kernels=false, or model.device=cuda where there is one"
+        )
+    importlib.import_module("fovea.models.liger")  # an extra: absent packages are named by its own error
+
+
+def make_feature_cache(config: Config) -> FeatureCache:
+    """Features of a frozen vision tower in memory and, where asked for, in files beside the run's own."""
+    settings = config.model
+    files = None
+    if settings.feature_spill_gib:
+        files = SpillFolder(Path(config.run_dir) / "features", settings.feature_spill_gib * 2**30)
+    return FeatureCache(settings.feature_cache_gib * 2**30, files)
 
 
 def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:

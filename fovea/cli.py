@@ -21,7 +21,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fovea import __version__
-from fovea.config_io import describe, load_config
+from fovea.config_docs import describe
+from fovea.config_io import load_config
 from fovea.errors import ConfigError, DataError, FoveaError
 
 app = typer.Typer(
@@ -44,7 +45,7 @@ loads nothing)."""
 
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
 
-EXTRAS = {"wandb": "log.wandb_project"}
+EXTRAS = {"wandb": "log.wandb_project", "liger-kernel": "train.liger_kernels"}
 """Optional packages, and the setting that needs each."""
 
 PROBE = """

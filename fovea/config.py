@@ -117,6 +117,8 @@ class Model(Section):
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: NonNegativeFloat = 2.0
     """Memory for the features of a frozen vision tower; the least recently used go first."""
+    feature_spill_gib: NonNegativeFloat = 0.0
+    """Disk, in run_dir/features while the run goes on, for features that left memory; 0: they are encoded again."""
     lora: Lora | None = None
     """Train adapters instead of the weights (the vision tower is then frozen)."""
     min_pixels: PositiveInt | None = None
@@ -136,6 +138,11 @@ class Model(Section):
             )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
+        if self.feature_spill_gib and self.trains_vision:
+            raise ValueError(
+                f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower that is trained "
+                "do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
+            )
         return self
 
     @property
@@ -269,13 +276,11 @@ class Train(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     enable_dynamic_batch_size: bool = True
-    """Fill microbatches by their work, as even as can be; false: groups_per_microbatch groups each, whatever they cost.
-    """
+    """Fill microbatches by their work, as even as can be; false: groups_per_microbatch groups each."""
     max_tokens_per_microbatch: PositiveInt = 16_384
-    """Packed tokens of one forward and backward, larger groups being split, prompt repeated. Attention and images that
-    are encoded count along, as the text tokens that would be as much work."""
+    """Packed tokens of a microbatch (larger groups are split), attention and images counted as tokens of equal work."""
     groups_per_microbatch: PositiveInt = 1
-    """Groups of one forward and backward where enable_dynamic_batch_size is false."""
+    """Groups of a microbatch where enable_dynamic_batch_size is false."""
     variable_seq_lengths: bool = True
     """false: pad every microbatch to max_tokens_per_microbatch tokens, for kernels that are compiled for one length."""
     logprob_chunk_tokens: PositiveInt = 1024
@@ -284,6 +289,8 @@ class Train(Section):
     """How often an update reuses nothing of its rollout, so that rollout_train_* compares two separate computations."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
+    liger_kernels: bool = False
+    """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
 
 
 class Warmup(Section):

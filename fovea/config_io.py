@@ -15,24 +15,31 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fovea.config import Config, Section
+from fovea.config_docs import (
+    CLOSE_ENOUGH,
+    Tree,
+    hint,
+    is_at_or_below,
+    one_of,
+    section_of,
+    sections_of,
+    show,
+    type_text,
+    unknown_key,
+    variants_of,
+)
 from fovea.errors import ConfigError
 
-Tree: TypeAlias = dict[str, Any]
-"""What YAML gives: nested mappings of plain values."""
-
 COMMAND_LINE = "command line"
-CLOSE_ENOUGH = 0.7
-"""Likeness (difflib) of a near match; at its usual 0.6 `lr` would be `model.lora`."""
 FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 """YAML 1.1 takes `1e-6` for text; everybody who writes it means the number."""
 
@@ -68,15 +75,6 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+0123456789"))
 
 
-class Setting(NamedTuple):
-    """One key of the tree, for people."""
-
-    key: str
-    type: str
-    default: str
-    doc: str
-
-
 def load_config(recipes: Sequence[Path], overrides: Sequence[str]) -> Config:
     """Defaults < recipes, left to right < overrides; whatever is wrong is a one-line `ConfigError`."""
     layers = _Layers()
@@ -93,18 +91,6 @@ def dump_config(config: Config) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def describe(prefix: str = "") -> list[Setting]:
-    """Every key at or below `prefix`, those of all variants and optional sections too."""
-    chosen = [
-        setting._replace(doc=f"[{variant}] {setting.doc}") if variant else setting
-        for variant, setting in _walk(Config, "")
-        if _is_at_or_below(setting.key, prefix)
-    ]
-    if not chosen:
-        raise ConfigError(_unknown(prefix))
-    return chosen
-
-
 def read_recipe(recipe: Path) -> Tree:
     """One YAML file."""
     try:
@@ -117,7 +103,7 @@ def read_recipe(recipe: Path) -> Tree:
         raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); give a YAML file") from None
     tree = _parse_yaml(content, str(recipe))
     if not isinstance(tree, dict):
-        seen = "it is empty" if tree is None else f"it holds {_show(tree)}"
+        seen = "it is empty" if tree is None else f"it holds {show(tree)}"
         raise ConfigError(f"{recipe}: a recipe is a mapping of settings, but {seen}; write lines such as `seed: 0`")
     return tree
 
@@ -161,15 +147,15 @@ class _Layers:
             key = f"{path}{name}"
             field = section.model_fields.get(name)
             if field is None:
-                raise ConfigError(f"{source}: {_unknown(_full_key(key, value))}")
+                raise ConfigError(f"{source}: {unknown_key(_full_key(key, value))}")
             self.sources[key] = source
             if not isinstance(value, dict):
                 self._forget_below(key)
                 into[name] = _plain(value, key, source)
-            elif _sections(field):
+            elif sections_of(field):
                 current = into[name] if isinstance(into.get(name), dict) else {}
                 into[name] = self._choose_variant(field, current, value, key, source)
-                self._merge(into[name], value, _section_of(field, into[name]), f"{key}.", source)
+                self._merge(into[name], value, section_of(field, into[name]), f"{key}.", source)
             else:
                 current = into[name] if isinstance(into.get(name), dict) else {}
                 into[name] = {**current, **_plain(value, key, source)}
@@ -182,9 +168,9 @@ class _Layers:
             return current
         old_name = current.get(tag, getattr(field.get_default(call_default_factory=True), tag))
         name = new.get(tag, old_name)
-        variants = _variants(field)
+        variants = variants_of(field)
         if not isinstance(name, str) or name not in variants:
-            raise ConfigError(f"{source}: {key}.{tag}: {_show(name)} does not fit; allowed: {_one_of(variants)}")
+            raise ConfigError(f"{source}: {key}.{tag}: {show(name)} does not fit; allowed: {one_of(variants)}")
         if name == old_name:
             return {tag: name} | current
         self._forget_below(key)
@@ -216,7 +202,7 @@ class _Layers:
             return f"{where}{details['ctx']['error']}"
         if details["type"] == "missing" and value is None:
             return f"{where}{key}: must be set; allowed: {allowed}"
-        return f"{where}{key}: {_show(value)} does not fit; allowed: {allowed}{_hint(key, value, allowed)}"
+        return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 
     def _locate(self, loc: tuple[int | str, ...]) -> tuple[str, object, str]:
         """Key, value and allowed type of what pydantic complains of; its way there names the variants too."""
@@ -229,55 +215,26 @@ class _Layers:
             names.append(str(step))
             value = value.get(step)
             field = section.model_fields[str(step)]
-            allowed = _type_text(field.annotation, field.metadata)
-            if _variants(field):
+            allowed = type_text(field.annotation, field.metadata)
+            if variants_of(field):
                 next(steps, None)
             if not isinstance(value, dict):
                 break
-            if not _sections(field):
+            if not sections_of(field):
                 entry = str(next(steps, ""))
                 if entry in value:
                     names, value = [*names, entry], value[entry]
-                    allowed = _type_text(get_args(field.annotation)[1])
+                    allowed = type_text(get_args(field.annotation)[1])
                 break
-            section = _section_of(field, value)
+            section = section_of(field, value)
         return ".".join(names), value, allowed
 
     def _sources_at(self, key: str) -> list[str]:
         """The layers that set this key or one below it; where none did, those of the section around it."""
-        below = {source for known, source in self.sources.items() if _is_at_or_below(known, key)}
+        below = {source for known, source in self.sources.items() if is_at_or_below(known, key)}
         if below or not key:
             return [source for source in self.order if source in below]
         return self._sources_at(key.rpartition(".")[0])
-
-
-def _is_at_or_below(key: str, prefix: str) -> bool:
-    return not prefix or f"{key}.".startswith(f"{prefix}.")
-
-
-def _sections(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The sections that a field may hold: one, one per variant, or none (a plain setting)."""
-    return tuple(_sections_in(field.annotation))
-
-
-def _sections_in(annotation: object) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _sections_in(part)
-
-
-def _variants(field: FieldInfo) -> dict[str, type[Section]]:
-    """The sections of a field that has several, by the name which chooses them."""
-    tag = field.discriminator
-    if not isinstance(tag, str):
-        return {}
-    return {section.model_fields[tag].default: section for section in _sections(field)}
-
-
-def _section_of(field: FieldInfo, value: Tree) -> type[Section]:
-    variants = _variants(field)
-    return variants[value[str(field.discriminator)]] if variants else _sections(field)[0]
 
 
 def _chooses_no_variant(override: Tree) -> bool:
@@ -287,102 +244,6 @@ def _chooses_no_variant(override: Tree) -> bool:
         if field is not None and isinstance(value, dict) and field.discriminator in value:
             return False
     return True
-
-
-def _walk(section: type[Section], path: str, variant: str = "") -> Iterator[tuple[str, Setting]]:
-    """Every setting at or below a section, with the variant (`environment.name=geo3k`) that has it."""
-    for name, field in section.model_fields.items():
-        key, doc, variants = f"{path}{name}", _doc(section, field), _variants(field)
-        if variants:
-            tag = f"{key}.{field.discriminator}"
-            default = getattr(field.get_default(call_default_factory=True), str(field.discriminator))
-            doc = " ".join(f"{choice}: {_first_line(inner)}" for choice, inner in variants.items())
-            yield "", Setting(tag, _one_of(variants), default, doc)
-            for choice, inner in variants.items():
-                below = _walk(inner, f"{key}.", f"{tag}={choice}")
-                yield from (pair for pair in below if pair[1].key != tag)
-        elif _sections(field):
-            if not field.is_required() and field.default is None:
-                yield variant, Setting(key, _type_text(field.annotation, field.metadata), "null", doc)
-            yield from _walk(_sections(field)[0], f"{key}.", variant)
-        else:
-            text = _type_text(field.annotation, field.metadata)
-            yield variant, Setting(key, text, _default_text(field), doc)
-
-
-def _doc(section: type[Section], field: FieldInfo) -> str:
-    inner = _sections(field)
-    return field.description or _first_line(inner[0] if inner else section)
-
-
-def _first_line(section: type[Section]) -> str:
-    return (section.__doc__ or "").strip().split("\n")[0]
-
-
-def _default_text(field: FieldInfo) -> str:
-    if field.is_required():
-        return "must be set"
-    default = field.get_default(call_default_factory=True)
-    return default if isinstance(default, str) and default else json.dumps(default)
-
-
-def _type_text(annotation: object, constraints: Iterable[object] = ()) -> str:
-    """A type as a user reads it: `number > 0 and <= 1`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [each for extra in parts[1:] for each in getattr(extra, "metadata", [extra])]
-        return _type_text(parts[0], inner)
-    if origin is Literal:
-        return _one_of(parts)
-    if origin is tuple:
-        length = "" if parts[-1] is Ellipsis else f"{len(parts)}, each "
-        return f"list of {length}{_type_text(parts[0])}"
-    if origin is dict:
-        return f"mapping of {_type_text(parts[0])} to {_type_text(parts[1])}"
-    if parts:
-        return " or ".join(dict.fromkeys(map(_type_text, parts)))
-    return _name_of_type(annotation) + _range_text(constraints)
-
-
-def _name_of_type(annotation: object) -> str:
-    names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
-    names |= {NoneType: "null"} | dict.fromkeys(_sections_in(annotation), "group of settings")
-    return names[annotation]
-
-
-def _range_text(constraints: Iterable[object]) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    bounds = [
-        f"{sign} {_limit(getattr(each, name))}"
-        for each in constraints
-        for name, sign in signs.items()
-        if hasattr(each, name)
-    ]
-    return " " + " and ".join(bounds) if bounds else ""
-
-
-def _one_of(names: Iterable[object]) -> str:
-    return " | ".join(map(str, names))
-
-
-def _show(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _hint(key: str, value: object, allowed: str) -> str:
-    """What to write instead, where the value tells what was meant."""
-    if allowed == "group of settings":
-        return f"; `fovea config {key}` lists them"
-    if allowed.startswith("group of settings"):
-        return f"; {key}={{}} takes the defaults, `fovea config {key}` lists them"
-    if allowed.startswith("list") and isinstance(value, str):
-        return f"; write [{value}]"
-    if allowed.startswith("text") and isinstance(value, bool | int | float):
-        return f"; to give it as text write '\"{_show(value)}\"'"
-    if isinstance(value, str) and value.strip("+-").replace(".", "", 1).isdigit():
-        return "; without the quotes it is a number"
-    return ""
 
 
 def _plain(value: Any, key: str, source: str) -> Any:
@@ -419,31 +280,6 @@ def _full_key(key: str, value: object) -> str:
     return key
 
 
-def _unknown(key: str) -> str:
-    """What is wrong with a key that its section lacks, and which one may be meant."""
-    owners = {setting.key: variant for variant, setting in _walk(Config, "")}
-    if key in owners:
-        return f"{key}: a setting of {owners[key]} only; drop it, or add {owners[key]}"
-    known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))
-    name = _last(key)
-    near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
-    if not near:
-        likeness = {other: max(_ratio(key, other), _ratio(name, _last(other))) for other in known}
-        best = max(known, key=likeness.__getitem__)
-        near = [best] if likeness[best] >= CLOSE_ENOUGH else []
-    if not near:
-        return f"{key}: no such setting; `fovea config` lists them all"
-    return f"{key}: no such setting; did you mean {' or '.join(near[:3])}?"
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
-
-
 def _near_recipes(recipe: Path) -> str:
     """The recipes that may be meant: near names in the same folder, or in recipes/ for a bare name."""
     folders = [recipe.parent] if recipe.parent.name else [Path(), Path("recipes")]
@@ -454,8 +290,3 @@ def _near_recipes(recipe: Path) -> str:
     if found:
         return f"there are {', '.join(str(path) for path in found.values())}"
     return f"no *.yaml in {' or '.join(f'{folder}/' for folder in folders)}"
-
-
-def _limit(limit: object) -> str:
-    """A bound of a range, without the exponent of a large integer."""
-    return f"{limit:g}" if isinstance(limit, float) else str(limit)

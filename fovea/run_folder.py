@@ -15,9 +15,11 @@ CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate"),
     # where and in what pieces things are computed, not what: the way out of a batch that does not fit
-    *("model.device", "model.feature_cache_gib", "data.prompt_cache_gib", "rollout.max_batch_tokens"),
+    *("model.device", "model.feature_cache_gib", "model.feature_spill_gib"),
+    *("data.prompt_cache_gib", "rollout.max_batch_tokens"),
     *("train.enable_dynamic_batch_size", "train.groups_per_microbatch", "train.variable_seq_lengths"),
     *("train.max_tokens_per_microbatch", "train.logprob_chunk_tokens", "train.gradient_checkpointing"),
+    "train.liger_kernels",
 )
 """Settings that a resumed run may have other than it began with."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from fovea.build import _corpus, build, make_model
+from fovea.build import _check_liger, _corpus, build, make_model
 from fovea.config import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Split
 from fovea.environments.shapes import Shapes
-from fovea.errors import ConfigError, DataError, TrainError
+from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
 from fovea.models.features import FeatureCache
 from fovea.run import Run
 from fovea.stages import begin
@@ -38,6 +40,27 @@ def test_features_are_cached_exactly_when_the_tower_is_frozen(model: dict[str, o
     _, vlm = make_model(config, Shapes(config.environment, 0))  # type: ignore[arg-type]
     assert isinstance(vlm._feature_cache, FeatureCache) is cached
     assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
+
+
+def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path) -> None:
+    model = {"tiny": {}, "freeze_vision_tower": True, "feature_cache_gib": 0, "feature_spill_gib": 1}
+    run = run_of(tmp_path, model=model)
+    row = run.sources.train.get(0)
+    assert row is not None
+    vlm = run.policy._vlm  # type: ignore[attr-defined]
+    vlm.image_features(row.prompt.images)
+    assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
+
+
+def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the model is on cpu .* CUDA only; set train\.liger_kernels=false, or"):
+        run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"liger_kernels": True})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
+def test_liger_kernels_need_their_package() -> None:
+    with pytest.raises(MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea\[liger\]', or set"):
+        _check_liger(torch.device("cuda"))
 
 
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ def test_the_vision_tower_trains_unless_frozen_or_behind_adapters() -> None:
     assert not Model(path="folder", lora=Lora()).trains_vision
 
 
+def test_features_of_a_trained_tower_do_not_spill() -> None:
+    with pytest.raises(ValidationError, match=r"feature_spill_gib=2, but .*; set model\.freeze_vision_tower=true, or"):
+        Model(path="folder", feature_spill_gib=2)
+    assert Model(path="folder", freeze_vision_tower=True, feature_spill_gib=2).feature_spill_gib == 2
+    assert Model(path="folder", lora=Lora(), feature_spill_gib=2).feature_spill_gib == 2
+
+
 def test_older_families_need_heads_that_fill_the_width() -> None:
     assert TinyModel(family="qwen3_vl", head_dim=48).head_dim == 48
     with pytest.raises(ValidationError, match="48 \\* 2 != 64; set head_dim=32"):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.config import Config, Geo3kEnvironment, Lora, Model, Rollout, ShapesEnvironment, TinyModel, Warmup
-from fovea.config_io import describe, dump_config, load_config, parse_override
+from fovea.config_docs import describe
+from fovea.config_io import dump_config, load_config, parse_override
 from fovea.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 LEVELS = [
-    {"types", "config", "config_io", "errors"},
+    {"types", "config", "config_docs", "config_io", "errors"},
     {"algorithms", "data", "models"},
     {"environments", "samples", "cutting", "packing", "prompts"},
     {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink"},
@@ -23,7 +25,9 @@ LEVELS = [
 """From the bottom; a module imports its own level and those below."""
 
 STRANGERS = {
+    ("config", "config_docs"),
     ("config", "config_io"),
+    ("config_docs", "config_io"),
     ("algorithms", "data"),
     ("algorithms", "models"),
     ("data", "algorithms"),
@@ -40,7 +44,12 @@ LATE_IMPORTS = {"fovea/build.py": None, "fovea/cli.py": {"train", "report"}}
 """Files that may import inside functions, and inside which (None: any). The command line starts without
 torch, so the commands that need it import what they run."""
 
-DISTRIBUTIONS = {"PIL": "pillow", "typing_extensions": "typing-extensions", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "liger_kernel": "liger-kernel",
+    "typing_extensions": "typing-extensions",
+    "yaml": "pyyaml",
+}
 """Import name to distribution name, where they differ."""
 
 
@@ -132,9 +141,11 @@ def test_backends_do_not_know_each_other() -> None:
     assert not crossing
 
 
-def test_wandb_is_imported_in_one_file() -> None:
-    files = {found.file for found in ALL_IMPORTS if part(found.module, 0) == "wandb"}
-    assert files <= {"fovea/wandb_sink.py"}
+@pytest.mark.parametrize(
+    ("package", "file"), [("wandb", "fovea/wandb_sink.py"), ("liger_kernel", "fovea/models/liger.py")]
+)
+def test_an_extra_is_imported_in_one_file(package: str, file: str) -> None:
+    assert {found.file for found in ALL_IMPORTS if part(found.module, 0) == package} == {file}
 
 
 def test_only_build_and_two_commands_import_inside_functions() -> None:

@@ -138,6 +138,15 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
         ],
         ["model.lora.rank=4", "algorithm.kl_coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
         ["warmup=null", "environment.level=3", "rollout.max_batch_tokens=200"],
+        ["train.variable_seq_lengths=false", "train.max_tokens_per_microbatch=400", "train.epochs=2"],
+        [
+            "model.freeze_vision_tower=true",
+            "model.feature_cache_gib=0",
+            "model.feature_spill_gib=0.1",
+            "algorithm.kl_coef=0.01",
+            "train.enable_dynamic_batch_size=false",
+            "train.groups_per_microbatch=2",
+        ],
     ],
     ids=" ".join,
 )
@@ -147,6 +156,7 @@ def test_every_setting_runs_for_three_steps(settings: list[str], tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert len(read_metrics(tmp_path / "run")) == 3
     assert "Warning" not in done.stderr
+    assert not (tmp_path / "run" / "features").exists(), "spilled features go with the process"
 
 
 @NEEDS_GEO3K

@@ -33,6 +33,7 @@ from fovea.models.vlm import VLM
 from fovea.models.work import training_passes, work_of
 from fovea.packing import MicroBatch, micro_batches
 from fovea.samples import has_old_logprobs, with_old_logprobs
+from fovea.train.activations import ActivationMeter
 from fovea.train.masters import MasterWeights
 from fovea.train.objective import as_metrics, objective
 from fovea.train.reuse import Reuse
@@ -66,6 +67,7 @@ class TorchPolicy:
         self._parameters = trainable_parameters(vlm)
         self._guard = FrozenGuard(vlm)
         self._cost = _cost_of(vlm)
+        self._activations = ActivationMeter(vlm)
         self._masters = MasterWeights(self._parameters)
         self._optimizer = make_adamw(
             list(self._masters.by_name.values()), betas=train.betas, weight_decay=train.weight_decay
@@ -115,7 +117,11 @@ class TorchPolicy:
         if not norms:
             return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "actions_trained": 0.0}
         metrics = as_metrics(sums, self._train.epochs * batch.normalizer_tokens)
-        return metrics | {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+        return metrics | {
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": rate,
+            "memory/activations_gib": self._activations.gib,
+        }
 
     def weights(self) -> Weights:
         """Current weights, adapters merged; a weight without an adapter is the parameter itself."""
@@ -144,12 +150,13 @@ class TorchPolicy:
         scored: list[tuple[MicroBatch, Tensor]] = []
         reuse = self._reuse(groups)
         for micro in self._micro_batches(groups):
-            scores = self._vlm(
-                micro.row if reuse is None else reuse.row(micro),
-                temperature=self._temperature,
-                chunk_tokens=self._train.logprob_chunk_tokens,
-            )
-            loss, micro_sums = objective(scores, micro, self._algorithm)
+            with self._activations(micro.row.num_tokens):
+                scores = self._vlm(
+                    micro.row if reuse is None else reuse.row(micro),
+                    temperature=self._temperature,
+                    chunk_tokens=self._train.logprob_chunk_tokens,
+                )
+                loss, micro_sums = objective(scores, micro, self._algorithm)
             (loss / normalizer).backward()
             scored.append((micro, scores.logprobs_A.detach()))
             for key, value in micro_sums.items():

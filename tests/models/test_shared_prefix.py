@@ -166,32 +166,3 @@ def test_grouped_heads_with_more_than_one_key_head() -> None:
     )
     scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
     torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
-
-
-def test_feature_cache_keeps_to_its_bound(parts: ModelParts) -> None:
-    render = renderer(parts)
-    images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(5)]
-    vlm = VLM(parts)
-    with torch.no_grad():
-        one = vlm.encode(images[:1])[0].num_bytes
-        cache = FeatureCache(2 * one)
-        for picture in images:
-            cache.get([picture], vlm.encode)
-        cache.get(images[3:], vlm.encode)
-        assert cache.encoded_images == 5, "the two newest are still there"
-        cache.get(images[:1], vlm.encode)
-    assert cache.encoded_images == 6, "the oldest had left"
-
-
-def test_cached_features_do_not_depend_on_what_was_encoded_beside_them(parts: ModelParts) -> None:
-    """To the last bit: a resumed run begins with an empty cache and meets its images in other company."""
-    render = renderer(parts)
-    images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(7)]
-    torch.set_num_threads(2)
-    try:
-        together = VLM(parts, feature_cache=FeatureCache(2**20)).image_features(images)
-        alone = [VLM(parts, feature_cache=FeatureCache(2**20)).image_features([each])[0] for each in images]
-    finally:
-        torch.set_num_threads(1)
-    for a, b in zip(together, alone, strict=True):
-        assert torch.equal(a.embeds_VD, b.embeds_VD)

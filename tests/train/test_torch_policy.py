@@ -72,7 +72,9 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
         batch = make_batch(parts)
         rows = len(policy._micro_batches(batch.groups))
         assert rows == (num_rows if cut is settings else 1)
-        results.append((gradient_of(policy, batch), policy.update(batch)))
+        gradient, metrics = gradient_of(policy, batch), policy.update(batch)
+        del metrics["memory/activations_gib"]
+        results.append((gradient, metrics))
     (whole, whole_metrics), (split, split_metrics) = results
     assert largest_relative_difference(whole, split) < GRADIENT_TOLERANCE
     assert whole_metrics == pytest.approx(split_metrics, rel=1e-4, abs=1e-6)
