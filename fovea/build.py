@@ -26,6 +26,7 @@ from fovea.errors import ConfigError, DataError
 from fovea.evaluate import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
 from fovea.models.features import FeatureCache
+from fovea.models.fused import TORCH_KERNELS, Kernels
 from fovea.models.load import DTYPES, load_pretrained, pick_device
 from fovea.models.parts import ModelParts
 from fovea.models.render import Renderer
@@ -103,8 +104,7 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     """The model on its device, with what is trained chosen."""
     settings = config.model
     device = pick_device(settings.device)
-    if config.train.liger_kernels:
-        _check_liger(device)
+    kernels = _liger_kernels(device) if config.train.liger_kernels else TORCH_KERNELS
     if settings.tiny is not None:
         parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
         nn.Module.to(parts.network, DTYPES[settings.dtype])
@@ -114,17 +114,19 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
     cache = None if settings.trains_vision else make_feature_cache(config)
-    return parts, VLM(parts, attention=settings.attention, feature_cache=cache).to(device)
+    return parts, VLM(parts, attention=settings.attention, feature_cache=cache, kernels=kernels).to(device)
 
 
-def _check_liger(device: torch.device) -> None:
+def _liger_kernels(device: torch.device) -> Kernels:
     """Its kernels run on CUDA, from an extra."""
     if device.type != "cuda":
         raise ConfigError(
             f"train.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA only; set "
             "train.liger_kernels=false, or model.device=cuda where there is one"
         )
-    importlib.import_module("fovea.models.liger")  # an extra: absent packages are named by its own error
+    # an extra: absent packages are named by its own error
+    kernels: Kernels = importlib.import_module("fovea.models.liger").LIGER_KERNELS
+    return kernels
 
 
 def make_feature_cache(config: Config) -> FeatureCache:

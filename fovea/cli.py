@@ -141,9 +141,11 @@ def train(
             return
         recipes, overrides = sort_words(words or [])
         config = load_config(recipes, overrides)
+        from fovea.allocator import keep_freed_memory
         from fovea.build import build
         from fovea.loop import train as train_run
 
+        keep_freed_memory()
         train_run(build(config))
 
 

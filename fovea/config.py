@@ -230,8 +230,7 @@ class Rollout(Section):
     max_batch_tokens: PositiveInt = 65_536
     """Key-value cache of the embedded engine: prompts once, plus max_new_tokens of each running completion."""
     reuse_gib: NonNegativeFloat = 2.0
-    """Memory (CPU) for what the rollout computes and the first update after it needs again: the outputs of linear layers
-    and the graph of the vision tower. 0: compute both twice. Off with gradient_checkpointing, which saves memory."""
+    """Memory for what the rollout computes and the update needs again (CPU, no gradient_checkpointing); 0: none."""
 
 
 class Algorithm(Section):
@@ -283,8 +282,8 @@ class Train(Section):
     """Groups of a microbatch where enable_dynamic_batch_size is false."""
     variable_seq_lengths: bool = True
     """false: pad every microbatch to max_tokens_per_microbatch tokens, for kernels that are compiled for one length."""
-    logprob_chunk_tokens: PositiveInt = 1024
-    """Completion tokens whose logits exist at once."""
+    logits_mib: PositiveFloat = 512.0
+    """Memory for logits that exist at once; a row with more makes them in turns, and again in the backward pass."""
     plain_update_every_steps: PositiveInt = 50
     """How often an update reuses nothing of its rollout, so that rollout_train_* compares two separate computations."""
     gradient_checkpointing: bool = False

@@ -18,7 +18,7 @@ MAY_CHANGE = (
     *("model.device", "model.feature_cache_gib", "model.feature_spill_gib"),
     *("data.prompt_cache_gib", "rollout.max_batch_tokens"),
     *("train.enable_dynamic_batch_size", "train.groups_per_microbatch", "train.variable_seq_lengths"),
-    *("train.max_tokens_per_microbatch", "train.logprob_chunk_tokens", "train.gradient_checkpointing"),
+    *("train.max_tokens_per_microbatch", "train.logits_mib", "train.gradient_checkpointing"),
     "train.liger_kernels",
 )
 """Settings that a resumed run may have other than it began with."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.build import _check_liger, _corpus, build, make_model
+from fovea.build import _corpus, _liger_kernels, build, make_model
 from fovea.config import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Split
@@ -60,7 +60,7 @@ def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
 def test_liger_kernels_need_their_package() -> None:
     with pytest.raises(MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea\[liger\]', or set"):
-        _check_liger(torch.device("cuda"))
+        _liger_kernels(torch.device("cuda"))
 
 
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:

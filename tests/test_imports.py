@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LEVELS = [
-    {"types", "config", "config_docs", "config_io", "errors"},
+    {"types", "config", "config_docs", "config_io", "errors", "allocator"},
     {"algorithms", "data", "models"},
     {"environments", "samples", "cutting", "packing", "prompts"},
     {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink"},

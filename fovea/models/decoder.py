@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from fovea.models.fused import rotate
+from fovea.models.fused import TORCH_KERNELS, Kernels
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
@@ -87,18 +86,18 @@ def run_layer(
     hidden_NE: Tensor,
     rope_ND: tuple[Tensor, Tensor],
     attend: Attend,
+    kernels: Kernels = TORCH_KERNELS,
 ) -> Tensor:
     """Hidden states [N, E] after one layer. `attend` may keep the keys and values and look back at them."""
     query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
     query_NHD = _heads(query, shape.head_dim, layer.query_norm)
     key_NJD = _heads(key, shape.head_dim, layer.key_norm)
-    out_NHD = attend(
-        index, rotate(query_NHD, rope_ND), rotate(key_NJD, rope_ND), value.unflatten(-1, (-1, shape.head_dim))
-    )
+    query_NHD, key_NJD = kernels.rotate(query_NHD, key_NJD, rope_ND)
+    out_NHD = attend(index, query_NHD, key_NJD, value.unflatten(-1, (-1, shape.head_dim)))
     (attended_NE,) = layer.output(out_NHD.flatten(1))
     hidden_NE = hidden_NE + attended_NE
     gate, up = layer.gate_up(layer.post_norm(hidden_NE))
-    (out_NE,) = layer.down(F.silu(gate) * up)
+    (out_NE,) = layer.down(kernels.gate(gate, up))
     return hidden_NE + out_NE
 
 

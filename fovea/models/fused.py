@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+RmsNormFunction = Callable[[Tensor, Tensor, float], Tensor]
+"""(x [..., D], weight [D], epsilon) -> [..., D]"""
 
-def use_fused_layers(network: nn.Module) -> None:
+
+def use_fused_layers(network: nn.Module, norm: RmsNormFunction) -> None:
     """Replace the forward of every RMS norm and of the patch embedding in place; parameters stay where they are."""
     for module in network.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
-            _replace_forward(module, _norm)
+            _replace_forward(module, partial(_norm, norm))
         elif name.endswith("PatchEmbed"):
             _replace_forward(module, _embed_patches)
 
@@ -28,10 +33,15 @@ def _replace_forward(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]
     module.forward = types.MethodType(forward, module)
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
-    if x.is_cuda or not torch.is_grad_enabled():  # torch's own kernel is fused, but for its backward on CPU
-        return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
-    normalised: Tensor = RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
+def _norm(norm: RmsNormFunction, module: Any, x: Tensor) -> Tensor:
+    return norm(x, module.weight, module.variance_epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As `RmsNorm`; torch's own kernel is fused too, but for its backward on CPU."""
+    if x.is_cuda or not torch.is_grad_enabled():
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    normalised: Tensor = RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
     return normalised
 
 
@@ -70,10 +80,16 @@ class RmsNorm(torch.autograd.Function):
         return of_x.to(gradient.dtype), of_weight, None
 
 
-def rotate(x_NHD: Tensor, rope_ND: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(query_NHD: Tensor, key_NJD: Tensor, rope_ND: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Rotary embedding (Su et al., arXiv 2104.09864) with the halves layout of Qwen."""
-    rotated: Tensor = Rotate.apply(x_NHD, *rope_ND)  # type: ignore[no-untyped-call]
-    return rotated
+    query: Tensor = Rotate.apply(query_NHD, *rope_ND)  # type: ignore[no-untyped-call]
+    key: Tensor = Rotate.apply(key_NJD, *rope_ND)  # type: ignore[no-untyped-call]
+    return query, key
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """The middle of a gated MLP (Shazeer, arXiv 2002.05202)."""
+    return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 class Rotate(torch.autograd.Function):
@@ -98,3 +114,16 @@ def _turn(x_NHD: Tensor, cos: tuple[Tensor, ...], sin: tuple[Tensor, ...]) -> Te
     torch.mul(a, cos[0][:, None], out=out_a).addcmul_(b, sin[0][:, None], value=-1)
     torch.mul(b, cos[1][:, None], out=out_b).addcmul_(a, sin[1][:, None])
     return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The parts of a decoder layer that are neither matrix product nor attention."""
+
+    norm: RmsNormFunction
+    rotate: Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+    """(query [N, H, D], key [N, J, D], (cos [N, D], sin [N, D]))"""
+    gate: Callable[[Tensor, Tensor], Tensor]
+
+
+TORCH_KERNELS = Kernels(norm=rms_norm, rotate=rotate, gate=silu_times)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fovea.errors import MissingExtraError
+from fovea.models.fused import Kernels
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -47,3 +48,14 @@ def rotate(query_BHND: Tensor, key_BJND: Tensor, cos_BND: Tensor, sin_BND: Tenso
     """
     query, key = LigerRopeFunction.apply(query_BHND, key_BJND, cos_BND, sin_BND)
     return query, key
+
+
+def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope_ND: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`rotate` for a packed row."""
+    query, key = rotate(
+        query_NHD.transpose(0, 1)[None], key_NJD.transpose(0, 1)[None], rope_ND[0][None], rope_ND[1][None]
+    )
+    return query[0].transpose(0, 1), key[0].transpose(0, 1)
+
+
+LIGER_KERNELS = Kernels(norm=rms_norm, rotate=rotate_row, gate=silu_times)

@@ -17,7 +17,7 @@ from fovea.errors import ModelError
 from fovea.models.attention import use_segment_attention
 from fovea.models.decoder import VisualResidual, decoder_shape
 from fovea.models.features import FeatureCache
-from fovea.models.fused import use_fused_layers
+from fovea.models.fused import TORCH_KERNELS, Kernels, use_fused_layers
 from fovea.models.image_features import ImageFeatures, concatenate
 from fovea.models.linears import LayerCall, use_layer_calls
 from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
@@ -31,9 +31,14 @@ class VLM(nn.Module):
     """A Qwen-VL of any family. `forward` is the one entry for training, so that it can be sharded as a whole."""
 
     def __init__(
-        self, parts: ModelParts, *, attention: Kernel = "auto", feature_cache: FeatureCache | None = None
+        self,
+        parts: ModelParts,
+        *,
+        attention: Kernel = "auto",
+        feature_cache: FeatureCache | None = None,
+        kernels: Kernels = TORCH_KERNELS,
     ) -> None:
-        """`feature_cache` only with a vision tower that never changes."""
+        """`feature_cache` only with a vision tower that never changes; `kernels`: Liger's on CUDA, if wanted."""
         super().__init__()
         self.network = parts.network
         self.image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
@@ -43,9 +48,10 @@ class VLM(nn.Module):
                 f"{parts.name}: its config asks for sliding-window attention, which packed rows do not have"
             )
         self._attention = attention
+        self._kernels = kernels
         self._shape = decoder_shape(self.text_config)
         use_segment_attention(parts.network, eager=attention == "eager")
-        use_fused_layers(parts.network)
+        use_fused_layers(parts.network, kernels.norm)
         use_layer_calls(language_model(parts.network))
 
     def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
@@ -71,7 +77,7 @@ class VLM(nn.Module):
         for index, layer in enumerate(language.layers):
             known = None if row.recall is None else partial(row.recall.outputs, index)
             # through the module's own call: sharding and recomputation of activations hook in there
-            hidden_NE = layer(hidden_NE, fovea=LayerCall(index, self._shape, rope_ND, attend, known))
+            hidden_NE = layer(hidden_NE, fovea=LayerCall(index, self._shape, rope_ND, attend, self._kernels, known))
             if visual is not None:
                 hidden_NE = visual.add_to(hidden_NE, index)
         normed: Tensor = language.norm(hidden_NE)
@@ -87,6 +93,12 @@ class VLM(nn.Module):
         """Of the weights."""
         dtype: torch.dtype = language_model(self.network).embed_tokens.weight.dtype
         return dtype
+
+    @property
+    def logits_bytes_per_token(self) -> int:
+        """In float32."""
+        vocabulary: int = language_model(self.network).embed_tokens.num_embeddings
+        return 4 * vocabulary
 
     @property
     def linear_widths(self) -> list[list[int]]:

@@ -72,6 +72,7 @@ class TorchPolicy:
         self._optimizer = make_adamw(
             list(self._masters.by_name.values()), betas=train.betas, weight_decay=train.weight_decay
         )
+        self._chunk_tokens = max(1, int(train.logits_mib * 2**20 / vlm.logits_bytes_per_token))
         self._steps = 0
         self._engine_has_these_weights = False
         """What a rollout computed may be used again: nothing has changed since `weights` were handed out."""
@@ -154,7 +155,7 @@ class TorchPolicy:
                 scores = self._vlm(
                     micro.row if reuse is None else reuse.row(micro),
                     temperature=self._temperature,
-                    chunk_tokens=self._train.logprob_chunk_tokens,
+                    chunk_tokens=self._chunk_tokens,
                 )
                 loss, micro_sums = objective(scores, micro, self._algorithm)
             (loss / normalizer).backward()
@@ -177,7 +178,7 @@ class TorchPolicy:
         return float(norm), _in_batch_order(scored)
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
-        """What the rollout of these groups has left; None when that is stale, or when this step is to be a plain one."""
+        """What the rollout of these groups has left; None when that is stale, or this step is to be a plain one."""
         plain = self._steps % self._train.plain_update_every_steps == 0
         return None if plain or not self._engine_has_these_weights else Reuse.of(groups)
 
@@ -194,10 +195,9 @@ class TorchPolicy:
 
     @torch.no_grad()
     def _score(self, vlm: VLM, batch: Batch) -> list[NDArray[np.float32]]:
-        train = self._train
         micros = self._micro_batches(batch.groups)
         return _in_batch_order(
-            (micro, vlm(micro.row, temperature=self._temperature, chunk_tokens=train.logprob_chunk_tokens).logprobs_A)
+            (micro, vlm(micro.row, temperature=self._temperature, chunk_tokens=self._chunk_tokens).logprobs_A)
             for micro in micros
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fovea.models.fused import RmsNorm, use_fused_layers
+from fovea.models.fused import RmsNorm, rms_norm, use_fused_layers
 from fovea.models.parts import ModelParts
 
 
@@ -25,7 +25,7 @@ def test_each_layer_equals_its_original(parts: ModelParts, dtype: torch.dtype) -
     parts.network.to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # one rounding of bfloat16 is 8e-3
     original, fused = parts.network, copy.deepcopy(parts.network)
-    use_fused_layers(fused)
+    use_fused_layers(fused, rms_norm)
     compared = set()
     for (name, module), (_, other) in zip(original.named_modules(), fused.named_modules(), strict=True):
         kind = type(module).__name__

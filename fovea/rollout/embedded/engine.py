@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.decoder import decode, decoder_shape
-from fovea.models.tape import Tape, Trace
 from fovea.models.image_features import ImageFeatures
 from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
+from fovea.models.tape import Tape, Trace
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import CacheAttention
 from fovea.rollout.embedded.groups import Groups, Request, new_groups
