@@ -1,6 +1,6 @@
 """The first pass over prompts: images encoded, keys and values stored, all prompts packed into one row.
 
-Axes: `P` prompts, `N` tokens of the row, `E` width of the model, `J`, `L`, `D` as in `cache`.
+Axes: `P` prompts, `N` tokens of the row, `E` width of the model.
 """
 
 from __future__ import annotations
@@ -15,38 +15,27 @@ from fovea.models.attention import causal_prompts
 from fovea.models.features import concatenate
 from fovea.models.layout import shared_prefix_layout
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import GroupCache
+from fovea.rollout.embedded.cache import Cache, Span
 from fovea.rollout.embedded.decoder import Attend, DecoderShape, VisualResidual, decode
-from fovea.rollout.embedded.groups import Request
+from fovea.rollout.embedded.request import Request
 from fovea.rollout.embedded.weights import TextWeights
 from fovea.types import Prompt
 
 
-def prefill(
-    vlm: VLM, weights: TextWeights, shape: DecoderShape, requests: Sequence[Request]
-) -> tuple[Tensor, GroupCache]:
-    """Hidden states [P, E] that predict the first tokens, and a cache that holds the prompts."""
+def prefill(vlm: VLM, weights: TextWeights, shape: DecoderShape, requests: Sequence[Request], cache: Cache) -> Tensor:
+    """Hidden states [P, E] that predict the first tokens; the cache then holds the prompts."""
     device = weights.embed.device
     lengths_P = torch.tensor([request.prompt.num_tokens for request in requests])
     layout = shared_prefix_layout(lengths_P.tolist(), [[] for _ in requests]).to(device)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    first = cache.add(requests)
+    store = cache.writer([Span(prompt=first + i, start=0, end=r.prompt.num_tokens) for i, r in enumerate(requests)])
 
-    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, key_PJLD, value_PJLD = causal_prompts(query, key, value, layout, shape.scale)
-        keys.append(key_PJLD)
-        values.append(value_PJLD)
-        return out
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        store(layer, key, value)
+        return causal_prompts(query, key, value, layout, shape.scale)[0]
 
     hidden_NE = _prompt_pass(vlm, weights, shape, [request.prompt for request in requests], attend)
-    cache = GroupCache.of_prompts(
-        keys,
-        values,
-        lengths_P.to(device),
-        group_size=requests[0].n,
-        room_tokens=max(request.sampling.max_new_tokens for request in requests),
-    )
-    return hidden_NE[(lengths_P.cumsum(0) - 1).to(device)], cache
+    return hidden_NE[(lengths_P.cumsum(0) - 1).to(device)]
 
 
 def _prompt_pass(
