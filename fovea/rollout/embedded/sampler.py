@@ -56,9 +56,9 @@ class Bans:
     ids: Tensor
     """The banned ones before."""
 
-    def allowed(self, logits_BW: Tensor) -> Tensor:
+    def allowed(self, logprobs_BW: Tensor) -> Tensor:
         """A copy without the banned tail, -inf at the others."""
-        return logits_BW[:, : self.size].index_fill(1, self.ids, -torch.inf)
+        return logprobs_BW[:, : self.size].index_fill(1, self.ids, -torch.inf)
 
 
 def bans_of(banned: Sequence[int], vocabulary: int, device: torch.device) -> Bans:
@@ -111,19 +111,20 @@ def draw(
     """
     if needs.heats:
         logits_BW = logits_BW / settings.temperature_B1
-    allowed_BW = bans.allowed(logits_BW)
+    logprobs_BW = logits_BW.log_softmax(dim=-1)
+    allowed_BW = bans.allowed(logprobs_BW)
     if needs.truncates:
         allowed_BW = allowed_BW.masked_fill(~_kept(allowed_BW, settings), -torch.inf)
     tokens_B = _choose(allowed_BW, uniform_B, settings, needs)
-    logprobs_B = logits_BW.gather(1, tokens_B[:, None])[:, 0] - logits_BW.logsumexp(dim=-1)
-    return tokens_B, logprobs_B
+    return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
 
 
 def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs) -> Tensor:
     """The likeliest token of greedy rows, a drawn one of the others."""
     if not needs.sampled:
-        return allowed_BW.argmax(dim=-1)
-    drawn_B = two_level(allowed_BW.softmax(dim=-1), uniform_B)
+        likeliest_B: Tensor = allowed_BW.argmax(dim=-1)
+        return likeliest_B
+    drawn_B: Tensor = two_level(allowed_BW.softmax(dim=-1), uniform_B)
     if not needs.greedy:
         return drawn_B
     return torch.where(settings.greedy_B, allowed_BW.argmax(dim=-1), drawn_B)
@@ -137,7 +138,8 @@ def two_level(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     token_BX = block_B1 * size + torch.arange(size, device=probs_BW.device)
     inside_BX = token_BX < vocabulary
     probs_BX = probs_BW.gather(1, token_BX.clamp(max=vocabulary - 1)) * inside_BX
-    return (block_B1 * size + _find(probs_BX, within_B1)[0])[:, 0]
+    token_B1: Tensor = block_B1 * size + _find(probs_BX, within_B1)[0]
+    return token_B1[:, 0]
 
 
 def _block_sums(probs_BW: Tensor, size: int) -> Tensor:

@@ -101,4 +101,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) ->
     scores = (query @ keys.mT).float()
     if mask is not None:
         scores += mask
-    return (scores.softmax(dim=-1).to(values.dtype) @ values).float(), scores.logsumexp(dim=-1, keepdim=True)
+    # softmax and logsumexp would each look for the peak and take exponents
+    peak = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return (weights.to(values.dtype) @ values).float().div_(total), total.log_().add_(peak)
