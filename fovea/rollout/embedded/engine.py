@@ -15,44 +15,49 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Batch, Ended, Step
+from fovea.rollout.embedded.batch import Batch, Ended
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.decoder import decode, decoder_shape, logits
+from fovea.rollout.embedded.decoder import decoder_shape, logits
+from fovea.rollout.embedded.forward import GraphStepper, Stepper
 from fovea.rollout.embedded.prefill import prefill
 from fovea.rollout.embedded.request import Demand, Request
 from fovea.rollout.embedded.sampler import bans_of
-from fovea.rollout.embedded.slots import SlotCache
+from fovea.rollout.embedded.setup import Tuning, make_cache, make_stepper
 from fovea.rollout.embedded.text import CompletionText
 from fovea.rollout.embedded.weights import TextWeights, text_weights
 from fovea.types import Completion, Prompt, Sampling, Weights
 
-CUDA_STEPS_PER_LOOK = 8
-"""Tokens between two looks at what has ended: each look makes the host wait for the device; a row that has ended
-runs on for half of this on average."""
+DEFAULT_TUNING = Tuning()
 
 
 class EmbeddedEngine:
     """Draws completions with the trainer's own tensors, in its process."""
 
     def __init__(
-        self, vlm: VLM, parts: ModelParts, *, max_batch_tokens: int, steps_per_look: int | None = None
+        self,
+        vlm: VLM,
+        parts: ModelParts,
+        *,
+        max_batch_tokens: int,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        """`steps_per_look`: None is 1 on a CPU, where a look costs nothing."""
         self._vlm = vlm
         self._max_batch_tokens = max_batch_tokens
+        self._tuning = tuning
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(parts.tokenizer, stop_token_ids(parts))
         self._device = next(vlm.parameters()).device
-        self._steps_per_look = steps_per_look or (CUDA_STEPS_PER_LOOK if self._device.type == "cuda" else 1)
         self._stop_ids = torch.tensor(stop_token_ids(parts), device=self._device)
         self._banned_ids = banned_token_ids(parts)
         self._weights: TextWeights | None = None
+        self._addresses: tuple[int, ...] = ()
+        """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
+        self._stepper: Stepper | None = None
         self._version = 0
         self._queue: deque[Request] = deque()
         self._running: dict[Request, list[Completion | None]] = {}
@@ -64,7 +69,7 @@ class EmbeddedEngine:
     async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
         """n completions of one prompt; EngineError when they cannot fit the token budget."""
         request = Request(prompt=prompt, sampling=sampling, n=n, done=asyncio.get_running_loop().create_future())
-        needed = self._loaded_cache().cost([request.demand])
+        needed = self._ready_cache().cost([request.demand])
         if needed > self._max_batch_tokens:
             raise EngineError(
                 f"a prompt of {prompt.num_tokens} tokens with {n} completions of up to {sampling.max_new_tokens} needs "
@@ -87,21 +92,28 @@ class EmbeddedEngine:
                 if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape.num_layers)
-        self._cache = SlotCache(self._shape, self._weights.embed)
         self._version = version
+        addresses = tuple(tensor.data_ptr() for tensor in named.values())
+        if addresses != self._addresses:
+            self.sleep()
+        elif not isinstance(self._stepper, GraphStepper):
+            self._stepper = None
+        self._addresses = addresses
 
     def sleep(self) -> None:
-        """Nothing to give back: between calls of `generate` the engine holds no cache."""
+        """Give back pages and captured graphs; slots hold nothing between calls of `generate`."""
+        self._cache = self._stepper = None
 
     def wake(self) -> None:
-        """Nothing to take."""
+        """Nothing to do: what sleep gave back is taken again when it is needed."""
 
     def close(self) -> None:
-        self._weights = self._cache = None
+        self.sleep()
+        self._weights = None
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
-        weights, cache = self._loaded_weights(), self._loaded_cache()
+        weights, cache = self._loaded_weights(), self._ready_cache()
         bans = bans_of(self._banned_ids, len(weights.embed), self._device)
         batch = Batch(self._device, self._stop_ids, bans, self._text)
         try:
@@ -139,7 +151,7 @@ class EmbeddedEngine:
                 self._running[request] = [None] * request.n
         if admitted:
             weights = self._loaded_weights()
-            hidden_PE = prefill(self._vlm, weights, self._shape, admitted, cache)
+            hidden_PE = prefill(self._vlm, weights, self._shape, admitted, cache, self._tuning.pass_tokens)
             batch.add(admitted, logits(weights, hidden_PE))
             self._retire(batch, cache)
 
@@ -152,16 +164,9 @@ class EmbeddedEngine:
         """Some more tokens for every completion that runs."""
         if not batch.rows:
             return
-        for _ in range(self._steps_per_look):
-            batch.step(lambda step: self._logits(step, cache))
+        for _ in range(self._tuning.steps_on(self._device)):
+            batch.step(self._ready_stepper())
         self._retire(batch, cache)
-
-    def _logits(self, step: Step, cache: Cache) -> Tensor:
-        weights = self._loaded_weights()
-        hidden_BE = weights.embed[step.token_B]
-        rope = self._vlm.rope(step.position_B.expand(3, -1), hidden_BE)
-        attend = cache.step(step.stored_B, step.longest, step.level)
-        return logits(weights, decode(weights, self._shape, hidden_BE, rope, attend))
 
     def _retire(self, batch: Batch, cache: Cache) -> None:
         """Rows that have ended make room; a request whose last one has is answered."""
@@ -198,7 +203,13 @@ class EmbeddedEngine:
             raise EngineError("the engine has no weights; call load_weights first")
         return self._weights
 
-    def _loaded_cache(self) -> Cache:
+    def _ready_cache(self) -> Cache:
         if self._cache is None:
-            raise EngineError("the engine has no weights; call load_weights first")
+            like = self._loaded_weights().embed
+            self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._max_batch_tokens)
         return self._cache
+
+    def _ready_stepper(self) -> Stepper:
+        if self._stepper is None:
+            self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, self._ready_cache())
+        return self._stepper

@@ -1,4 +1,4 @@
-"""The first pass over prompts: images encoded, keys and values stored, all prompts packed into one row.
+"""The first pass over prompts: images encoded, keys and values stored, prompts packed into one row.
 
 Axes: `P` prompts, `N` tokens of the row, `E` width of the model.
 """
@@ -6,41 +6,68 @@ Axes: `P` prompts, `N` tokens of the row, `E` width of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.attention import causal_prompts
 from fovea.models.features import concatenate
-from fovea.models.layout import shared_prefix_layout
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, Span
-from fovea.rollout.embedded.decoder import Attend, DecoderShape, VisualResidual, decode
+from fovea.rollout.embedded.cache import Cache
+from fovea.rollout.embedded.decoder import DecoderShape, VisualResidual, decode
+from fovea.rollout.embedded.passes import PASS_TOKENS, prompt_attention, prompt_passes
 from fovea.rollout.embedded.request import Request
 from fovea.rollout.embedded.weights import TextWeights
 from fovea.types import Prompt
 
 
-def prefill(vlm: VLM, weights: TextWeights, shape: DecoderShape, requests: Sequence[Request], cache: Cache) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """Prompts behind one another, as the first decoder layer sees them."""
+
+    hidden_NE: Tensor
+    rope_ND: tuple[Tensor, Tensor]
+    visual: VisualResidual | None
+
+    def part(self, start: int, end: int) -> PromptRow:
+        """Tokens `start` to `end`."""
+        if (start, end) == (0, len(self.hidden_NE)):
+            return self
+        visual = self.visual
+        if visual is not None:
+            inside = (visual.tokens >= start) & (visual.tokens < end)
+            visual = VisualResidual(tokens=visual.tokens[inside] - start, layers=[x[inside] for x in visual.layers])
+        cos, sin = self.rope_ND
+        return PromptRow(hidden_NE=self.hidden_NE[start:end], rope_ND=(cos[start:end], sin[start:end]), visual=visual)
+
+
+def prefill(
+    vlm: VLM,
+    weights: TextWeights,
+    shape: DecoderShape,
+    requests: Sequence[Request],
+    cache: Cache,
+    pass_tokens: int = PASS_TOKENS,
+) -> Tensor:
     """Hidden states [P, E] that predict the first tokens; the cache then holds the prompts."""
     device = weights.embed.device
-    lengths_P = torch.tensor([request.prompt.num_tokens for request in requests])
-    layout = shared_prefix_layout(lengths_P.tolist(), [[] for _ in requests]).to(device)
+    lengths = [request.prompt.num_tokens for request in requests]
     first = cache.add(requests)
-    store = cache.writer([Span(prompt=first + i, start=0, end=r.prompt.num_tokens) for i, r in enumerate(requests)])
+    row = _prompt_row(vlm, weights, [request.prompt for request in requests])
+    outs, start = [], 0
+    for spans in prompt_passes(lengths, first, pass_tokens):
+        part = row.part(start, start + sum(span.end - span.start for span in spans))
+        whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
+        attend = prompt_attention(spans, whole, cache, shape.scale, device)
+        outs.append(decode(weights, shape, part.hidden_NE, part.rope_ND, attend, part.visual))
+        start += len(part.hidden_NE)
+    last_P = torch.tensor(lengths).cumsum(0) - 1
+    return torch.cat(outs)[last_P.to(device)]
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        store(layer, key, value)
-        return causal_prompts(query, key, value, layout, shape.scale)[0]
 
-    hidden_NE = _prompt_pass(vlm, weights, shape, [request.prompt for request in requests], attend)
-    return hidden_NE[(lengths_P.cumsum(0) - 1).to(device)]
-
-
-def _prompt_pass(
-    vlm: VLM, weights: TextWeights, shape: DecoderShape, prompts: Sequence[Prompt], attend: Attend
-) -> Tensor:
+def _prompt_row(vlm: VLM, weights: TextWeights, prompts: Sequence[Prompt]) -> PromptRow:
+    """All images go through the vision tower in one call."""
     device = weights.embed.device
     token_ids_N = torch.from_numpy(np.concatenate([prompt.token_ids_L for prompt in prompts])).to(device)
     positions_3N = torch.from_numpy(np.concatenate([prompt.positions_3L for prompt in prompts], axis=1)).to(device)
@@ -52,4 +79,4 @@ def _prompt_pass(
         pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, features.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
-    return decode(weights, shape, hidden_NE, vlm.rope(positions_3N, hidden_NE), attend, visual)
+    return PromptRow(hidden_NE=hidden_NE, rope_ND=vlm.rope(positions_3N, hidden_NE), visual=visual)

@@ -139,7 +139,7 @@ def two_level(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     inside_BX = token_BX < vocabulary
     probs_BX = probs_BW.gather(1, token_BX.clamp(max=vocabulary - 1)) * inside_BX
     token_B1: Tensor = block_B1 * size + _find(probs_BX, within_B1)[0]
-    return token_B1[:, 0]
+    return token_B1[:, 0].clamp(max=vocabulary - 1)
 
 
 def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
@@ -154,11 +154,11 @@ def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
 def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
     """The interval [B, 1] that each number falls into, and how far into it, as a fraction in [0, 1).
 
-    In float64, u < 1 makes u * total < total, so that the interval exists and has a length.
+    In float64, u < 1 makes u * total < total, so that the interval exists and has a length. Of NaN it makes the
+    last one; the engine refuses such a completion when it ends.
     """
     cumulative_BX = weights_BX.double().cumsum(dim=-1)
     level_B1 = uniform_B1 * cumulative_BX[:, -1:]
-    # the clamp acts on NaN alone: the engine refuses such a completion when it ends
     found_B1 = torch.searchsorted(cumulative_BX, level_B1, right=True).clamp(max=weights_BX.shape[1] - 1)
     end_B1 = cumulative_BX.gather(1, found_B1)
     length_B1 = weights_BX.gather(1, found_B1).double()
@@ -167,7 +167,7 @@ def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
-    """`two_level` by the whole CDF."""
+    """`two_level` by the whole CDF: the slow twin, for tests."""
     return _find(probs_BW, uniform_B[:, None])[0][:, 0]
 
 
