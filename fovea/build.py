@@ -45,6 +45,8 @@ from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Task
 from fovea.warmup import Warmup
 
+MIN_RECORDED_WIDTH = 128
+"""Of narrower models a linear layer's output is computed faster than it is read from memory."""
 CORPUS_ROWS = 2000
 """Enough rows to know the words of a task by."""
 
@@ -158,7 +160,8 @@ def make_tape(vlm: VLM, config: Config) -> Tape | None:
     device = next(vlm.parameters()).device
     if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
         return None
-    return Tape(vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype)
+    narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
+    return Tape([] if narrow else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype)
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:

@@ -62,11 +62,11 @@ KERNELS: dict[Kernel, RowAttention] = {
 
 def causal_prompts(
     query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A row of prompts alone: attention output [N, H, D], and keys and values [P, J, L, D] for a cache."""
+) -> Tensor:
+    """A row of prompts alone, [N, H, D]."""
     query, key, value = (_gather(x, layout.prompt_index_PL) for x in (query_NHD, key_NJD, value_NJD))
     out = _causal(partial(F.scaled_dot_product_attention, scale=scale), query, key, value)
-    return out.flatten(0, 1)[layout.return_index_N], key, value
+    return out.flatten(0, 1)[layout.return_index_N]
 
 
 def _causal(attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -25,16 +25,21 @@ class Tape:
     """One block [capacity, width] per group of linear layers, written by the engine, read by the trainer."""
 
     def __init__(self, widths: Sequence[Sequence[int]], max_bytes: float, dtype: torch.dtype) -> None:
-        """`widths`: for each decoder layer, those of its groups of linear layers."""
-        token_bytes = sum(map(sum, widths)) * dtype.itemsize
-        self.capacity_tokens = int(max_bytes // token_bytes)
+        """`widths`: for each decoder layer, those of its groups of linear layers; none: only images are kept."""
+        self._max_bytes = max_bytes
+        self._token_bytes = sum(map(sum, widths)) * dtype.itemsize
+        capacity_tokens = int(max_bytes // self._token_bytes) if self._token_bytes else 0
         # never touched, never in memory: pages come with the first write
-        self._blocks = [[torch.empty(self.capacity_tokens, width, dtype=dtype) for width in layer] for layer in widths]
-        self._reserved = 0
+        self._blocks = [[torch.empty(capacity_tokens, width, dtype=dtype) for width in layer] for layer in widths]
+        self._reserved_bytes = 0
         self._used = 0
         self._pass = slice(0, 0)
         self.rollout = 0
         """Counts rollouts: a trace of an earlier one has been overwritten."""
+
+    @property
+    def holds_linears(self) -> bool:
+        return self._token_bytes > 0
 
     def layer(self, index: int) -> list[TapeColumn]:
         """For the linear layers of one decoder layer to write to."""
@@ -42,14 +47,15 @@ class Tape:
 
     def restart(self) -> None:
         """New weights: forget everything."""
-        self._reserved = self._used = 0
+        self._reserved_bytes = self._used = 0
         self.rollout += 1
 
-    def reserve(self, tokens: int) -> bool:
-        """Whether this many more will fit; they are then kept free."""
-        if self._reserved + tokens > self.capacity_tokens:
+    def reserve(self, tokens: int, other_bytes: int = 0) -> bool:
+        """Whether this many more will fit, beside what is kept elsewhere; they are then kept free."""
+        needed = tokens * self._token_bytes + other_bytes
+        if self._reserved_bytes + needed > self._max_bytes:
             return False
-        self._reserved += tokens
+        self._reserved_bytes += needed
         return True
 
     @contextmanager

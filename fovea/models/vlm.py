@@ -121,6 +121,25 @@ class VLM(nn.Module):
         encoded = dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
         return [encoded[image.key] for image in images]
 
+    def image_graph(self, images: Sequence[PromptImage]) -> dict[str, ImageFeatures]:
+        """Features by image key, with the graph that made them: one pass for the rollout and the update after it."""
+        distinct = {image.key: image for image in images}
+        if not distinct:
+            return {}
+        with torch.enable_grad():
+            return dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
+
+    def graph_bytes(self, images: Sequence[PromptImage]) -> int:
+        """About what `image_graph` keeps for its backward pass: per patch and block some 20 times the tower's width."""
+        config = config_of(vision_tower(self.network))
+        width = getattr(config, "embed_dim", None) or config.hidden_size
+        patches = sum(len(image.pixels_NC) for image in {image.key: image for image in images}.values())
+        return int(patches * config.depth * 20 * width * self.dtype.itemsize)
+
+    @property
+    def trains_vision(self) -> bool:
+        return any(parameter.requires_grad for parameter in vision_tower(self.network).parameters())
+
     def _encode_one_by_one(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features that depend on no other image, to the last bit: a resumed run meets images in other company."""
         return [features for image in images for features in self.encode([image])]

@@ -79,7 +79,7 @@ def recall_of(micro: MicroBatch) -> Recall | None:
         places += [known[0].prompt_places_L, *(trace.places_T for trace in known)]
         tape = known[0].tape
     joined = torch.from_numpy(np.concatenate(places))
-    if tape is None or len(joined) != micro.row.num_tokens:  # padded to a fixed length
+    if tape is None or not tape.holds_linears or len(joined) != micro.row.num_tokens:  # padded to a fixed length
         return None
     return Recall(tape=tape, places_N=joined)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,42 +16,10 @@ from fovea.models.vlm import VLM
 from fovea.packing import pack_row
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.wait import wait_for
-from fovea.types import Completion, Prompt, Sampling
+from fovea.types import Sampling
 from tests.reference import model_inputs, reference_logprobs
+from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
 from tests.tiny_models import CPU, mixed_prompts, renderer, tiny, user
-
-LOGPROB_TOLERANCE = 1e-5
-
-
-def make_engine(parts: ModelParts, max_batch_tokens: int = 10_000) -> EmbeddedEngine:
-    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=max_batch_tokens)
-    engine.load_weights(merged_weights(parts.network), version=7)
-    return engine
-
-
-def generate(
-    engine: EmbeddedEngine, prompts: Sequence[Prompt], samplings: Sequence[Sampling], n: int | Sequence[int]
-) -> list[Sequence[Completion]]:
-    """All requests at once."""
-    counts = [n] * len(prompts) if isinstance(n, int) else n
-
-    async def all_of_them() -> list[Sequence[Completion]]:
-        calls = (engine.generate(p, s, k) for p, s, k in zip(prompts, samplings, counts, strict=True))
-        return await asyncio.gather(*calls)
-
-    return wait_for(all_of_them())
-
-
-def seeded(count: int, **settings: object) -> list[Sampling]:
-    return [Sampling(seed=seed, **settings) for seed in range(count)]  # type: ignore[arg-type]
-
-
-def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    return all(
-        a.token_ids_T.tolist() == b.token_ids_T.tolist()
-        and np.allclose(a.logprobs_T, b.logprobs_T, atol=LOGPROB_TOLERANCE)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def test_greedy_equals_transformers_generate(parts: ModelParts) -> None:

@@ -1,8 +1,9 @@
 """The embedded engine: one vision encode and one prefill per prompt, shared by its n completions.
 
-Requests queue up; groups are admitted while their keys fit the token budget, decode in step, and leave when their
-last completion ends, so that others move up. What a completion holds depends on its request alone: its random
-numbers come from the request's seed, and attention never looks into another row.
+Requests queue up; they are admitted while their keys fit the token budget. Every completion is a row of one batch;
+when it ends, its row and its keys make room at once, and the next request moves up, whatever its group's size. What
+a completion holds depends on its request alone: its random numbers come from the request's seed, and attention never
+looks into another row.
 """
 
 from __future__ import annotations
@@ -10,57 +11,78 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fovea.errors import EngineError
-from fovea.models.decoder import decode, decoder_shape
-from fovea.models.image_features import ImageFeatures
+from fovea.models.decoder import decoder_shape
 from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
-from fovea.models.tape import Tape, Trace
+from fovea.models.tape import Tape
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import CacheAttention
-from fovea.rollout.embedded.groups import Groups, Request, new_groups
-from fovea.rollout.embedded.prefill import prefill
-from fovea.rollout.embedded.sampler import draw
+from fovea.rollout.embedded.batch import Batch, Ended
+from fovea.rollout.embedded.cache import Cache
+from fovea.rollout.embedded.forward import GraphStepper, Stepper
+from fovea.rollout.embedded.prefill import prefill, prompt_row
+from fovea.rollout.embedded.recorder import Recorder
+from fovea.rollout.embedded.request import Demand, Request
+from fovea.rollout.embedded.sampler import bans_of
+from fovea.rollout.embedded.setup import Tuning, make_cache, make_stepper
 from fovea.rollout.embedded.text import CompletionText
 from fovea.rollout.embedded.weights import TextWeights, text_weights
 from fovea.types import Completion, Prompt, Sampling, Weights
+
+DEFAULT_TUNING = Tuning()
 
 
 class EmbeddedEngine:
     """Draws completions with the trainer's own tensors, in its process."""
 
-    def __init__(self, vlm: VLM, parts: ModelParts, *, max_batch_tokens: int, tape: Tape | None = None) -> None:
+    def __init__(
+        self,
+        vlm: VLM,
+        parts: ModelParts,
+        *,
+        max_batch_tokens: int,
+        tape: Tape | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
+        """`tape`: to keep what updates can use again; its outputs stay where they are, so it does not go with pages."""
         self._vlm = vlm
         self._tape = tape
-        self._graphs: dict[int, dict[str, ImageFeatures]] = {}
+        self._recorder = Recorder(vlm, tape)
         self._max_batch_tokens = max_batch_tokens
+        self._tuning = tuning
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(parts.tokenizer, stop_token_ids(parts))
         self._device = next(vlm.parameters()).device
         self._stop_ids = torch.tensor(stop_token_ids(parts), device=self._device)
-        self._banned_ids = torch.tensor(banned_token_ids(parts), dtype=torch.long, device=self._device)
+        self._banned_ids = banned_token_ids(parts)
         self._weights: TextWeights | None = None
+        self._addresses: tuple[int, ...] = ()
+        """Of the weights: a captured step reads them where they were."""
+        self._cache: Cache | None = None
+        self._stepper: Stepper | None = None
         self._version = 0
         self._queue: deque[Request] = deque()
-        self._open: list[Request] = []
-        """Asked and not answered: queued or running."""
+        self._running: dict[Request, list[Completion | None]] = {}
+        """What has been drawn; None runs still."""
+        self._full = False
+        """The first in the queue has to wait until something ends."""
         self._worker: asyncio.Task[None] | None = None
 
     async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
         """n completions of one prompt; EngineError when they cannot fit the token budget."""
         request = Request(prompt=prompt, sampling=sampling, n=n, done=asyncio.get_running_loop().create_future())
-        if request.cache_tokens > self._max_batch_tokens:
+        needed = self._ready_cache().cost([request.demand])
+        if needed > self._max_batch_tokens:
             raise EngineError(
                 f"a prompt of {prompt.num_tokens} tokens with {n} completions of up to {sampling.max_new_tokens} needs "
-                f"{request.cache_tokens} cache tokens, and rollout.max_batch_tokens={self._max_batch_tokens}; raise "
+                f"{needed} cache tokens, and rollout.max_batch_tokens={self._max_batch_tokens}; raise "
                 "that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         self._queue.append(request)
-        self._open.append(request)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._run())
         return await request.done
@@ -77,170 +99,127 @@ class EmbeddedEngine:
                     own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape, self._tape)
         self._version = version
-        if self._tape is not None:
-            self._tape.restart()
+        self._recorder.restart()
+        addresses = tuple(tensor.data_ptr() for tensor in named.values())
+        if addresses != self._addresses:
+            self.sleep()
+        elif not isinstance(self._stepper, GraphStepper):
+            self._stepper = None
+        self._addresses = addresses
 
     def sleep(self) -> None:
-        """Nothing to give back: between calls of `generate` the engine holds no cache."""
+        """Give back pages and captured graphs; slots hold nothing between calls of `generate`."""
+        self._cache = self._stepper = None
 
     def wake(self) -> None:
-        """Nothing to take."""
+        """Nothing to do: what sleep gave back is taken again when it is needed."""
 
     def close(self) -> None:
+        self.sleep()
         self._weights = None
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
-        groups: Groups | None = None
+        weights, cache = self._loaded_weights(), self._ready_cache()
+        bans = bans_of(self._banned_ids, len(weights.embed), self._device)
+        batch = Batch(self._device, self._stop_ids, bans, self._text)
         try:
-            while self._queue or groups is not None:
+            while self._queue or batch.rows:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
-                groups = self._admit(groups)
-                self._step(groups)
-                groups = self._retire(groups)
+                self._admit(batch, cache)
+                self._decode(batch, cache)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
+        finally:
+            cache.clear()
 
     def _fail(self, error: BaseException) -> None:
         """Pass an error to every caller that waits."""
-        for request in self._open:
+        for request in (*self._queue, *self._running):
             if not request.done.done():
                 request.done.set_exception(error)
         self._queue.clear()
-        self._open.clear()
+        self._running.clear()
+        self._full = False
 
     @torch.no_grad()
-    def _admit(self, groups: Groups | None) -> Groups:
-        """Prefill as many queued requests as fit beside the running groups."""
+    def _admit(self, batch: Batch, cache: Cache) -> None:
+        """Prefill as many queued requests as fit beside what runs, and draw the first token of their completions."""
         admitted: list[Request] = []
-        running = list(groups.requests) if groups is not None else []
-        while self._queue and self._fits([*running, *admitted, self._queue[0]]):
-            admitted.append(self._queue.popleft())
-        if not admitted:
-            assert groups is not None, "a request that fits the budget alone was not admitted to an idle engine"
-            return groups
-        new = self._prefill(admitted)
-        return new if groups is None else groups.join(new)
+        demands = self._demands() if self._queue and not self._full else []
+        while self._queue and not self._full:
+            request = self._queue[0]
+            demands.append(request.demand)
+            self._full = cache.cost(demands) > self._max_batch_tokens
+            if not self._full:
+                admitted.append(self._queue.popleft())
+                self._running[request] = [None] * request.n
+        if admitted:
+            weights = self._loaded_weights()
+            row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted))
+            hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
+            batch.add(admitted, weights.logits(hidden_PE))
+            self._retire(batch, cache)
 
-    def _fits(self, requests: Sequence[Request]) -> bool:
-        """Whether the padded cache stays within the budget; groups of different size never run together."""
-        prompt = max(request.prompt.num_tokens for request in requests)
-        room = max(request.sampling.max_new_tokens for request in requests)
-        n = requests[0].n
-        same_size = all(request.n == n for request in requests)
-        return same_size and len(requests) * (prompt + n * room) <= self._max_batch_tokens
-
-    def _prefill(self, requests: Sequence[Request]) -> Groups:
-        """Run each prompt once, and draw the first token of all its completions."""
-        weights = self._loaded_weights()
-        traced = self._tape is not None and all(r.sampling.trace for r in requests)
-        traced = traced and self._tape.reserve(sum(r.cache_tokens for r in requests))
-        self._recording = traced
-        graph = {}
-        if traced and any(p.requires_grad for p in self._vlm.network.get_submodule("model.visual").parameters()):
-            images = {image.key: image for r in requests for image in r.prompt.images}
-            with torch.enable_grad():
-                graph = dict(zip(images, self._vlm.encode(list(images.values()))))
-        lengths = [r.prompt.num_tokens for r in requests]
-        if traced:
-            with self._tape.recording(sum(lengths)) as start:
-                last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests, graph)
-        else:
-            last_hidden_PE, cache = prefill(self._vlm, weights, self._shape, requests)
-        groups = new_groups(requests, cache, self._device)
-        for r in requests:
-            self._graphs[id(r)] = graph
-        if traced:
-            groups.first_place_P.copy_(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths) + start)
-        self._draw(groups, weights.logits(last_hidden_PE).repeat_interleave(groups.size, 0))
-        return groups
+    def _demands(self) -> list[Demand]:
+        """Of what runs: completions that have ended need nothing more."""
+        return [replace(request.demand, rows=drawn.count(None)) for request, drawn in self._running.items()]
 
     @torch.no_grad()
-    def _step(self, groups: Groups) -> None:
-        """One more token for every completion that still runs."""
-        if not bool(groups.running_PG.any()):
+    def _decode(self, batch: Batch, cache: Cache) -> None:
+        """Some more tokens for every completion that runs."""
+        if not batch.rows:
             return
-        weights = self._loaded_weights()
-        index_P = groups.index_P
-        tokens_PG = groups.tokens_PGT[groups.rows_P, :, index_P]
-        position_B = (groups.next_position_P + index_P).repeat_interleave(groups.size)
-        hidden_BE = weights.embed[tokens_PG.flatten()]
-        rope = self._vlm.rope(position_B.expand(3, -1), hidden_BE)
-        attend = CacheAttention(groups.cache, self._shape.scale)
-        if self._recording:
-            with self._tape.recording(len(hidden_BE)) as start:
-                out = decode(weights.decoder, self._shape, hidden_BE, rope, attend)
-            groups.places_PGT[groups.rows_P, :, index_P] = (start + torch.arange(len(hidden_BE))).view(
-                groups.running_PG.shape
+        for _ in range(self._tuning.steps_on(self._device)):
+            with self._recorder.recording(len(batch)) as first_place:
+                batch.step(self._ready_stepper(), first_place)
+        self._retire(batch, cache)
+
+    def _retire(self, batch: Batch, cache: Cache) -> None:
+        """Rows that have ended make room; a request whose last one has is answered."""
+        ended = batch.look()
+        if not ended:
+            return
+        cache.remove(ended)
+        for result in batch.take(ended):
+            request = result.row.request
+            drawn = self._running[request]
+            drawn[result.row.index] = self._completion(result)
+            if None not in drawn:
+                del self._running[request]
+                if not request.done.done():
+                    request.done.set_result([completion for completion in drawn if completion is not None])
+        self._full = False
+
+    def _completion(self, ended: Ended) -> Completion:
+        if not np.isfinite(ended.logprobs_T).all():
+            raise EngineError(
+                "the model's logits are not finite, so that nothing can be drawn from them: the weights have diverged; "
+                "resume from an earlier checkpoint with a lower train.learning_rate"
             )
-        else:
-            out = decode(weights.decoder, self._shape, hidden_BE, rope, attend)
-        self._draw(groups, weights.logits(out))
-
-    def _draw(self, groups: Groups, logits_BW: Tensor) -> None:
-        """Draw and record the next token of every completion; note which ended."""
-        index_P = groups.index_P
-        uniform_B = groups.uniforms_PGT[groups.rows_P, :, index_P].flatten()
-        tokens_B, logprobs_B = draw(logits_BW, uniform_B, groups.settings, self._banned_ids)
-        drawn_PG = groups.running_PG.clone()
-        groups.record(index_P, tokens_B, logprobs_B, self._stop_ids)
-        for row, request in enumerate(groups.requests):
-            if request.sampling.stop:
-                self._stop_at_strings(groups, row, drawn_PG[row].nonzero()[:, 0].tolist())
-
-    def _stop_at_strings(self, groups: Groups, row: int, columns: Sequence[int]) -> None:
-        """End the completions whose newest token completes a stop string, be it the last that the limit allows."""
-        stop = groups.requests[row].sampling.stop
-        for column in columns:
-            tokens = groups.tokens_PGT[row, column, : groups.lengths_PG[row, column]].tolist()
-            if self._text.holds_stop(tokens, stop):
-                groups.running_PG[row, column] = False
-                groups.stopped_PG[row, column] = True
-
-    def _retire(self, groups: Groups) -> Groups | None:
-        """Answer the groups that have ended; drop them once a quarter of the batch has, since dropping copies."""
-        ended = (~groups.running_PG.any(dim=1)).tolist()
-        for row, request in enumerate(groups.requests):
-            if ended[row] and not request.done.done():
-                request.done.set_result(self._completions(groups, row))
-                self._open.remove(request)
-        if all(ended):
-            return None
-        if 4 * sum(ended) < len(ended):
-            return groups
-        return groups.select([row for row, over in enumerate(ended) if not over])
-
-    def _completions(self, groups: Groups, row: int) -> list[Completion]:
-        stop = groups.requests[row].sampling.stop
-        lengths = groups.lengths_PG[row].tolist()
-        stopped = groups.stopped_PG[row].tolist()
-        tokens, logprobs = groups.tokens_PGT[row].cpu().numpy(), groups.logprobs_PGT[row].cpu().numpy()
-        first = int(groups.first_place_P[row])
-        places = groups.places_PGT[row].numpy()
-        prompt = first + np.arange(groups.requests[row].prompt.num_tokens)
-        return [
-            Completion(
-                trace=None
-                if first < 0
-                else Trace(
-                    tape=self._tape,
-                    rollout=self._tape.rollout,
-                    prompt_places_L=prompt,
-                    places_T=places[column, : length - 1].copy(),
-                    features=self._graphs[id(groups.requests[row])],
-                ),
-                token_ids_T=tokens[column, :length].copy(),
-                logprobs_T=logprobs[column, :length].copy(),
-                text=self._text.decode(tokens[column, :length].tolist(), stop),
-                finish="stop" if stopped[column] else "length",
-                version=self._version,
-            )
-            for column, length in enumerate(lengths)
-        ]
+        return Completion(
+            token_ids_T=ended.token_ids_T,
+            logprobs_T=ended.logprobs_T,
+            text=self._text.decode(ended.token_ids_T.tolist(), ended.row.request.sampling.stop),
+            finish="stop" if ended.stopped else "length",
+            version=self._version,
+            trace=self._recorder.trace(ended),
+        )
 
     def _loaded_weights(self) -> TextWeights:
         if self._weights is None:
             raise EngineError("the engine has no weights; call load_weights first")
         return self._weights
+
+    def _ready_cache(self) -> Cache:
+        if self._cache is None:
+            like = self._loaded_weights().embed
+            self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._max_batch_tokens)
+        return self._cache
+
+    def _ready_stepper(self) -> Stepper:
+        if self._stepper is None:
+            self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, self._ready_cache())
+        return self._stepper

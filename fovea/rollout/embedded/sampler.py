@@ -1,10 +1,14 @@
 """Drawing tokens: temperature, top-k, top-p, min-p, by inverse CDF from uniform numbers that belong to a request.
 
-Axes: `B` rows, `W` vocabulary.
+The CDF of a large vocabulary is walked in two levels: the block of tokens first, then the token within it. Only
+sums of blocks and one block per row are ever accumulated; `draw_plain` accumulates everything and is the slow twin.
+
+Axes: `B` rows, `W` vocabulary, `K` blocks of it, `X` tokens of a block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.types import Sampling
+
+BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +33,41 @@ class RowSettings:
     """Infinite where off."""
     top_p_B1: Tensor
     min_p_B1: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Which work a batch asks for at all: what no row needs is spared."""
+
+    heats: bool
+    """Some temperature is not 1."""
     truncates: bool
-    """Whether any row uses top-k, top-p or min-p: else the sort is spared."""
+    """Some row uses top-k, top-p or min-p, which takes a sort."""
+    greedy: bool
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bans:
+    """Tokens that are never drawn."""
+
+    size: int
+    """Tokens from here on are banned: rows of the embedding beyond the tokenizer."""
+    ids: Tensor
+    """The banned ones before."""
+
+    def allowed(self, logprobs_BW: Tensor) -> Tensor:
+        """A copy without the banned tail, -inf at the others."""
+        return logprobs_BW[:, : self.size].index_fill(1, self.ids, -torch.inf)
+
+
+def bans_of(banned: Sequence[int], vocabulary: int, device: torch.device) -> Bans:
+    """Splits ids into a tail and the rest."""
+    ids, size = set(banned), vocabulary
+    while size - 1 in ids:
+        size -= 1
+    inside = sorted(token for token in ids if token < size)
+    return Bans(size=size, ids=torch.tensor(inside, dtype=torch.long, device=device))
 
 
 def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
@@ -43,7 +82,15 @@ def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSett
         top_k_B1=column([s.top_k or torch.inf for s in samplings]),
         top_p_B1=column([s.top_p for s in samplings]),
         min_p_B1=column([s.min_p for s in samplings]),
+    )
+
+
+def needs_of(samplings: Sequence[Sampling]) -> Needs:
+    return Needs(
+        heats=any(s.temperature not in (0, 1) for s in samplings),
         truncates=any(s.top_k or s.top_p < 1 or s.min_p for s in samplings),
+        greedy=any(s.temperature == 0 for s in samplings),
+        sampled=any(s.temperature != 0 for s in samplings),
     )
 
 
@@ -55,20 +102,73 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(key=seed)).random((n, num_tokens))
 
 
-def draw(logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, banned: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs, bans: Bans
+) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
 
-    `uniform_B` is float64, so that u * total < total holds for the sum of float32 probabilities.
+    `uniform_B` is float64; float32 logits give each token its probability to float32 rounding.
     """
-    logprobs_BW = torch.log_softmax(logits_BW / settings.temperature_B1, dim=-1)
-    allowed_BW = logprobs_BW.index_fill(1, banned, -torch.inf)
-    if settings.truncates:
+    if needs.heats:
+        logits_BW = logits_BW / settings.temperature_B1
+    logprobs_BW = logits_BW.log_softmax(dim=-1)
+    allowed_BW = bans.allowed(logprobs_BW)
+    if needs.truncates:
         allowed_BW = allowed_BW.masked_fill(~_kept(allowed_BW, settings), -torch.inf)
-    cumulative_BW = allowed_BW.double().exp().cumsum(dim=-1)
-    level_B1 = uniform_B[:, None] * cumulative_BW[:, -1:]
-    drawn_B = torch.searchsorted(cumulative_BW, level_B1, right=True)[:, 0]
-    tokens_B = torch.where(settings.greedy_B, allowed_BW.argmax(dim=-1), drawn_B)
+    tokens_B = _choose(allowed_BW, uniform_B, settings, needs)
     return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs) -> Tensor:
+    """The likeliest token of greedy rows, a drawn one of the others."""
+    if not needs.sampled:
+        likeliest_B: Tensor = allowed_BW.argmax(dim=-1)
+        return likeliest_B
+    drawn_B: Tensor = two_level(allowed_BW.softmax(dim=-1), uniform_B)
+    if not needs.greedy:
+        return drawn_B
+    return torch.where(settings.greedy_B, allowed_BW.argmax(dim=-1), drawn_B)
+
+
+def two_level(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
+    """The token [B] in whose interval of the CDF each uniform number falls; never one of probability 0."""
+    vocabulary = probs_BW.shape[1]
+    size = 2 ** math.ceil(math.log2(vocabulary) / 2)
+    block_B1, within_B1 = _find(_block_sums(probs_BW, size), uniform_B[:, None])
+    token_BX = block_B1 * size + torch.arange(size, device=probs_BW.device)
+    inside_BX = token_BX < vocabulary
+    probs_BX = probs_BW.gather(1, token_BX.clamp(max=vocabulary - 1)) * inside_BX
+    token_B1: Tensor = block_B1 * size + _find(probs_BX, within_B1)[0]
+    return token_B1[:, 0].clamp(max=vocabulary - 1)
+
+
+def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
+    """[B, K]; the last block may be short."""
+    whole = probs_BW.shape[1] // size * size
+    sums_BK: Tensor = probs_BW[:, :whole].unflatten(1, (-1, size)).sum(dim=-1)
+    if whole == probs_BW.shape[1]:
+        return sums_BK
+    return torch.cat([sums_BK, probs_BW[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+
+
+def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The interval [B, 1] that each number falls into, and how far into it, as a fraction in [0, 1).
+
+    In float64, u < 1 makes u * total < total, so that the interval exists and has a length. Of NaN it makes the
+    last one; the engine refuses such a completion when it ends.
+    """
+    cumulative_BX = weights_BX.double().cumsum(dim=-1)
+    level_B1 = uniform_B1 * cumulative_BX[:, -1:]
+    found_B1 = torch.searchsorted(cumulative_BX, level_B1, right=True).clamp(max=weights_BX.shape[1] - 1)
+    end_B1 = cumulative_BX.gather(1, found_B1)
+    length_B1 = weights_BX.gather(1, found_B1).double()
+    # rounding in the sum of a long row may put the fraction of a tiny interval a little outside
+    return found_B1, (1 - (end_B1 - level_B1) / length_B1).clamp(0, BELOW_ONE)
+
+
+def draw_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
+    """`two_level` by the whole CDF: the slow twin, for tests."""
+    return _find(probs_BW, uniform_B[:, None])[0][:, 0]
 
 
 def _kept(logprobs_BW: Tensor, settings: RowSettings) -> Tensor:

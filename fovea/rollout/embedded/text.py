@@ -22,10 +22,13 @@ class CompletionText:
 
     def holds_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
         """Whether a stop string ends in the newest token."""
-        # a token holds at least one byte and a character at most four: this tail holds any stop string whole
-        tail = 4 * max(len(string) for string in stop) + 4
-        text = self._plain(token_ids[-tail:])
+        text = self._plain(token_ids[-self.tail_tokens(stop) :])
         return any(string in text for string in stop)
+
+    def tail_tokens(self, stop: Sequence[str]) -> int:
+        """So many of the newest tokens hold any stop string whole."""
+        # a token holds at least one byte, and a character at most four
+        return 4 * max(len(string) for string in stop) + 4
 
     def _plain(self, token_ids: Sequence[int]) -> str:
         if token_ids and token_ids[-1] in self._stop_ids:

@@ -15,6 +15,7 @@ from fovea.models.tape import Tape, TapeColumn
 
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"
+NO_COLUMNS = (None,) * 4
 QUERY_KEY_VALUE, OUTPUT, GATE_UP, DOWN = range(4)
 
 
@@ -57,7 +58,12 @@ def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | 
     """Pick the language model out of a full set of weights; KeyError names what is missing."""
     embed = named[f"{TEXT}embed_tokens.weight"]
     layers = (
-        _layer(named, f"{TEXT}layers.{index}.", shape, tape.layer(index) if tape else [None] * 4)
+        _layer(
+            named,
+            f"{TEXT}layers.{index}.",
+            shape,
+            tape.layer(index) if tape is not None else NO_COLUMNS,
+        )
         for index in range(shape.num_layers)
     )
     return TextWeights(

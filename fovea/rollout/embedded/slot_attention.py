@@ -1,0 +1,108 @@
+"""Attention of one decoding step over the dense cache, by plain matrix products.
+
+A prompt's keys are read once for all of its completions; the two halves, prompt and own tokens, are merged by
+their log-sum-exp, which equals one softmax over both.
+
+Axes: `B` live completions, `P` live prompts, `G` completions of the largest group, `H` query heads, `J` key heads,
+`Q` = H / J query heads of a key head, `Y` = G x Q, `D` width of a head, `L` tokens of the longest prompt,
+`T` tokens of the longest completion, `X` rows of any kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Which rows meet which prompt."""
+
+    row_PG: Tensor
+    """Rows of each prompt; padding points at row 0."""
+    place_B: Tensor
+    """Where each row stands in it, flattened."""
+    longest: int
+    mask_P11L: Tensor | None
+    """-inf beyond each prompt; None when all are equally long."""
+
+
+def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Sharing:
+    """For rows in any order."""
+    prompt_B = torch.tensor(prompt_of_row)
+    count_P = torch.bincount(prompt_B, minlength=len(prompt_lengths))
+    order_B = prompt_B.argsort(stable=True)
+    first_P = count_P.cumsum(0) - count_P
+    rank_B = torch.empty_like(order_B)
+    rank_B[order_B] = torch.arange(len(order_B)) - first_P[prompt_B[order_B]]
+    row_PG = torch.zeros(len(prompt_lengths), int(count_P.max()), dtype=torch.long)
+    row_PG[prompt_B, rank_B] = torch.arange(len(prompt_B))
+    lengths_P = torch.tensor(prompt_lengths)
+    longest = max(prompt_lengths)
+    uneven = min(prompt_lengths) < longest
+    return Sharing(
+        row_PG=row_PG.to(device),
+        place_B=(prompt_B * row_PG.shape[1] + rank_B).to(device),
+        longest=longest,
+        mask_P11L=hide_beyond(lengths_P.to(device), longest) if uneven else None,
+    )
+
+
+def hide_beyond(lengths_X: Tensor, size: int) -> Tensor:
+    """Additive mask [X, 1, 1, size]."""
+    hidden = torch.arange(size, device=lengths_X.device) >= lengths_X[:, None]
+    return torch.zeros(hidden.shape, device=lengths_X.device).masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
+class SlotAttention:
+    """One decoding step: all queries of a prompt meet its keys in one product, each row's its own in another."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Tensor],
+        own: Sequence[Tensor],
+        shared: Sharing,
+        stored_B: Tensor,
+        own_mask: Tensor | None,
+        scale: float,
+    ) -> None:
+        """`prompts` [2, P, J, L, D] and `own` [2, B, J, T, D] hold the keys and values of each layer."""
+        self._prompts, self._own, self._shared, self._scale = prompts, own, shared, scale
+        self._stored_B, self._own_mask = stored_B, own_mask
+        self._row_B = torch.arange(len(stored_B), device=stored_B.device)
+
+    def __call__(self, layer: int, query_BHD: Tensor, key_BJD: Tensor, value_BJD: Tensor) -> Tensor:
+        """Stores the new keys and values; [B, H, D]."""
+        keys_BJTD, values_BJTD = self._own[layer]
+        keys_BJTD[self._row_B, :, self._stored_B] = key_BJD
+        values_BJTD[self._row_B, :, self._stored_B] = value_BJD
+        query_BJQD = (query_BHD * self._scale).unflatten(1, (key_BJD.shape[1], -1))
+        own, own_lse = _attend(query_BJQD, keys_BJTD, values_BJTD, self._own_mask)
+        query_PJYD = query_BJQD[self._shared.row_PG].transpose(1, 2).flatten(2, 3)
+        keys_PJLD, values_PJLD = self._prompts[layer]
+        shared, shared_lse = (
+            self._by_row(x) for x in _attend(query_PJYD, keys_PJLD, values_PJLD, self._shared.mask_P11L)
+        )
+        merged_BJQD = torch.lerp(shared, own, torch.sigmoid(own_lse - shared_lse))
+        return merged_BJQD.flatten(1, 2).to(query_BHD.dtype)
+
+    def _by_row(self, x_PJYD: Tensor) -> Tensor:
+        """Back to [B, J, Q, D]."""
+        x_PGJQD = x_PJYD.unflatten(2, (self._shared.row_PG.shape[1], -1)).transpose(1, 2)
+        rows: Tensor = x_PGJQD.flatten(0, 1)[self._shared.place_B]
+        return rows
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention and the log-sum-exp of its scores, in float32."""
+    scores = (query @ keys.mT).float()
+    if mask is not None:
+        scores += mask
+    # softmax and logsumexp would each look for the peak and take exponents
+    peak = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return (weights.to(values.dtype) @ values).float().div_(total), total.log_().add_(peak)

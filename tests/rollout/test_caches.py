@@ -1,0 +1,169 @@
+"""Both caches against attention over each completion's own whole row of keys and values.
+
+Axes: `B` live completions, `H` query heads, `J` key heads, `D` width of a head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fovea.models.decoder import DecoderShape
+from fovea.rollout.embedded.cache import Cache, Span
+from fovea.rollout.embedded.moves import fill_holes
+from fovea.rollout.embedded.paged import PagedCache, gathered_attention
+from fovea.rollout.embedded.request import Demand, Request
+from fovea.rollout.embedded.slots import FIRST_TOKENS, SlotCache
+from fovea.types import Prompt, Sampling
+
+SHAPE = DecoderShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, norm_eps=1e-6)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+"""Float32: sums in another order. Bfloat16: its rounding of scores and weights, at values of about 1."""
+
+
+def request(prompt_tokens: int, n: int, limit: int) -> Request:
+    prompt = Prompt(
+        token_ids_L=np.zeros(prompt_tokens, dtype=np.int64),
+        positions_3L=np.zeros((3, prompt_tokens), dtype=np.int64),
+        next_position=prompt_tokens,
+    )
+    return Request(prompt=prompt, sampling=Sampling(max_new_tokens=limit), n=n, done=asyncio.Future(loop=LOOP))
+
+
+LOOP = asyncio.new_event_loop()
+
+
+def make_cache(kind: str, dtype: torch.dtype = torch.float32) -> Cache:
+    like = torch.empty(0, dtype=dtype)
+    if kind == "slots":
+        return SlotCache(SHAPE, like)
+    return PagedCache(SHAPE, like, gathered_attention, num_tokens=3_000, page_tokens=4)
+
+
+class Rows:
+    """A cache beside plain copies of everything that each row has been given."""
+
+    def __init__(self, cache: Cache, dtype: torch.dtype) -> None:
+        self.cache, self.dtype = cache, dtype
+        self.seed = torch.Generator().manual_seed(0)
+        self.keys: list[list[Tensor]] = []
+        self.values: list[list[Tensor]] = []
+        """Of each row, a tensor [J, tokens, D] per layer."""
+        self.stored: list[int] = []
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.seed).to(self.dtype)
+
+    def add(self, *requests: Request) -> None:
+        first = self.cache.add(requests)
+        lengths = [r.prompt.num_tokens for r in requests]
+        spans = [Span(prompt=first + i, start=0, end=length) for i, length in enumerate(lengths)]
+        store = self.cache.writer(spans)
+        given = [(self.random(sum(lengths), 2, 8), self.random(sum(lengths), 2, 8)) for _ in range(SHAPE.num_layers)]
+        for layer, (key, value) in enumerate(given):
+            store(layer, key, value)
+        for i, (one, span) in enumerate(zip(requests, spans, strict=True)):
+            own = [[x.split(lengths)[i].transpose(0, 1) for x in layer] for layer in given]
+            for layer, (key, value) in enumerate(own):
+                stored_key, stored_value = self.cache.prompt(layer, span)
+                assert torch.equal(stored_key, key)
+                assert torch.equal(stored_value, value)
+            self.keys += [[key for key, _ in own] for _ in range(one.n)]
+            self.values += [[value for _, value in own] for _ in range(one.n)]
+            self.stored += [0] * one.n
+
+    def step(self) -> None:
+        stored_B = torch.tensor(self.stored)
+        level = len(set(self.stored)) == 1
+        attend = self.cache.step(stored_B, max(self.stored), level)
+        for layer in range(SHAPE.num_layers):
+            rows = len(self.stored)
+            query, key, value = self.random(rows, 6, 8), self.random(rows, 2, 8), self.random(rows, 2, 8)
+            out = attend(layer, query, key, value)
+            for row in range(rows):
+                self.keys[row][layer] = torch.cat([self.keys[row][layer], key[row, :, None]], 1)
+                self.values[row][layer] = torch.cat([self.values[row][layer], value[row, :, None]], 1)
+                k, v = (x[row][layer].float().repeat_interleave(3, 0) for x in (self.keys, self.values))
+                expected = F.scaled_dot_product_attention(query[row, :, None].float(), k, v)[:, 0]
+                torch.testing.assert_close(out[row].float(), expected, atol=TOLERANCE[self.dtype], rtol=0)
+        self.stored = [count + 1 for count in self.stored]
+
+    def remove(self, *ended: int) -> None:
+        self.cache.remove(ended)
+        moves = fill_holes(len(self.stored), ended)
+        for rows in (self.keys, self.values, self.stored):
+            moves.in_list(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["slots", "pages"])
+def test_attention_of_every_row_is_that_of_its_own_keys(kind: str, dtype: torch.dtype) -> None:
+    rows = Rows(make_cache(kind, dtype), dtype)
+    rows.add(request(5, 3, 90), request(9, 1, 90))
+    for _ in range(3):
+        rows.step()
+    rows.remove(1)
+    rows.step()
+    rows.add(request(3, 2, 6), request(8, 4, 70))
+    rows.step()
+    rows.remove(0, 2)  # the single row of the second prompt, and one of the first's
+    for _ in range(2):
+        rows.step()
+    rows.remove(0, 3, 4, 5)
+    rows.add(request(17, 2, 80))
+    for _ in range(FIRST_TOKENS):
+        rows.step()  # past the first room for tokens
+
+
+@pytest.mark.parametrize("kind", ["slots", "pages"])
+def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
+    """Inside a block of steps it writes its last place again and again."""
+    rows = Rows(make_cache(kind), torch.float32)
+    rows.add(request(5, 3, 6))
+    for _ in range(3):
+        rows.step()
+    for longest in (3, 4):
+        attend = rows.cache.step(torch.tensor([longest, 2, longest]), longest, level=True)
+        for layer in range(SHAPE.num_layers):
+            key, value = rows.random(3, 2, 8), rows.random(3, 2, 8)
+            attend(layer, rows.random(3, 6, 8), key, value)
+            for row in (0, 2):
+                rows.keys[row][layer] = torch.cat([rows.keys[row][layer], key[row, :, None]], 1)
+                rows.values[row][layer] = torch.cat([rows.values[row][layer], value[row, :, None]], 1)
+    rows.stored = [5, 5, 5]
+    rows.remove(1)
+    rows.step()
+
+
+def test_slots_cost_what_they_hold_and_pages_what_they_take() -> None:
+    demands = [Demand(prompt_tokens=10, rows=2, limit_tokens=7), Demand(prompt_tokens=6, rows=3, limit_tokens=5)]
+    assert make_cache("slots").cost(demands) == 2 * 10 + 5 * 7
+    # pages of 4: 2 full ones, 2 rows with 2 + 7 tokens; 1 full one, 3 rows with 2 + 5
+    assert make_cache("pages").cost(demands) == 4 * (2 + 2 * 3 + 1 + 3 * 2)
+
+
+def test_completions_share_the_full_pages_of_their_prompt() -> None:
+    cache = make_cache("pages")
+    assert isinstance(cache, PagedCache)
+    cache.add([request(10, 3, 4)])
+    table = cache.table_BX
+    assert table.shape == (3, 4)
+    assert (table[:, :2] == table[0, :2]).all()
+    assert len(table[:, 2:].unique()) == 6
+    assert 0 not in table
+
+
+def test_room_for_tokens_grows_by_doubling() -> None:
+    cache = make_cache("slots")
+    assert isinstance(cache, SlotCache)
+    cache.add([request(4, 2, 300)])
+    rooms = []
+    for stored in range(300):
+        cache.step(torch.tensor([stored, stored]), stored, level=True)
+        rooms.append(cache._own.room)
+    assert sorted(set(rooms)) == [64, 128, 256, 300]
