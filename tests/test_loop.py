@@ -135,10 +135,8 @@ def test_every_setting_of_sampling_reaches_the_engine(tmp_path: Path) -> None:
     }
     sampling = sampling_of(bandit_run(tmp_path, rollout=rollout))
     counts = ("prompts_per_step", "samples_per_prompt")
-    assert asdict(sampling) == {key: value for key, value in rollout.items() if key not in counts} | {
-        "seed": 0,
-        "trace": True,
-    }
+    given = {key: value for key, value in rollout.items() if key not in counts}
+    assert asdict(sampling) == given | {"seed": 0, "trace": True}
 
 
 def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:

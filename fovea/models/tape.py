@@ -20,6 +20,9 @@ from torch import Tensor
 
 from fovea.models.image_features import ImageFeatures
 
+GROUPS_OF_LINEARS = 4
+"""Of a decoder layer: query, key and value; output; gate and up; down."""
+
 
 class Tape:
     """One block [capacity, width] per group of linear layers, written by the engine, read by the trainer."""
@@ -42,8 +45,8 @@ class Tape:
         return self._token_bytes > 0
 
     def layer(self, index: int) -> list[TapeColumn]:
-        """For the linear layers of one decoder layer to write to."""
-        return [TapeColumn(self, index, place) for place in range(len(self._blocks[index]))]
+        """For the groups of linear layers of one decoder layer to write to."""
+        return [TapeColumn(self, index, place) for place in range(GROUPS_OF_LINEARS)]
 
     def restart(self) -> None:
         """New weights: forget everything."""
