@@ -1,0 +1,203 @@
+"""An update that takes over its rollout's work against one that does not: the same gradient, and no work twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fovea.config import Algorithm, Lora, Model, TinyModel, Train
+from fovea.models.features import FeatureCache
+from fovea.models.parts import ModelParts
+from fovea.models.tape import Tape
+from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.wait import wait_for
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
+from tests.reference import largest_relative_difference
+from tests.tiny_models import FAMILIES, mixed_prompts, tiny
+
+GRADIENT_TOLERANCE = 1e-5
+FROZEN = Model(tiny=TinyModel(), freeze_vision_tower=True)
+LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))
+TRAINED = Model(tiny=TinyModel())
+
+
+class Pair:
+    """An engine that records and a policy, on one model; every other update is a plain one."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        settings: Model = TRAINED,
+        max_bytes: float = 2**26,
+        linears: bool = True,
+        **train: object,
+    ) -> None:
+        choose_trainable(parts.network, settings, seed=0)
+        self.vlm = VLM(parts, feature_cache=None if settings.trains_vision else FeatureCache(2**20))
+        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
+        self.engine = EmbeddedEngine(self.vlm, parts, max_batch_tokens=10_000, tape=self.tape)
+        values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
+        self.policy = TorchPolicy(
+            self.vlm, train=Train.model_validate(values), algorithm=Algorithm(), temperature=0.9, max_steps=10
+        )
+        self.policy._steps = 1  # step 0 is a plain one
+        self.engine.load_weights(self.policy.weights(), version=0)
+        self.prompts = mixed_prompts(parts)
+
+    def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:
+        """Completions of different lengths: 300 tokens of near-uniform sampling meet a stop."""
+        settings = [
+            Sampling(max_new_tokens=max_new_tokens - 2 * index, temperature=0.9, seed=index, trace=True, **sampling)  # type: ignore[arg-type]
+            for index in range(len(self.prompts))
+        ]
+
+        async def all_of_them() -> list[Sequence[Completion]]:
+            calls = (self.engine.generate(p, s, n) for p, s in zip(self.prompts, settings, strict=True))
+            return await asyncio.gather(*calls)
+
+        return wait_for(all_of_them())
+
+    def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the update left behind; float32 parameters keep it until the next one."""
+        self.metrics = self.policy.update(batch)
+        return {name: p.grad.clone() for name, p in trainable_parameters(self.vlm).items() if p.grad is not None}
+
+
+def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, traces: bool = True) -> Batch:
+    rng = np.random.default_rng(0)
+
+    def sample(completion: Completion) -> Sample:
+        tokens = completion.token_ids_T
+        advantage = np.full(len(tokens), rng.normal(), dtype=np.float32)
+        return Sample(
+            token_ids_T=tokens,
+            rollout_logprobs_T=completion.logprobs_T,
+            advantages_T=advantage,
+            trace=completion.trace if traces else None,
+        )
+
+    samples = [tuple(map(sample, group)) for group in groups]
+    return Batch(
+        groups=tuple(SampleGroup(prompt=p, samples=s) for p, s in zip(prompts, samples, strict=True)),
+        normalizer_tokens=sum(len(s.token_ids_T) for group in samples for s in group),
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 85])
+@pytest.mark.parametrize("settings", [TRAINED, FROZEN, LORA], ids=["trained", "frozen", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_those_of_a_plain_update(family: str, settings: Model, max_tokens: int) -> None:
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(tiny(family), settings, max_tokens_per_microbatch=max_tokens)
+        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+    reused, plain = gradients
+    assert reused.keys() == plain.keys()
+    assert largest_relative_difference(plain, reused) < GRADIENT_TOLERANCE
+
+
+def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> None:
+    """Rows that move when others end, and prompts that are prefilled beside running rows."""
+    gradients = []
+    for traces in (True, False):
+        parts = tiny("qwen3_vl")
+        pair = Pair(parts)
+        pair.engine = EmbeddedEngine(pair.vlm, parts, max_batch_tokens=160, tape=pair.tape)
+        pair.engine.load_weights(pair.policy.weights(), version=0)
+        pair.prompts = pair.prompts * 3
+        groups = pair.rollout(max_new_tokens=24, n=2, stop=("e", "a"))
+        lengths = {len(completion.token_ids_T) for group in groups for completion in group}
+        assert len(lengths) > 4
+        gradients.append(pair.gradient(batch_of(pair.prompts, groups, traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+def test_no_linear_layer_of_the_decoder_runs_forward_again_and_no_image_is_encoded_again() -> None:
+    operations = {}
+    for traces in (True, False):
+        pair = Pair(tiny("qwen3_vl"))
+        batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
+        with FlopCounterMode(display=False) as counter:
+            pair.policy.update(batch)
+        operations[traces] = counter.get_total_flops()
+        patches = sum(len(i.pixels_NC) for i in {i.key: i for p in pair.prompts for i in p.images}.values())
+    layers = pair.vlm.network.get_submodule("model.language_model.layers")
+    tokens = sum(p.num_tokens for p in pair.prompts) + sum(
+        len(s.token_ids_T) - 1 for group in batch.groups for s in group.samples
+    )
+    linear = sum(2 * tokens * m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
+    pixels = torch.randn(patches, pair.prompts[0].images[0].pixels_NC.shape[1])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        images = list({i.key: i for p in pair.prompts for i in p.images}.values())
+        pair.vlm.encode(images)
+    assert len(pixels) == patches
+    assert operations[False] - operations[True] == linear + counter.get_total_flops()
+
+
+def test_only_the_first_step_after_a_rollout_may_reuse_it() -> None:
+    pair = Pair(tiny("qwen3_vl"))
+    batch = batch_of(pair.prompts, pair.rollout())
+    assert pair.policy.update(batch)["reused_frac"] == 1
+    assert pair.policy.update(batch)["reused_frac"] == 0, "the weights have moved"
+    pair.engine.load_weights(pair.policy.weights(), version=1)
+    assert pair.policy.update(batch)["reused_frac"] == 0, "the tape has been overwritten"
+
+
+@pytest.mark.parametrize("change", ["start_here", "load"])
+def test_other_changes_of_the_weights_end_it_too(change: str, tmp_path: object) -> None:
+    pair = Pair(tiny("qwen3_vl"))
+    pair.policy.save(tmp_path)  # type: ignore[arg-type]
+    batch = batch_of(pair.prompts, pair.rollout())
+    pair.policy.start_here() if change == "start_here" else pair.policy.load(tmp_path)  # type: ignore[arg-type]
+    assert pair.policy.update(batch)["reused_frac"] == 0
+
+
+def test_some_updates_are_plain_so_that_the_sampler_stays_checked() -> None:
+    pair = Pair(tiny("qwen3_vl"), plain_update_every_steps=3)
+    fractions = []
+    for version in range(6):
+        pair.engine.load_weights(pair.policy.weights(), version)
+        fractions.append(pair.policy.update(batch_of(pair.prompts, pair.rollout()))["reused_frac"])
+    assert fractions == [1, 1, 0, 1, 1, 0], "steps 1 to 6"
+
+
+def test_what_does_not_fit_is_computed_again() -> None:
+    pair = Pair(tiny("qwen3_vl"), max_bytes=10_000)
+    groups = pair.rollout()
+    assert all(completion.trace is None for group in groups for completion in group)
+    assert pair.policy.update(batch_of(pair.prompts, groups))["reused_frac"] == 0
+
+
+def test_evaluation_beside_it_records_nothing() -> None:
+    pair = Pair(tiny("qwen3_vl"))
+    sampling = Sampling(max_new_tokens=5, temperature=0)
+    (completion,) = wait_for(pair.engine.generate(pair.prompts[0], sampling, 1))
+    assert completion.trace is None
+
+
+def test_few_images_with_signal_are_encoded_again() -> None:
+    """A backward pass through the graph of all images would cost more."""
+    encoded: list[int] = []
+    gradients = []
+    for kept, traces in ((1, True), (1, False), (3, True)):
+        pair = Pair(tiny("qwen3_vl"), linears=False)
+        batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
+        tower = pair.vlm.network.get_submodule("model.visual")
+        calls: list[int] = []
+        handle = tower.register_forward_pre_hook(lambda _module, args, calls=calls: calls.append(len(args[0])))
+        gradients.append(pair.gradient(replace(batch, groups=batch.groups[:kept])))
+        handle.remove()
+        encoded.append(len(calls))
+    assert encoded == [1, 1, 0]
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
