@@ -10,7 +10,7 @@ from PIL import Image
 
 from benchmarks.cases import BenchEnvironment, Case, make_parts, make_tasks
 from benchmarks.timing import StepTimes
-from fovea.build import make_tape
+from fovea.build import make_engine
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image
@@ -24,7 +24,6 @@ from fovea.models.trainable import choose_trainable
 from fovea.models.vlm import VLM
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
-from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.wait import wait_for
 from fovea.run import Run, Sources
 from fovea.train.torch_policy import TorchPolicy
@@ -87,7 +86,7 @@ def _make_run(case: Case, steps: int) -> Run:
     cache = None if config.model.trains_vision else FeatureCache(2**30)
     vlm = VLM(parts, feature_cache=cache)
     environment = BenchEnvironment(make_tasks(case, case.prompts * steps))
-    engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens, tape=make_tape(vlm, config))
+    engine = make_engine(config, parts, vlm)
     source = PromptSource(
         environment.rows,
         environment,

@@ -38,6 +38,7 @@ from fovea.models.vlm import VLM
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.setup import Tuning
 from fovea.run import Run, Sources
 from fovea.run_folder import open_run_folder
 from fovea.train.supervised import SupervisedTrainer
@@ -68,7 +69,7 @@ def build(config: Config) -> Run:
     opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     sources = make_sources(config, environment, renderer, folder)
-    engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens, tape=make_tape(vlm, config))
+    engine = make_engine(config, parts, vlm)
     return Run(
         config=config,
         folder=folder,
@@ -155,13 +156,32 @@ def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> l
     return texts
 
 
+def make_engine(config: Config, parts: ModelParts, vlm: VLM) -> EmbeddedEngine:
+    """The embedded engine."""
+    int8 = config.rollout.decode_weights == "int8"
+    device = next(vlm.parameters()).device
+    if int8 and device.type != "cpu":
+        raise ConfigError(
+            f"rollout.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for CPUs; set "
+            "rollout.decode_weights=exact"
+        )
+    return EmbeddedEngine(
+        vlm,
+        parts,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        tape=make_tape(vlm, config),
+        tuning=Tuning(int8_decoding=int8),
+    )
+
+
 def make_tape(vlm: VLM, config: Config) -> Tape | None:
     """Memory for what the update can take over from the rollout; None where it is not wanted."""
     device = next(vlm.parameters()).device
     if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
         return None
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
-    return Tape([] if narrow else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype)
+    inexact = config.rollout.decode_weights != "exact"
+    return Tape([] if narrow or inexact else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype)
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:

@@ -229,6 +229,8 @@ class Rollout(Section):
     """Strings that end a completion, besides the model's own end token."""
     max_batch_tokens: PositiveInt = 65_536
     """Key-value cache of the embedded engine: prompts once, plus max_new_tokens of each running completion."""
+    decode_weights: Literal["exact", "int8"] = "exact"
+    """int8 (CPU): faster, and completions come from slightly other probabilities: needs importance_sampling_fix."""
     reuse_gib: NonNegativeFloat = 2.0
     """Memory for what the rollout computes and the update needs again (CPU, no gradient_checkpointing); 0: none."""
 
@@ -243,6 +245,10 @@ class Algorithm(Section):
     """and above at 1 + clip_high (DAPO: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bound on the loss of a bad token whose ratio runs away; null: off."""
+    importance_sampling_fix: bool = False
+    """Weigh each token by its probability in training over that in the rollout, which corrects an inexact engine."""
+    importance_sampling_clip: PositiveFloat = 2.0
+    """The largest such weight."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 estimate of the KL to the model that RL began with; at 0 no reference model is kept."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -384,6 +390,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
+        if self.rollout.decode_weights == "int8" and not self.algorithm.importance_sampling_fix:
+            raise ValueError(
+                "rollout.decode_weights=int8 draws from other probabilities than those that are trained; set "
+                "algorithm.importance_sampling_fix=true, or rollout.decode_weights=exact"
+            )
         if self.train.minibatches > self.rollout.prompts_per_step:
             raise ValueError(
                 f"train.minibatches={self.train.minibatches} is more than rollout.prompts_per_step="

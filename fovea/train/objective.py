@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fovea.algorithms.importance import truncated_weights
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import clipped_loss
 from fovea.config import Algorithm
@@ -30,13 +31,19 @@ def objective(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -> tu
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
     )
-    loss = policy.loss_A.sum()
+    loss_A, corrections = policy.loss_A, dict[str, Tensor]()
+    if settings.importance_sampling_fix:
+        weights_A = truncated_weights(old_A, micro.rollout_logprobs_A, cap=settings.importance_sampling_clip)
+        loss_A = loss_A * weights_A
+        corrections = _corrections(weights_A, settings.importance_sampling_clip)
+    loss = loss_A.sum()
     sums = {
         "policy_loss": loss.detach(),
         "entropy": scores.entropies_A.detach().sum(),
         "clipped_low": policy.clipped_low_A.sum(),
         "clipped_high": policy.clipped_high_A.sum(),
         "ratio": policy.ratio_A.sum(),
+        **corrections,
         **_mismatch(old_A, micro.rollout_logprobs_A),
     }
     if settings.entropy_coef:
@@ -46,6 +53,10 @@ def objective(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -> tu
         loss = loss + settings.kl_coef * kl
         sums["reference_kl"] = kl.detach()
     return loss, sums | {"loss": loss.detach(), "actions": torch.tensor(float(len(old_A)))}
+
+
+def _corrections(weights_A: Tensor, cap: float) -> dict[str, Tensor]:
+    return {"importance/weight": weights_A.sum(), "importance/clipped_frac": (weights_A >= cap).sum()}
 
 
 def _mismatch(old_A: Tensor, rollout_A: Tensor) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.int8 import Int8Linears
+from fovea.rollout.embedded.setup import Tuning
 from fovea.rollout.wait import wait_for
 from fovea.types import Sampling
 from tests.reference import model_inputs, reference_logprobs
@@ -193,3 +195,33 @@ def test_a_stop_string_that_the_last_allowed_token_completes_counts_as_stop() ->
     stop = whole.text[-1]
     cut = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=6, seed=4, stop=(stop,))], n=8)[0][column]
     assert (cut.text, len(cut.token_ids_T), cut.finish) == (whole.text[:-1], 6, "stop")
+
+
+def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> None:
+    parts = tiny("qwen2_5_vl")
+    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000, tuning=Tuning(int8_decoding=True))
+    engine.load_weights(merged_weights(parts.network), version=0)
+    prompts = mixed_prompts(parts)
+    differences = []
+    for trace in (True, False):
+        groups = generate(engine, prompts, seeded(3, max_new_tokens=12, trace=trace), n=4)
+        drawn = [(p, completion) for p, group in zip(prompts, groups, strict=True) for completion in group]
+        of_transformers = [reference_logprobs(parts, p, c.token_ids_T).detach().numpy() for p, c in drawn]
+        logprobs = np.concatenate([completion.logprobs_T for _, completion in drawn])
+        differences.append(np.abs(logprobs - np.concatenate(of_transformers)))
+    int8, exact = differences
+    assert 1e-3 < int8.mean() < 0.2
+    assert exact.max() < LOGPROB_TOLERANCE, "what is not trained on, an evaluation, is drawn exactly"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_int8_linears_are_off_by_no_more_than_their_rounding(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
+    x = torch.randn(rows, 48, generator=generator)
+    for (weight, bias), out in zip(layers, Int8Linears(layers)(x), strict=True):
+        # half a step of either factor, times the other, summed
+        step_x, step_w = x.abs().amax(1, keepdim=True) / 254, weight.abs().amax(1, keepdim=True) / 254
+        bound = x.abs() @ step_w.expand_as(weight).t() + step_x * weight.abs().sum(1) + 48 * step_x * step_w.t()
+        assert ((out - (x @ weight.t() + bias)).abs() <= bound + 1e-5).all()
+        assert not torch.equal(out, x @ weight.t() + bias)

@@ -468,3 +468,24 @@ def test_the_guard_sees_every_kind_of_change(change: str) -> None:
         TrainError, match=r"1 frozen parameters changed, first model\.visual\.merger\.linear_fc1\.weight"
     ):
         guard.check(parts.network)
+
+
+def test_importance_weights_scale_the_gradient_of_each_token_and_equal_logprobs_leave_it() -> None:
+    """A rollout that gave every token e^-0.5 of its probability: each counts e^0.5, and with a cap of 1.2 so much."""
+
+    def gradient(rollout_shift: float | None, **settings: float) -> dict[str, torch.Tensor]:
+        parts = tiny("qwen3_vl")
+        fix = {"importance_sampling_fix": True} if rollout_shift is not None else {}
+        policy, batch = make_policy(parts, algorithm=Algorithm.model_validate(settings | fix)), make_batch(parts)
+        logprobs = iter(policy.logprobs(batch))
+        groups = []
+        for group in batch.groups:
+            shifted = [replace(s, rollout_logprobs_T=next(logprobs) - (rollout_shift or 0)) for s in group.samples]
+            groups.append(replace(group, samples=tuple(shifted)))
+        return gradient_of(policy, replace(batch, groups=tuple(groups)))
+
+    plain, equal, more = gradient(None), gradient(0.0), gradient(0.5)
+    capped = gradient(0.5, importance_sampling_clip=1.2)
+    assert largest_relative_difference(plain, equal) < GRADIENT_TOLERANCE
+    assert largest_relative_difference({k: v * np.exp(0.5) for k, v in plain.items()}, more) < GRADIENT_TOLERANCE
+    assert largest_relative_difference({k: v * 1.2 for k, v in plain.items()}, capped) < GRADIENT_TOLERANCE

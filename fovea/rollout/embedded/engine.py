@@ -30,7 +30,7 @@ from fovea.rollout.embedded.request import Demand, Request
 from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.setup import Tuning, make_cache, make_stepper
 from fovea.rollout.embedded.text import CompletionText
-from fovea.rollout.embedded.weights import TextWeights, text_weights
+from fovea.rollout.embedded.weights import TextWeights, int8_text_weights, text_weights
 from fovea.types import Completion, Prompt, Sampling, Weights
 
 DEFAULT_TUNING = Tuning()
@@ -60,6 +60,10 @@ class EmbeddedEngine:
         self._stop_ids = torch.tensor(stop_token_ids(parts), device=self._device)
         self._banned_ids = banned_token_ids(parts)
         self._weights: TextWeights | None = None
+        self._int8_weights: TextWeights | None = None
+        """For the decoding steps of requests whose samples are trained on, if wanted."""
+        self._only_samples = True
+        """Nothing but such requests is running."""
         self._addresses: tuple[int, ...] = ()
         """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
@@ -98,6 +102,7 @@ class EmbeddedEngine:
                 if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape, self._tape)
+        self._int8_weights = int8_text_weights(named, self._shape) if self._tuning.int8_decoding else None
         self._version = version
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
@@ -116,7 +121,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         self.sleep()
-        self._weights = None
+        self._weights = self._int8_weights = None
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
@@ -161,6 +166,7 @@ class EmbeddedEngine:
             row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted))
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
             batch.add(admitted, weights.logits(hidden_PE))
+            self._only_samples = all(request.sampling.trace for request in self._running)
             self._retire(batch, cache)
 
     def _demands(self) -> list[Demand]:
@@ -172,9 +178,12 @@ class EmbeddedEngine:
         """Some more tokens for every completion that runs."""
         if not batch.rows:
             return
+        stepper = self._ready_stepper()
+        if self._int8_weights is not None and self._only_samples:
+            stepper = Stepper(self._vlm, self._int8_weights, self._shape, cache)
         for _ in range(self._tuning.steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
-                batch.step(self._ready_stepper(), first_place)
+                batch.step(stepper, first_place)
         self._retire(batch, cache)
 
     def _retire(self, batch: Batch, cache: Cache) -> None:

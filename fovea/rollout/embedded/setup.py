@@ -27,7 +27,7 @@ CUDA_STEPS_PER_LOOK = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How the engine does its work; no result depends on it. For tests and measurements."""
+    """How the engine does its work."""
 
     cache: CacheKind | None = None
     """None: pages where PyTorch has a kernel for them, else slots."""
@@ -37,6 +37,8 @@ class Tuning:
     """Tokens between two looks at what has ended; None is 1 on a CPU, where a look costs nothing."""
     pass_tokens: int = PASS_TOKENS
     """Of prompts, in one forward pass."""
+    int8_decoding: bool = False
+    """The one setting that changes results: decoding steps in 8 bits (`int8`); prompts run as they are."""
 
     def steps_on(self, device: torch.device) -> int:
         return self.steps_per_look or (CUDA_STEPS_PER_LOOK if device.type == "cuda" else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Norm
+from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
 from fovea.models.tape import Tape, TapeColumn
+from fovea.rollout.embedded.int8 import Int8Linears
 
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"
@@ -25,11 +26,12 @@ class TextWeights:
 
     embed: Tensor
     decoder: Decoder
-    head: Tensor
+    head: Linears
 
     def logits(self, hidden_BE: Tensor) -> Tensor:
         """Next-token logits [B, W] in float32."""
-        return F.linear(hidden_BE, self.head).float()
+        (logits_BW,) = self.head(hidden_BE)
+        return logits_BW.float()
 
 
 class PlainLinears:
@@ -54,31 +56,50 @@ class PlainLinears:
         return outs
 
 
+Named = Sequence[tuple[Tensor, Tensor | None]]
+"""(weight, bias) of linear layers that share an input."""
+
+
 def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
-    """Pick the language model out of a full set of weights; KeyError names what is missing."""
+    """The language model of a full set of weights, as it is; KeyError names what is missing."""
+
+    def make(layers: Named, column: TapeColumn | None) -> Linears:
+        return PlainLinears(layers, column)
+
+    return _text_weights(named, shape, make, tape)
+
+
+def int8_text_weights(named: Mapping[str, Tensor], shape: DecoderShape) -> TextWeights:
+    """The same with its linear layers in 8 bits, the head included."""
+
+    def make(layers: Named, _column: TapeColumn | None) -> Linears:
+        return Int8Linears(layers)
+
+    return _text_weights(named, shape, make, None)
+
+
+Make = Callable[[Named, TapeColumn | None], Linears]
+
+
+def _text_weights(named: Mapping[str, Tensor], shape: DecoderShape, make: Make, tape: Tape | None) -> TextWeights:
     embed = named[f"{TEXT}embed_tokens.weight"]
-    layers = (
-        _layer(
-            named,
-            f"{TEXT}layers.{index}.",
-            shape,
-            tape.layer(index) if tape is not None else NO_COLUMNS,
-        )
+    layers = tuple(
+        _layer(named, f"{TEXT}layers.{index}.", shape, make, NO_COLUMNS if tape is None else tape.layer(index))
         for index in range(shape.num_layers)
     )
     return TextWeights(
         embed=embed,
-        decoder=Decoder(layers=tuple(layers), norm=_norm(named[f"{TEXT}norm.weight"], shape)),
-        head=named.get(HEAD, embed),
+        decoder=Decoder(layers=layers, norm=_norm(named[f"{TEXT}norm.weight"], shape)),
+        head=make([(named.get(HEAD, embed), None)], None),
     )
 
 
 def _layer(
-    named: Mapping[str, Tensor], prefix: str, shape: DecoderShape, columns: Sequence[TapeColumn | None]
+    named: Mapping[str, Tensor], prefix: str, shape: DecoderShape, make: Make, columns: Sequence[TapeColumn | None]
 ) -> DecoderLayer:
-    def linears(*names: str, place: int) -> PlainLinears:
+    def linears(*names: str, place: int) -> Linears:
         paths = [f"{prefix}{name}" for name in names]
-        return PlainLinears([(named[f"{path}.weight"], named.get(f"{path}.bias")) for path in paths], columns[place])
+        return make([(named[f"{path}.weight"], named.get(f"{path}.bias")) for path in paths], columns[place])
 
     def head_norm(name: str) -> Norm | None:
         weight = named.get(f"{prefix}self_attn.{name}.weight")
