@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +36,7 @@ from fovea.models.tape import Tape
 from fovea.models.tiny import make_tiny
 from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
 from fovea.models.vlm import VLM
+from fovea.profile import StepProfile
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -69,6 +71,7 @@ def build(config: Config) -> Run:
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     sources = make_sources(config, environment, renderer, folder)
     engine = EmbeddedEngine(vlm, parts, max_batch_tokens=config.rollout.max_batch_tokens, tape=make_tape(vlm, config))
+    sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
         config=config,
         folder=folder,
@@ -88,10 +91,11 @@ def build(config: Config) -> Run:
         ),
         checkpoints=checkpoints,
         resumed=resumed,
-        metrics=MetricsLog(make_sinks(config, folder, start_step)),
+        metrics=MetricsLog([*sinks, profile] if profile else sinks),
         phases=Phases(),
         progress=progress,
         started=started,
+        profile=profile or nullcontext,
     )
 
 
@@ -248,6 +252,13 @@ def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
             )
         )
     return sinks
+
+
+def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
+    """Where the time goes, if that is asked for and a step is left to take."""
+    if not config.profile or start_step >= config.max_steps:
+        return None
+    return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
 
 
 def _model_table(parts: ModelParts, vlm: VLM) -> Table:

@@ -371,6 +371,8 @@ class Config(Section):
     """auto: go on from the newest checkpoint in run_dir, if there is one."""
     threads: PositiveInt | None = None
     """CPU threads of torch; default: torch's own choice."""
+    profile: bool = False
+    """Write where the time of a few steps goes to profile/ of the run folder: phases, operators, a trace of one."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     data: Data = Field(default_factory=Data)
