@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fovea.config import TinyModel
 from fovea.models.parts import ModelParts
@@ -76,8 +78,15 @@ class Case:
     prompts: int
     samples: int
     completion_tokens: int
+    images: int = 1
+    """Of one prompt."""
+    question_words: int | None = None
+    """Of one prompt; None: 8 to 20."""
     freeze_vision: bool = False
     lora_rank: int | None = None
+    gradient_checkpointing: bool = False
+    max_batch_tokens: int | None = None
+    """Room in our engine's cache; None: our default."""
     trl_rows_per_microbatch: int = 8
     """The fastest on this kind of machine, by trial: TRL pays for padding and page faults in larger ones."""
 
@@ -113,19 +122,24 @@ def make_parts(case: Case, seed: int = 0) -> ModelParts:
 
 
 def make_tasks(case: Case, count: int, seed: int = 5) -> list[Task]:
-    """Coloured rectangles on noise, and a question of 8 to 20 words."""
+    """Pictures and a question each."""
     rng = np.random.default_rng(seed)
     return [_task(case, index, rng) for index in range(count)]
 
 
 def _task(case: Case, index: int, rng: np.random.Generator) -> Task:
-    side = case.image_side_px
+    images = tuple(ImageRef(source=_picture(case.image_side_px, rng)) for _ in range(case.images))
+    count = case.question_words or int(rng.integers(8, len(WORDS) + 1))
+    return Task(id=str(index), question=" ".join(islice(cycle(WORDS), count)), answer="red", images=images)
+
+
+def _picture(side: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Coloured rectangles on noise."""
     image = rng.normal(60, 5, (side, side, 3)).clip(0, 255).astype(np.uint8)
     for _ in range(6):
         top, left = rng.integers(0, side * 3 // 4, 2)
         image[top : top + side // 6, left : left + side // 6] = rng.integers(0, 255, 3)
-    words = WORDS[: int(rng.integers(8, len(WORDS) + 1))]
-    return Task(id=str(index), question=" ".join(words), answer="red", images=(ImageRef(source=image),))
+    return image
 
 
 def reward_of(text: str) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 
@@ -17,6 +17,8 @@ class StepTimes:
     train: float
     tokens: float
     """Completion tokens drawn and trained on."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Of our own step, by the names of `fovea.loop.take_step`."""
 
 
 def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
