@@ -179,7 +179,7 @@ def _growth(
 ) -> Growth:
     cases = [points[axis.name, value] for value in axis.values]
     # words are not quite tokens, and the template adds some
-    x = [runs[case].prompt().num_tokens for case in cases] if axis.field == "question_words" else list(axis.values)
+    x = [runs[case].prompts(1)[0].num_tokens for case in cases] if axis.field == "question_words" else list(axis.values)
     return growth_of(x, [seconds[case] for case in cases], [peaks[case] for case in cases] if peaks else [])
 
 

@@ -38,6 +38,9 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
     for row, label in zip(panels[:, 0], ("seconds a step", "peak GiB"), strict=False):
         row.set_ylabel(label, color=TEXT_COLOUR)
+    for panel in panels.flat:  # last, since it ends the scaling to what is drawn
+        panel.set_ylim(bottom=0)
+        panel.set_xlim(left=0)
     _finish(figure, path)
 
 
@@ -46,8 +49,6 @@ def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None
     ends = np.array([min(growth["x"]), max(growth["x"])])
     panel.plot(ends, np.polyval(np.polyfit(growth["x"], growth[key], 1), ends), color=colour, linewidth=1.5)
     panel.plot(growth["x"], growth[key], color=colour, marker="o", markersize=4, linestyle="none")
-    panel.set_ylim(bottom=0)
-    panel.set_xlim(left=0)
     tidy(panel)
 
 

@@ -72,11 +72,10 @@ class Ours:
             phases=phases,
         )
 
-    def prompt(self) -> Prompt:
-        """The first one."""
-        prompted = self._run.sources.train.get(0)
-        assert prompted is not None
-        return prompted.prompt
+    def prompts(self, count: int) -> list[Prompt]:
+        """The first few rows."""
+        prompted = [self._run.sources.train.get(index) for index in range(count)]
+        return [each.prompt for each in prompted if each is not None]
 
 
 def share(case: Case, parts: ModelParts, device: str = "cpu") -> Shared:
