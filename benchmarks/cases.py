@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
@@ -143,8 +144,8 @@ def _picture(side: int, rng: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def reward_of(text: str) -> float:
-    """Cheap, and different within a group: the share of letters among the characters."""
-    return sum(character.isalpha() for character in text) / max(len(text), 1)
+    """Cheap, and different for different texts: a group of equal rewards would spare us its training."""
+    return zlib.crc32(text.encode()) / 2**32
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,21 @@ class Rates:
     """Bytes read and bytes written are counted."""
 
 
-def measure_rates(device: str = "cpu", dtype: torch.dtype = torch.float32, *, gemm_side: int = 2048) -> Rates:
+def measure_rates(
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    gemm_side: int = 2048,
+    num_bytes: int = BEYOND_CACHE_BYTES,
+) -> Rates:
     """What torch's own operators reach here, with as many threads as it has."""
-    large = torch.ones(BEYOND_CACHE_BYTES // dtype.itemsize, device=device, dtype=dtype)
+    large = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
     other = torch.empty_like(large)
     return Rates(
         gemm=gemm_rate(gemm_side, device, dtype),
         attention=attention_rate(device, dtype),
-        read=BEYOND_CACHE_BYTES / best_seconds(large.sum, device),
-        copy=2 * BEYOND_CACHE_BYTES / best_seconds(lambda: other.copy_(large), device),
+        read=num_bytes / best_seconds(large.sum, device),
+        copy=2 * num_bytes / best_seconds(lambda: other.copy_(large), device),
     )
 
 

@@ -17,7 +17,7 @@ from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
 from fovea.evaluate import Evaluator
-from fovea.loop import take_step
+from fovea.loop import sampling_of, take_step
 from fovea.metrics import MetricsLog, Phases
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
@@ -26,11 +26,13 @@ from fovea.models.trainable import choose_trainable, recompute_activations
 from fovea.models.vlm import VLM
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
+from fovea.rollout.collect import collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.wait import wait_for
 from fovea.run import Run, Sources
+from fovea.samples import make_batch
 from fovea.train.torch_policy import TorchPolicy
-from fovea.types import ImageRef, Prompt
+from fovea.types import Batch, ImageRef, Prompt
 
 LEARNING_RATE = 1e-6
 
@@ -60,6 +62,7 @@ class Ours:
         started = perf_counter()
         _, metrics = wait_for(take_step(self._run, self._step))
         whole = perf_counter() - started
+        assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less"
         self._step += 1
         phases = {key.removeprefix("seconds/"): value for key, value in self._run.phases.seconds().items()}
         rollout = phases["data"] + phases["rollout"]
@@ -71,6 +74,23 @@ class Ours:
             tokens=metrics["response_tokens_mean"] * settings.prompts_per_step * settings.samples_per_prompt,
             phases=phases,
         )
+
+    def draw(self) -> Batch:
+        """The samples of one rollout; every group is kept."""
+        run, rollout = self._run, self._run.config.rollout
+        prompted = run.sources.train.take(run.order, rollout.prompts_per_step)
+        drawing = collect(
+            run.engine,
+            run.environment,
+            prompted,
+            sampling=sampling_of(run),
+            n=rollout.samples_per_prompt,
+            seed=(run.config.seed, self._step),
+        )
+        batch, _ = make_batch(
+            wait_for(drawing), normalize_by_std=True, max_groups_without_signal=rollout.prompts_per_step
+        )
+        return batch
 
     def prompts(self, count: int) -> list[Prompt]:
         """The first few rows."""
