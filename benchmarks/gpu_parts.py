@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,6 +174,7 @@ def against_trl(
             continue
         ours, theirs, mine = Ours(case, WARM_STEPS + timed, shared), list[StepTimes](), list[StepTimes]()
         train(case, WARM_STEPS + timed, _taking_turns(ours, theirs, mine), fresh_parts(setting))
+        give_back_memory()
         trl_s, ours_s = (median(times.step for times in taken[WARM_STEPS:]) for taken in (theirs, mine))
         yield {"case": name_of(case), "TRL s": trl_s, "ours s": ours_s, "times": trl_s / ours_s}
         guess = (WARM_STEPS + timed) * _growth(cases, case) * (trl_s + ours_s)
@@ -190,7 +192,8 @@ def _taking_turns(ours: Ours, theirs: list[StepTimes], mine: list[StepTimes]) ->
 
 
 def give_back_memory() -> None:
-    """Of torch's allocator, which both sides use in turn."""
+    """Of torch's allocator, which both sides use in turn; a trainer that has ended is a cycle of references."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
