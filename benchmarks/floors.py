@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES, Case
 from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
-from benchmarks.ours import Ours
+from benchmarks.ours import Ours, config_of
 from benchmarks.process import restart_with_tuned_malloc
 from fovea.models.parts import language_model, vision_tower
 from fovea.models.work import FORWARD, Passes, Work, training_passes, work_of
@@ -42,6 +42,8 @@ class Part:
 
     phase: str
     name: str
+    passes: float
+    """Of its linear layers, in forward passes: a backward pass is worth two, without gradients of weights one."""
     linear: float
     """Operations of matrix products with weights."""
     attention: float
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ours = Ours(case, WARM_STEPS + options.steps)
     sizes = sizes_of(case, ours)
     rates = _rates_of(case, sizes)
-    parts = parts_of(case, sizes)
+    parts = parts_of(case, sizes, reuses=reuses_rollout(case))
     measured = _measured(ours, options.steps)
     console = Console(width=TABLE_WIDTH)
     for table in (_rate_table(rates), _part_table(parts, rates), phase_table(parts, rates, measured)):
@@ -121,22 +123,29 @@ def _num_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def parts_of(case: Case, sizes: Sizes) -> list[Part]:
+def reuses_rollout(case: Case) -> bool:
+    """Whether the update takes over linear outputs and features of the rollout, so that it need not make them again."""
+    config = config_of(case)
+    return config.rollout.reuse_gib > 0 and not config.train.gradient_checkpointing
+
+
+def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
     """The rollout encodes, prefills and decodes; the update runs all of it forward and backward, and AdamW."""
     trains_vision = not case.freeze_vision and case.lora_rank is None
     passes = training_passes(
         lora=case.lora_rank is not None, trains_vision=trains_vision, features_cached=not trains_vision
     )
+    made = replace(passes, linear=passes.linear - 1, vision=max(passes.vision - 1, 0)) if reuses else passes
     return [
         _vision("rollout", sizes, FORWARD),
         _prompts("rollout", sizes, FORWARD),
         _decode(case, sizes),
-        _vision("update", sizes, passes),
-        _prompts("update", sizes, passes),
-        _completions(case, sizes, passes),
+        _vision("update", sizes, made),
+        _prompts("update", sizes, made),
+        _completions(case, sizes, made),
         _head(case, sizes, passes),
         # AdamW reads weight, gradient and two moments, and writes all but the gradient
-        Part(phase="update", name="AdamW", linear=0, attention=0, bytes=7 * sizes.trained_bytes),
+        Part(phase="update", name="AdamW", passes=0, linear=0, attention=0, bytes=7 * sizes.trained_bytes),
     ]
 
 
@@ -146,7 +155,8 @@ def _vision(phase: str, sizes: Sizes, passes: Passes) -> Part:
     linear = patches * sizes.work.patch
     return Part(
         phase=phase,
-        name=f"vision{_times(passes.vision)}",
+        name="vision",
+        passes=passes.vision,
         linear=passes.vision * linear,
         attention=passes.vision * (sum(sizes.work.image(grid) for grid in grids) - linear),
         bytes=passes.vision * sizes.vision_bytes,
@@ -158,7 +168,8 @@ def _prompts(phase: str, sizes: Sizes, passes: Passes) -> Part:
     pairs = sum(sizes.work.prompt(n, [], Passes(linear=0, attention=1, vision=0)) for n in tokens)
     return Part(
         phase=phase,
-        name=f"prompts{_times(passes.linear)}",
+        name="prompts",
+        passes=passes.linear,
         linear=passes.linear * sum(tokens) * sizes.work.token,
         attention=passes.attention * pairs,
         bytes=passes.linear * sizes.text_bytes,
@@ -173,6 +184,7 @@ def _decode(case: Case, sizes: Sizes) -> Part:
     return Part(
         phase="rollout",
         name="decode",
+        passes=1,
         linear=_rows(case) * (steps * sizes.work.token + case.completion_tokens * sizes.work.action),
         attention=_completion_pairs(case, sizes),
         bytes=steps * (sizes.text_bytes + cached_tokens * sizes.kv_bytes),
@@ -183,7 +195,8 @@ def _decode(case: Case, sizes: Sizes) -> Part:
 def _completions(case: Case, sizes: Sizes, passes: Passes) -> Part:
     return Part(
         phase="update",
-        name=f"completions{_times(passes.linear)}",
+        name="completions",
+        passes=passes.linear,
         linear=passes.linear * _rows(case) * (case.completion_tokens - 1) * sizes.work.token,
         attention=passes.attention * _completion_pairs(case, sizes),
         bytes=0,  # in one pass with the prompts
@@ -193,7 +206,8 @@ def _completions(case: Case, sizes: Sizes, passes: Passes) -> Part:
 def _head(case: Case, sizes: Sizes, passes: Passes) -> Part:
     return Part(
         phase="update",
-        name=f"head{_times(passes.linear)}",
+        name="head",
+        passes=passes.linear,
         linear=passes.linear * _rows(case) * case.completion_tokens * sizes.work.action,
         attention=0,
         bytes=0,  # tied: counted with the language model
@@ -208,12 +222,6 @@ def _completion_pairs(case: Case, sizes: Sizes) -> float:
     only = Passes(linear=0, attention=1, vision=0)
     each = [sizes.work.completion(case.completion_tokens, prompt.num_tokens, only) for prompt in sizes.prompts]
     return case.samples * sum(each)
-
-
-def _times(passes: float) -> str:
-    if passes == 0:
-        return " (cached)"
-    return " forward" if passes == 1 else " forward and backward"
 
 
 def floor_seconds(part: Part, rates: MachineRates) -> float:
@@ -255,11 +263,12 @@ def _rate_table(rates: MachineRates) -> Table:
 
 
 def _part_table(parts: Sequence[Part], rates: MachineRates) -> Table:
-    table = _table("What a step has to do", "phase", "part", "GFLOP", "of it attention", "GB", "floor s")
+    table = _table("What a step has to do", "phase", "part", "passes", "GFLOP", "of it attention", "GB", "floor s")
     for part in parts:
         table.add_row(
             part.phase,
             part.name,
+            f"{part.passes:g}",
             f"{(part.linear + part.attention) / GIGA:,.1f}",
             f"{part.attention / GIGA:,.1f}",
             f"{part.bytes / GIGA:,.2f}",
