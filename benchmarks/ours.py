@@ -22,6 +22,7 @@ from fovea.metrics import MetricsLog, Phases
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
 from fovea.models.render import Renderer
+from fovea.models.row_attention import Kernel
 from fovea.models.trainable import choose_trainable, recompute_activations
 from fovea.models.vlm import VLM
 from fovea.prompts import PromptSource
@@ -98,7 +99,7 @@ class Ours:
         return [each.prompt for each in prompted if each is not None]
 
 
-def share(case: Case, parts: ModelParts, device: str = "cpu") -> Shared:
+def share(case: Case, parts: ModelParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:
     """Model, engine and trainer of a case."""
     config = config_of(case)
     # no stop token: every completion has the same length on both sides
@@ -109,7 +110,7 @@ def share(case: Case, parts: ModelParts, device: str = "cpu") -> Shared:
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
     cache = None if config.model.trains_vision else FeatureCache(2**30)
-    vlm = VLM(parts, feature_cache=cache).to(device)
+    vlm = VLM(parts, attention=attention, feature_cache=cache).to(device)
     return Shared(
         parts=parts,
         vlm=vlm,
