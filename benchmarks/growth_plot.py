@@ -32,7 +32,7 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         if name in floor_of:
             _draw(time_panel, found[floor_of[name]], "seconds", FLOOR_COLOUR)
             _label_floor(time_panel, found[floor_of[name]])
-        set_title(time_panel, f"{1000 * found[name]['seconds_each']:.3g} ms each")
+        set_title(time_panel, _each(found[name]["seconds_each"]))
         if rows == 2:
             _draw(panels[1, column], found[name], "gib", ACCURACY_COLOUR)
         panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
@@ -42,6 +42,10 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         panel.set_ylim(bottom=0)
         panel.set_xlim(left=0)
     _finish(figure, path)
+
+
+def _each(seconds: float) -> str:
+    return f"{seconds:.2f} s each" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms each"
 
 
 def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None:
