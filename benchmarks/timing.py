@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -34,8 +33,3 @@ def spread(steps: Sequence[StepTimes]) -> float:
     """(slowest - fastest) / median of the whole step."""
     whole = [times.step for times in steps]
     return (max(whole) - min(whole)) / median(whole)
-
-
-def peak_rss_gib() -> float:
-    """Of this process, ever (Linux: ru_maxrss counts KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -20,7 +20,8 @@ from rich.table import Table
 from benchmarks.cases import CASES, Case
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
-from benchmarks.timing import StepTimes, medians, peak_rss_gib, spread
+from benchmarks.timing import StepTimes, medians, spread
+from fovea.metrics import peak_rss_gib
 
 MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1
