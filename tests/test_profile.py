@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fovea import allocator
 from fovea.cli import app
 from fovea.metrics import read_metrics
 from fovea.profile import phase_times, timed_steps, traced_step
@@ -19,6 +20,12 @@ SMALL = [
     *("warmup=null", "evaluate.image_controls=false", "evaluate.shared_images=ignore", "log.tensorboard=false"),
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _malloc_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs in this process, whose other tests measure memory."""
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: True)
 
 
 def train(run_dir: Path, *settings: str) -> str:
