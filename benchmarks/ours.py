@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -16,27 +17,44 @@ from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
 from fovea.evaluate import Evaluator
-from fovea.loop import take_step
+from fovea.loop import sampling_of, take_step
 from fovea.metrics import MetricsLog, Phases
 from fovea.models.features import FeatureCache
+from fovea.models.parts import ModelParts
 from fovea.models.render import Renderer
-from fovea.models.trainable import choose_trainable
+from fovea.models.row_attention import Kernel
+from fovea.models.trainable import choose_trainable, recompute_activations
 from fovea.models.vlm import VLM
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
+from fovea.rollout.collect import collect
+from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.wait import wait_for
 from fovea.run import Run, Sources
+from fovea.samples import make_batch
 from fovea.train.torch_policy import TorchPolicy
-from fovea.types import ImageRef
+from fovea.types import Batch, ImageRef, Prompt
 
 LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What runs of several cases may have in common."""
+
+    parts: ModelParts
+    vlm: VLM
+    engine: EmbeddedEngine
+    policy: TorchPolicy
 
 
 class Ours:
     """A run of a case; every call of `step` takes rows that were not seen before."""
 
-    def __init__(self, case: Case, steps: int) -> None:
-        self._run = _make_run(case, steps)
+    def __init__(self, case: Case, steps: int, shared: Shared | None = None) -> None:
+        """`steps` is how often `step` will be called; `shared` is that of another case with the same model."""
+        self.shared = shared or share(case, make_parts(case))
+        self._run = _make_run(case, steps, self.shared)
         self._step = 0
         self._run.engine.load_weights(self._run.policy.weights(), 0)
 
@@ -45,19 +63,70 @@ class Ours:
         started = perf_counter()
         _, metrics = wait_for(take_step(self._run, self._step))
         whole = perf_counter() - started
+        assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less"
         self._step += 1
-        seconds = self._run.phases.seconds()
-        rollout = sum(seconds[f"seconds/{phase}"] for phase in ("data", "rollout"))
-        tokens = metrics["response_tokens_mean"] * self._run.config.rollout.prompts_per_step
+        phases = {key.removeprefix("seconds/"): value for key, value in self._run.phases.seconds().items()}
+        rollout = phases["data"] + phases["rollout"]
+        settings = self._run.config.rollout
         return StepTimes(
             step=whole,
             rollout=rollout,
             train=whole - rollout,
-            tokens=tokens * self._run.config.rollout.samples_per_prompt,
+            tokens=metrics["response_tokens_mean"] * settings.prompts_per_step * settings.samples_per_prompt,
+            phases=phases,
         )
 
+    def draw(self) -> Batch:
+        """The samples of one rollout; every group is kept."""
+        run, rollout = self._run, self._run.config.rollout
+        prompted = run.sources.train.take(run.order, rollout.prompts_per_step)
+        drawing = collect(
+            run.engine,
+            run.environment,
+            prompted,
+            sampling=sampling_of(run),
+            n=rollout.samples_per_prompt,
+            seed=(run.config.seed, self._step),
+        )
+        batch, _ = make_batch(
+            wait_for(drawing), normalize_by_std=True, max_groups_without_signal=rollout.prompts_per_step
+        )
+        return batch
 
-def _config(case: Case) -> Config:
+    def prompts(self, count: int) -> list[Prompt]:
+        """The first few rows."""
+        prompted = [self._run.sources.train.get(index) for index in range(count)]
+        return [each.prompt for each in prompted if each is not None]
+
+
+def share(case: Case, parts: ModelParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:
+    """Model, engine and trainer of a case."""
+    config = config_of(case)
+    # no stop token: every completion has the same length on both sides
+    parts.tokenizer.eos_token = None
+    assert parts.network.generation_config is not None
+    parts.network.generation_config.eos_token_id = None
+    choose_trainable(parts.network, config.model, config.seed)
+    if config.train.gradient_checkpointing:
+        recompute_activations(parts.network)
+    cache = None if config.model.trains_vision else FeatureCache(2**30)
+    vlm = VLM(parts, attention=attention, feature_cache=cache).to(device)
+    return Shared(
+        parts=parts,
+        vlm=vlm,
+        engine=make_engine(config, parts, vlm),
+        policy=TorchPolicy(
+            vlm,
+            train=config.train,
+            algorithm=config.algorithm,
+            temperature=config.rollout.temperature,
+            max_steps=config.max_steps,
+        ),
+    )
+
+
+def config_of(case: Case) -> Config:
+    """A case as settings."""
     return Config.model_validate(
         {
             "model": Model(
@@ -69,30 +138,27 @@ def _config(case: Case) -> Config:
                 "prompts_per_step": case.prompts,
                 "samples_per_prompt": case.samples,
                 "max_new_tokens": case.completion_tokens,
+                **({"max_batch_tokens": case.max_batch_tokens} if case.max_batch_tokens else {}),
             },
-            "train": {"learning_rate": LEARNING_RATE, "lr_warmup_steps": 0},
+            "train": {
+                "learning_rate": LEARNING_RATE,
+                "lr_warmup_steps": 0,
+                "gradient_checkpointing": case.gradient_checkpointing,
+                "max_tokens_per_microbatch": case.microbatch_tokens,
+            },
         }
     )
 
 
-def _make_run(case: Case, steps: int) -> Run:
-    config = _config(case)
-    parts = make_parts(case)
-    # no stop token: every completion has the same length on both sides
-    parts.tokenizer.eos_token = None
-    assert parts.network.generation_config is not None
-    parts.network.generation_config.eos_token_id = None
-    choose_trainable(parts.network, config.model, config.seed)
-    cache = None if config.model.trains_vision else FeatureCache(2**30)
-    vlm = VLM(parts, feature_cache=cache)
+def _make_run(case: Case, steps: int, shared: Shared) -> Run:
+    config = config_of(case)
     environment = BenchEnvironment(make_tasks(case, case.prompts * steps))
-    engine = make_engine(config, parts, vlm)
     source = PromptSource(
         environment.rows,
         environment,
-        Renderer(parts, _open),
+        Renderer(shared.parts, _open),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        on_bad_row="error",
+        on_bad_row=config.data.on_bad_row,
         cache_gib=0.0,
     )
     folder = Path(tempfile.mkdtemp())
@@ -102,17 +168,11 @@ def _make_run(case: Case, steps: int) -> Run:
         environment=environment,
         sources=Sources(train=source, dev=source, test=source),
         order=Order(["all"] * len(source), weights={}, seed=0),
-        engine=engine,
-        policy=TorchPolicy(
-            vlm,
-            train=config.train,
-            algorithm=config.algorithm,
-            temperature=config.rollout.temperature,
-            max_steps=steps,
-        ),
+        engine=shared.engine,
+        policy=shared.policy,
         warmup=None,
         open_image=_open,
-        evaluator=Evaluator(engine, environment, max_new_tokens=1, stop=(), batch_size=1),
+        evaluator=Evaluator(shared.engine, environment, max_new_tokens=1, stop=(), batch_size=1),
         checkpoints=Checkpoints(folder, keep=1),
         resumed=None,
         metrics=MetricsLog([]),

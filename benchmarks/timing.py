@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 
@@ -17,6 +16,8 @@ class StepTimes:
     train: float
     tokens: float
     """Completion tokens drawn and trained on."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Of our own step, by the names of `fovea.loop.take_step`."""
 
 
 def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
@@ -32,8 +33,3 @@ def spread(steps: Sequence[StepTimes]) -> float:
     """(slowest - fastest) / median of the whole step."""
     whole = [times.step for times in steps]
     return (max(whole) - min(whole)) / median(whole)
-
-
-def peak_rss_gib() -> float:
-    """Of this process, ever (Linux: ru_maxrss counts KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,7 +1,8 @@
 """The other side: TRL's GRPOTrainer on the same weights and rows, by its own means.
 
 TRL takes a processor; transformers' own needs torchvision only for videos, so a subclass without a video processor
-does. Its settings are the fastest for this CPU: no gradient checkpointing, float32, KL off.
+does. Its settings are the fastest for a CPU: no gradient checkpointing, float32, KL off. On CUDA the weights are
+bfloat16.
 """
 
 from __future__ import annotations
@@ -71,9 +72,12 @@ class Clock(TrainerCallback):
         self._after(StepTimes(step=whole, rollout=rollout, train=whole - rollout, tokens=self.trainer.tokens))
 
 
-def train(case: Case, steps: int, after: Callable[[StepTimes], None]) -> None:
-    """Take `steps` steps of GRPO; `after` is called between them with the times of the last."""
-    parts = make_parts(case)
+def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: ModelParts | None = None) -> None:
+    """Take `steps` steps of GRPO; `after` is called between them with the times of the last.
+
+    `parts` other than the case's own lie where they are trained.
+    """
+    parts = parts or make_parts(case)
     parts.tokenizer.padding_side = "left"  # as TRL needs for prompts
     if case.freeze_vision:
         parts.network.get_submodule("model.visual").requires_grad_(False)
@@ -93,10 +97,11 @@ def train(case: Case, steps: int, after: Callable[[StepTimes], None]) -> None:
 
 def _settings(case: Case, steps: int, parts: ModelParts) -> GRPOConfig:
     rows = case.prompts * case.samples
+    on_cuda = parts.network.device.type == "cuda"
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not on_cuda,
+        bf16=on_cuda,
         gradient_checkpointing=False,
         per_device_train_batch_size=case.trl_rows_per_microbatch,
         gradient_accumulation_steps=rows // case.trl_rows_per_microbatch,

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,12 +19,13 @@ from rich.table import Table
 
 from benchmarks.cases import CASES, Case
 from benchmarks.ours import Ours
-from benchmarks.timing import StepTimes, medians, peak_rss_gib, spread
+from benchmarks.process import last_number, restart_with_tuned_malloc
+from benchmarks.timing import StepTimes, medians, spread
+from fovea.metrics import peak_rss_gib
 
+MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1
 THREADS = 1
-# untuned, glibc gives memory back to the kernel after every step and TRL loses a third of its time to page faults
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.alone:
         _run_alone(options.alone, CASES[options.cases[0]], options.steps)
         return
-    if not MALLOC.items() <= os.environ.items():
-        # malloc reads its settings when a process starts
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.vs_trl", *sys.argv[1:]], {**os.environ, **MALLOC})
+    restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(THREADS)
     results = {name: _compare(name, options.steps, memory=not options.no_memory) for name in options.cases}
     if options.json:
@@ -85,14 +81,8 @@ def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, floa
     }
     result["spread"] = {"ours": spread(our_times), "trl": spread(their_times)}
     for side in ("ours", "trl") if memory else ():
-        result[side]["peak_rss_gib"] = _peak_of_process(side, name)
+        result[side]["peak_rss_gib"] = last_number(MODULE, "--alone", side, "--cases", name, "--steps", "2")
     return result | {"speedup": ratios}
-
-
-def _peak_of_process(side: str, name: str) -> float:
-    command = [sys.executable, "-m", "benchmarks.vs_trl", "--alone", side, "--cases", name, "--steps", "2"]
-    done = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, check=True)
-    return float(done.stdout.strip().splitlines()[-1])
 
 
 def _run_alone(side: str, case: Case, steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +14,6 @@ from typing import Literal
 import torch
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Geo3kEnvironment
@@ -35,6 +35,7 @@ from fovea.models.tape import Tape
 from fovea.models.tiny import make_tiny
 from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
 from fovea.models.vlm import VLM
+from fovea.profile import StepProfile
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -70,6 +71,7 @@ def build(config: Config) -> Run:
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     sources = make_sources(config, environment, renderer, folder)
     engine = make_engine(config, parts, vlm)
+    sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
         config=config,
         folder=folder,
@@ -89,10 +91,11 @@ def build(config: Config) -> Run:
         ),
         checkpoints=checkpoints,
         resumed=resumed,
-        metrics=MetricsLog(make_sinks(config, folder, start_step)),
+        metrics=MetricsLog([*sinks, profile] if profile else sinks),
         phases=Phases(),
         progress=progress,
         started=started,
+        profile=profile or nullcontext,
     )
 
 
@@ -110,7 +113,8 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     kernels = _liger_kernels(device) if config.train.liger_kernels else TORCH_KERNELS
     if settings.tiny is not None:
         parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
-        nn.Module.to(parts.network, DTYPES[settings.dtype])
+        for parameter in parts.network.parameters():  # not the frequencies of rotary positions: those stay float32
+            parameter.data = parameter.data.to(DTYPES[settings.dtype])
     else:
         parts = load_pretrained(settings)
     choose_trainable(parts.network, settings, config.seed)
@@ -268,6 +272,13 @@ def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
             )
         )
     return sinks
+
+
+def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
+    """Where the time goes, if that is asked for and a step is left to take."""
+    if not config.profile or start_step >= config.max_steps:
+        return None
+    return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
 
 
 def _model_table(parts: ModelParts, vlm: VLM) -> Table:

@@ -111,8 +111,8 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; log-probs, losses and the optimizer's copy of the weights are float32 always."""
     attention: Literal["auto", "merged", "varlen", "sdpa", "eager"] = "auto"
-    """Of packed rows. auto: merged on CPU, varlen on CUDA. The others check those: sdpa copies the prompt's keys for
-    every completion, eager is the plain formula."""
+    """Of packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the prompt for every
+    completion; eager is the plain formula, for checks."""
     freeze_vision_tower: bool = False
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: NonNegativeFloat = 2.0
@@ -377,6 +377,8 @@ class Config(Section):
     """auto: go on from the newest checkpoint in run_dir, if there is one."""
     threads: PositiveInt | None = None
     """CPU threads of torch; default: torch's own choice."""
+    profile: bool = False
+    """Write where the time of a few steps goes to profile/ of the run folder: phases, operators, a trace of one."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     data: Data = Field(default_factory=Data)

@@ -16,7 +16,7 @@ def train(run: Run) -> Summary:
     with run.metrics, run.progress:
         standing = begin(run)
         for step in range(standing.step, run.config.max_steps):
-            with run.phases("step"):
+            with run.profile(step), run.phases("step"):
                 groups, metrics = wait_for(take_step(run, step))
             standing = record(run, standing, groups, metrics)
         return finish(run, standing)

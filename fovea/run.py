@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,3 +51,5 @@ class Run:
     progress: Progress
     started: float
     """`perf_counter` at the start of `build`."""
+    profile: Callable[[int], AbstractContextManager[object]] = nullcontext
+    """Entered around every step (`fovea.profile`)."""

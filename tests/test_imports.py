@@ -18,7 +18,7 @@ LEVELS = [
     {"types", "config", "config_docs", "config_io", "errors", "allocator"},
     {"algorithms", "data", "models"},
     {"environments", "samples", "cutting", "packing", "prompts"},
-    {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink"},
+    {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink", "profile"},
     {"evaluate", "warmup", "run", "stages", "loop"},
     {"build", "cli", "__main__"},
 ]

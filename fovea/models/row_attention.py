@@ -28,16 +28,21 @@ RowAttention = Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, float], Ten
 """(query [N, H, D], key [N, J, D], value [N, J, D], layout, scale) -> [N, H, D]"""
 
 
-def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, device: torch.device) -> Attend:
-    """The attention of every layer of one row."""
-    if kernel == "auto":
-        kernel = "varlen" if device.type == "cuda" else "merged"
-    attend = KERNELS[kernel]
+def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, like: Tensor) -> Attend:
+    """The attention of every layer of one row, for the device and type of `like`."""
+    attend = KERNELS[_fastest(like) if kernel == "auto" else kernel]
 
     def of_layer(_layer: int, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
         return attend(query_NHD, key_NJD, value_NJD, layout, scale)
 
     return of_layer
+
+
+def _fastest(like: Tensor) -> Kernel:
+    if not like.is_cuda:
+        return "merged"
+    # the variable-length kernel takes 16-bit numbers only
+    return "varlen" if like.dtype in (torch.bfloat16, torch.float16) else "sdpa"
 
 
 def gathered_attention(

@@ -73,7 +73,7 @@ class VLM(nn.Module):
             hidden_NE = hidden_NE.index_put((pads,), features.embeds_VD)
             visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
         rope_ND = self.rope(row.positions_3N, hidden_NE)
-        attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE.device)
+        attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE)
         for index, layer in enumerate(language.layers):
             known = None if row.recall is None else partial(row.recall.outputs, index)
             # through the module's own call: sharding and recomputation of activations hook in there

@@ -31,7 +31,7 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
         draw = _draw_reward if key == "reward" else _draw_accuracy
         draw(panel, *_series(metrics, key))
     for panel in axes:
-        _tidy(panel)
+        tidy(panel)
     axes[-1].set_xlim(0, max((row["step"] for row in metrics), default=1))
     axes[-1].set_xlabel("step", color=TEXT_COLOUR)
     buffer = io.BytesIO()
@@ -60,21 +60,21 @@ def _draw_reward(panel: Axes, steps: NDArray[np.float64], rewards: NDArray[np.fl
     panel.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=0.8, label="each step")
     mean, start = running_mean(rewards, window), window // 2  # a mean of very few steps is noise
     panel.plot(steps[start:], mean[start:], color=REWARD_COLOUR, linewidth=2, label=f"mean of {window} steps")
-    _set_title(panel, "Mean reward of the sampled answers")
+    set_title(panel, "Mean reward of the sampled answers")
     panel.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=TEXT_COLOUR)
 
 
 def _draw_accuracy(panel: Axes, steps: NDArray[np.float64], accuracies: NDArray[np.float64]) -> None:
     (line,) = panel.plot(steps, 100 * accuracies, color=ACCURACY_COLOUR, marker="o", markersize=4)
     line.set_clip_on(False)  # the last reading lies on the edge
-    _set_title(panel, "Accuracy on dev in %, greedy")
+    set_title(panel, "Accuracy on dev in %, greedy")
 
 
-def _set_title(panel: Axes, text: str) -> None:
+def set_title(panel: Axes, text: str) -> None:
     panel.set_title(text, loc="left", fontsize=11, color=TEXT_COLOUR)
 
 
-def _tidy(panel: Axes) -> None:
+def tidy(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#b0b0b0")
     panel.tick_params(colors=TEXT_COLOUR, labelsize=10)

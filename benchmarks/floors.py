@@ -1,0 +1,299 @@
+"""How far a step is from what this machine can do: operations and bytes of each part, at measured rates.
+
+    python -m benchmarks.floors --case image_heavy --json floors.json
+
+A part cannot be faster than its operations at the rate of large matrix products and of fused attention, nor than its
+weights through memory. Decoding sees each weight with a few rows: its rate is that of products so thin, over weights
+as large as the model's. The rates are those of torch's own operators here, so that a floor is this machine's with
+this torch; a better kernel could go below it. Norms, softmax, sampling and images have no floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import CASES, Case
+from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
+from benchmarks.ours import Ours, config_of
+from benchmarks.process import restart_with_tuned_malloc
+from fovea.models.parts import language_model, vision_tower
+from fovea.models.work import FORWARD, Passes, Work, training_passes, work_of
+from fovea.types import Prompt
+
+MODULE = "benchmarks.floors"
+WARM_STEPS = 1
+GIGA = 1e9
+THIN_ROWS = 32
+TABLE_WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a phase."""
+
+    phase: str
+    name: str
+    passes: float
+    """Of its linear layers, in forward passes: a backward pass is worth two, without gradients of weights one."""
+    linear: float
+    """Operations of matrix products with weights."""
+    attention: float
+    bytes: float
+    """Of weights, their gradients and the optimizer's state, and of cached keys and values."""
+    thin: bool = False
+    """Whether the matrix products have few rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """Of this machine, for this case."""
+
+    large: Rates
+    thin_gemm: float
+    """With as many rows as completions, over weights as large as the language model's."""
+    weight_read: float
+    """Over as many bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the counts need besides the case."""
+
+    work: Work
+    prompts: tuple[Prompt, ...]
+    text_bytes: int
+    vision_bytes: int
+    trained_bytes: int
+    kv_bytes: int
+    """Keys and values of one token."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    if arguments is None:
+        restart_with_tuned_malloc(MODULE)
+    torch.set_num_threads(1)
+    case = CASES[options.case]
+    ours = Ours(case, WARM_STEPS + options.steps)
+    sizes = sizes_of(case, ours)
+    rates = _rates_of(case, sizes)
+    parts = parts_of(case, sizes, reuses=reuses_rollout(case))
+    measured = _measured(ours, options.steps)
+    console = Console(width=TABLE_WIDTH)
+    for table in (_rate_table(rates), _part_table(parts, rates), phase_table(parts, rates, measured)):
+        console.print(table)
+    if options.json:
+        found = {"rates": asdict(rates), "parts": [asdict(p) for p in parts], "measured_seconds": measured}
+        Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
+    parser.add_argument("--case", choices=CASES, default="image_heavy")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of ours")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return parser.parse_args(arguments)
+
+
+def sizes_of(case: Case, ours: Ours) -> Sizes:
+    network = ours.shared.parts.network
+    text = ours.shared.vlm.text_config
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    width = next(network.parameters()).element_size()
+    return Sizes(
+        work=work_of(network.config),
+        prompts=tuple(ours.prompts(case.prompts)),
+        text_bytes=_num_bytes(language_model(network)),
+        vision_bytes=_num_bytes(vision_tower(network)),
+        trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        kv_bytes=2 * width * text.num_hidden_layers * text.num_key_value_heads * text.head_dim,
+    )
+
+
+def _num_bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def reuses_rollout(case: Case) -> bool:
+    """Whether the update takes over linear outputs and features of the rollout, so that it need not make them again."""
+    config = config_of(case)
+    return config.rollout.reuse_gib > 0 and not config.train.gradient_checkpointing
+
+
+def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
+    """The rollout encodes, prefills and decodes; the update runs all of it forward and backward, and AdamW."""
+    trains_vision = not case.freeze_vision and case.lora_rank is None
+    passes = training_passes(
+        lora=case.lora_rank is not None, trains_vision=trains_vision, features_cached=not trains_vision
+    )
+    made = replace(passes, linear=passes.linear - 1, vision=max(passes.vision - 1, 0)) if reuses else passes
+    return [
+        _vision("rollout", sizes, FORWARD),
+        _prompts("rollout", sizes, FORWARD),
+        _decode(case, sizes),
+        _vision("update", sizes, made),
+        _prompts("update", sizes, made),
+        _completions(case, sizes, made),
+        _head(case, sizes, passes),
+        # AdamW reads weight, gradient and two moments, and writes all but the gradient
+        Part(phase="update", name="AdamW", passes=0, linear=0, attention=0, bytes=7 * sizes.trained_bytes),
+    ]
+
+
+def _vision(phase: str, sizes: Sizes, passes: Passes) -> Part:
+    grids = [image.grid_thw for prompt in sizes.prompts for image in prompt.images]
+    patches = sum(frames * height * width for frames, height, width in grids)
+    linear = patches * sizes.work.patch
+    return Part(
+        phase=phase,
+        name="vision",
+        passes=passes.vision,
+        linear=passes.vision * linear,
+        attention=passes.vision * (sum(sizes.work.image(grid) for grid in grids) - linear),
+        bytes=passes.vision * sizes.vision_bytes,
+    )
+
+
+def _prompts(phase: str, sizes: Sizes, passes: Passes) -> Part:
+    tokens = [prompt.num_tokens for prompt in sizes.prompts]
+    pairs = sum(sizes.work.prompt(n, [], Passes(linear=0, attention=1, vision=0)) for n in tokens)
+    return Part(
+        phase=phase,
+        name="prompts",
+        passes=passes.linear,
+        linear=passes.linear * sum(tokens) * sizes.work.token,
+        attention=passes.attention * pairs,
+        bytes=passes.linear * sizes.text_bytes,
+    )
+
+
+def _decode(case: Case, sizes: Sizes) -> Part:
+    """The first token comes from the prompt; a prompt's keys are read once for all its completions."""
+    steps, half = case.completion_tokens - 1, case.completion_tokens / 2
+    prompt_tokens = sum(prompt.num_tokens for prompt in sizes.prompts)
+    cached_tokens = prompt_tokens + case.prompts * case.samples * half
+    return Part(
+        phase="rollout",
+        name="decode",
+        passes=1,
+        linear=_rows(case) * (steps * sizes.work.token + case.completion_tokens * sizes.work.action),
+        attention=_completion_pairs(case, sizes),
+        bytes=steps * (sizes.text_bytes + cached_tokens * sizes.kv_bytes),
+        thin=True,
+    )
+
+
+def _completions(case: Case, sizes: Sizes, passes: Passes) -> Part:
+    return Part(
+        phase="update",
+        name="completions",
+        passes=passes.linear,
+        linear=passes.linear * _rows(case) * (case.completion_tokens - 1) * sizes.work.token,
+        attention=passes.attention * _completion_pairs(case, sizes),
+        bytes=0,  # in one pass with the prompts
+    )
+
+
+def _head(case: Case, sizes: Sizes, passes: Passes) -> Part:
+    return Part(
+        phase="update",
+        name="head",
+        passes=passes.linear,
+        linear=passes.linear * _rows(case) * case.completion_tokens * sizes.work.action,
+        attention=0,
+        bytes=0,  # tied: counted with the language model
+    )
+
+
+def _rows(case: Case) -> int:
+    return case.prompts * case.samples
+
+
+def _completion_pairs(case: Case, sizes: Sizes) -> float:
+    only = Passes(linear=0, attention=1, vision=0)
+    each = [sizes.work.completion(case.completion_tokens, prompt.num_tokens, only) for prompt in sizes.prompts]
+    return case.samples * sum(each)
+
+
+def floor_seconds(part: Part, rates: MachineRates) -> float:
+    """The longer of arithmetic and memory."""
+    gemm = rates.thin_gemm if part.thin else rates.large.gemm
+    memory = rates.weight_read if part.thin else rates.large.copy
+    return max(part.linear / gemm + part.attention / rates.large.attention, part.bytes / memory)
+
+
+def _rates_of(case: Case, sizes: Sizes) -> MachineRates:
+    return MachineRates(
+        large=measure_rates(),
+        thin_gemm=thin_gemm_rate(_rows(case), sizes.text_bytes),
+        weight_read=read_rate(sizes.text_bytes),
+    )
+
+
+def _measured(ours: Ours, steps: int) -> dict[str, float]:
+    """Medians of each phase, and of the step."""
+    taken = [ours.step() for _ in range(WARM_STEPS + steps)][WARM_STEPS:]
+    phases = {name: median(times.phases[name] for times in taken) for name in taken[0].phases}
+    return phases | {"step": median(times.step for times in taken)}
+
+
+def _rate_table(rates: MachineRates) -> Table:
+    table = _table("This machine, one thread, float32", "what", "rate")
+    beyond = thin_gemm_rate(THIN_ROWS, BEYOND_CACHE_BYTES)
+    for name, value, unit in (
+        ("large matrix products", rates.large.gemm, "GFLOP/s"),
+        ("thin ones, over this model's weights", rates.thin_gemm, "GFLOP/s"),
+        (f"thin ones of {THIN_ROWS} rows, over 1 GiB of weights", beyond, "GFLOP/s"),
+        ("fused attention", rates.large.attention, "GFLOP/s"),
+        ("reading as many bytes as this model's weights", rates.weight_read, "GB/s"),
+        ("reading 1 GiB", rates.large.read, "GB/s"),
+        ("copying 1 GiB, both ways counted", rates.large.copy, "GB/s"),
+    ):
+        table.add_row(name, f"{value / GIGA:.1f} {unit}")
+    return table
+
+
+def _part_table(parts: Sequence[Part], rates: MachineRates) -> Table:
+    table = _table("What a step has to do", "phase", "part", "passes", "GFLOP", "of it attention", "GB", "floor s")
+    for part in parts:
+        table.add_row(
+            part.phase,
+            part.name,
+            f"{part.passes:g}",
+            f"{(part.linear + part.attention) / GIGA:,.1f}",
+            f"{part.attention / GIGA:,.1f}",
+            f"{part.bytes / GIGA:,.2f}",
+            f"{floor_seconds(part, rates):.3f}",
+        )
+    return table
+
+
+def phase_table(parts: Sequence[Part], rates: MachineRates, measured: dict[str, float]) -> Table:
+    """Measured phases beside the sums of their parts' floors."""
+    table = _table("Where we stand", "phase", "floor s", "measured s", "floor / measured")
+    floors = {name: sum(floor_seconds(part, rates) for part in parts if part.phase == name) for name in measured}
+    floors["step"] = sum(floors.values())
+    for name, seconds in measured.items():
+        floor, share = (f"{floors[name]:.3f}", f"{floors[name] / seconds:.0%}") if floors[name] else ("", "")
+        table.add_row(name, floor, f"{seconds:.3f}", share)
+    return table
+
+
+def _table(title: str, *headers: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for header in headers:
+        table.add_column(header, justify="left" if header in ("what", "phase", "part") else "right")
+    return table
+
+
+if __name__ == "__main__":
+    main()

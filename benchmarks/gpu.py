@@ -1,0 +1,177 @@
+"""Fovea on one large NVIDIA GPU, with a model of Qwen3-VL-2B's shape: one call of less than ten minutes.
+
+    python -m benchmarks.gpu --json gpu.json
+    python -m benchmarks.gpu --tiny            # every line of it on a CPU, in seconds; its figures mean nothing
+
+Four parts: does the device agree with the CPU; how fast the engine draws, beside the time that memory needs; which
+share of the peak an update reaches; how a whole step compares with TRL's, where TRL is installed. Weights are random,
+prompts like Geometry3K's: one 512 px image (256 visual tokens) and some 100 tokens of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.budget import Budget
+from benchmarks.cases import Case
+from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
+from benchmarks.gpu_parts import Row, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
+from benchmarks.machine import Rates, measure_rates
+from benchmarks.ours import share
+from fovea.config import TinyModel
+from fovea.models.row_attention import Kernel
+
+MODULE = "benchmarks.gpu"
+SECONDS = 540.0
+SHARES = {"parity": 0.1, "decoding": 0.2, "steps": 0.35, "trl": 0.35}
+GOALS = {"times": 5.0, "MFU": 0.45, "of floor": 0.6}
+DATA_SHEET_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0, "A100": 312.0}
+"""Dense bfloat16, by a part of the device's name."""
+VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
+    (torch.float32, "merged"),
+    (torch.float32, "sdpa"),
+    (torch.bfloat16, "merged"),
+    (torch.bfloat16, "auto"),
+    (torch.float32, "auto"),  # last: what a run has that sets nothing, and what the CUDA kernel may refuse
+)
+TABLE_WIDTH = 110
+TIMED_STEPS = 2
+LARGEST = Case(
+    model=TinyModel(),  # stands in: the model comes ready made
+    vocabulary=None,
+    image_side_px=512,
+    prompts=64,
+    samples=8,
+    completion_tokens=512,
+    question_words=18,
+    max_batch_tokens=320_000,
+)
+TINY = replace(LARGEST, image_side_px=64, prompts=4, samples=2, completion_tokens=6, trl_rows_per_microbatch=4)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    if not options.tiny and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu needs a CUDA device; --tiny runs its lines without one")
+    # rollout and update use blocks of very different size in turn; read when CUDA is first used
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    budget = Budget(options.seconds)
+    setting = _setting(tiny=options.tiny)
+    about = {"device": _device_name(setting), "torch": torch.__version__, "peak": setting.peak}
+    findings = Findings({**about, "rates": asdict(setting.rates)}, options.json)
+    run_parts(setting, budget, findings, tiny=options.tiny)
+    if findings.failed:
+        raise SystemExit(f"failed: {', '.join(findings.failed)}; the tracebacks stand above")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU: to see that the program works")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole program, about")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return parser.parse_args(arguments)
+
+
+def _setting(*, tiny: bool) -> Setting:
+    device, dtype = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
+    rates = measure_rates(device, dtype, gemm_side=256 if tiny else 8192, num_bytes=2**20 if tiny else 2**33)
+    setting = Setting(
+        device=device,
+        dtype=dtype,
+        shape=SMALL if tiny else QWEN3_VL_2B,
+        case=TINY if tiny else LARGEST,
+        rates=rates,
+        peak=rates.gemm,
+    )
+    return _with_peak(setting)
+
+
+def _with_peak(setting: Setting) -> Setting:
+    """The data sheet's where it is known, else the measured rate; says which."""
+    name = _device_name(setting)
+    known = [tflops for part, tflops in DATA_SHEET_TFLOPS.items() if part in name]
+    peak = known[0] * 1e12 if known else setting.rates.gemm
+    print(f"{name}, torch {torch.__version__}")
+    _print_rates(setting.rates)
+    print(f"MFU is a share of {peak / 1e12:,.2f} TFLOP/s, {'the data sheet' if known else 'the measured products'}")
+    return replace(setting, peak=peak)
+
+
+def _print_rates(rates: Rates) -> None:
+    print(f"measured: products {rates.gemm / 1e12:,.2f} TFLOP/s, attention {rates.attention / 1e12:,.2f} TFLOP/s")
+    print(f"measured: reading {rates.read / 1e9:,.0f} GB/s, copying {rates.copy / 1e9:,.0f} GB/s (both ways counted)")
+
+
+def _device_name(setting: Setting) -> str:
+    return torch.cuda.get_device_name() if setting.device == "cuda" else "cpu"
+
+
+class Findings:
+    """What the parts find; saved after each, so that a call that is cut short loses one at most."""
+
+    def __init__(self, about: Mapping[str, object], path: str | None) -> None:
+        self._about = about
+        self._path = path
+        self.rows: dict[str, list[Row]] = {}
+        self.failed: list[str] = []
+
+    def part(self, name: str, title: str, rows: Iterator[Row]) -> None:
+        """Run a part and print what it found. What goes wrong in it ends it, not those after it: a call on such a
+        machine is dear."""
+        found = self.rows[name] = []
+        try:
+            for row in rows:
+                found.append(row)
+        except Exception:
+            traceback.print_exc()
+            self.failed.append(name)
+            give_back_memory()
+        _print(title, found)
+        if self._path:
+            Path(self._path).write_text(json.dumps({**self._about, **self.rows}, indent=2) + "\n")
+
+
+def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: bool) -> None:
+    """All of them in order."""
+    cases = [replace(setting.case, prompts=prompts) for prompts in ([2, 4] if tiny else [8, 16, 64])]
+    sequences = [4, 8] if tiny else [64, 128, 256]
+    budget.part(SHARES["parity"])
+    findings.part(
+        "parity",
+        "A tiny model: mean |log-prob - that of float32 on the CPU|, and the gradient norm",
+        parity(setting.device, VARIANTS),
+    )
+    shared = share(setting.case, fresh_parts(setting), setting.device)
+    shared.engine.load_weights(shared.policy.weights(), 0)
+    deadline = budget.part(SHARES["decoding"])
+    findings.part("decoding", "Decoding", decoding(setting, shared, sequences, deadline))
+    deadline = budget.part(SHARES["steps"])
+    findings.part("steps", "Our step", steps(setting, shared, cases, TIMED_STEPS, deadline))
+    deadline = budget.part(SHARES["trl"])
+    title = "Whole step against TRL with transformers' generation"
+    findings.part("trl", title, against_trl(setting, shared, cases, TIMED_STEPS, deadline))
+
+
+def _print(title: str, rows: Sequence[Row]) -> None:
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left")
+    for key in rows[0]:
+        table.add_column(f"{key} (goal {GOALS[key]:g})" if key in GOALS else key, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, int | float) else value for value in row.values()))
+    Console(width=TABLE_WIDTH).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The parts of `benchmarks.gpu`: agreement with the CPU, decoding, training, and the whole step against TRL."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks.budget import Deadline
+from benchmarks.cases import CASES, Case, make_parts
+from benchmarks.gpu_model import make_shaped
+from benchmarks.machine import Rates, seconds_of
+from benchmarks.ours import Ours, Shared, share
+from benchmarks.timing import StepTimes
+from fovea.models.parts import ModelParts
+from fovea.models.row_attention import Kernel
+from fovea.models.work import Passes, training_passes, work_of
+from fovea.rollout.wait import wait_for
+from fovea.types import Prompt, Sampling
+
+WARM_STEPS = 1
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+"""Of mean |log-prob difference| and of the gradient norm, relative: kernels add in another order, and bfloat16 has 8
+bits (log-probs .006 off on a CPU)."""
+PARITY_CASE = replace(CASES["tiny"], prompts=4, samples=4)
+Row = dict[str, float | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all parts share."""
+
+    device: str
+    dtype: torch.dtype
+    shape: dict[str, dict[str, object]]
+    case: Case
+    """The largest."""
+    rates: Rates
+    peak: float
+    """Operations a second that MFU is a share of."""
+
+
+def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]]) -> Iterator[Row]:
+    """One row for each type and attention of packed rows."""
+    for dtype, attention in variants:
+        yield _parity_of(device, dtype, attention)
+
+
+def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Row:
+    """Log-probs and gradient norm of a tiny model on the device against float32 and plain attention on the CPU.
+
+    Both have the same weights, rounded to `dtype`, and the same completions, which the device's engine draws.
+    """
+    exact_parts, parts = make_parts(PARITY_CASE), make_parts(PARITY_CASE)
+    for parameter in (*exact_parts.network.parameters(), *parts.network.parameters()):
+        parameter.data = parameter.data.to(dtype)
+    for parameter in exact_parts.network.parameters():
+        parameter.data = parameter.data.float()
+    ours = Ours(PARITY_CASE, 1, share(PARITY_CASE, parts, device, attention))
+    exact = share(PARITY_CASE, exact_parts, attention="eager").policy
+    batch = ours.draw()
+    of_engine = [sample.rollout_logprobs_T for group in batch.groups for sample in group.samples]
+    of_trainer = ours.shared.policy.logprobs(batch)
+    reference = np.concatenate(exact.logprobs(batch))
+    engine, trainer = (float(np.abs(np.concatenate(values) - reference).mean()) for values in (of_engine, of_trainer))
+    norms = [policy.update(batch)["grad_norm"] for policy in (ours.shared.policy, exact)]
+    gradient = abs(norms[0] / norms[1] - 1)
+    limit = TOLERANCES[dtype]
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention": attention,
+        "engine": engine,
+        "trainer": trainer,
+        "grad norm": gradient,
+        "tolerance": limit,
+        "verdict": "ok" if max(engine, trainer, gradient) <= limit else "DIFFERENT",
+    }
+
+
+def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadline: Deadline) -> Iterator[Row]:
+    """Tokens a second of the engine without its prefill, beside the time that weights and keys need to be read."""
+    guess = 0.0
+    n, tokens = setting.case.samples, setting.case.completion_tokens
+    for count in sequences:
+        if not deadline.allows(f"decoding {count} sequences", guess):
+            continue
+        prompts = Ours(replace(setting.case, prompts=count // n), 1, shared).prompts(count // n)
+        draw_all(shared, prompts, n, 2)  # warm
+        first = seconds_of(partial(draw_all, shared, prompts, n, 1), setting.device)
+        whole = seconds_of(partial(draw_all, shared, prompts, n, tokens), setting.device)
+        floor = (tokens - 1) * bytes_of_step(shared, prompts, n, tokens) / setting.rates.read
+        yield {
+            "sequences": count,
+            "prefill s": first,
+            "tokens/s": count * (tokens - 1) / (whole - first),
+            "floor tokens/s": count * (tokens - 1) / floor,
+            "of floor": floor / (whole - first),
+        }
+        guess = 2.5 * (first + whole)
+
+
+def draw_all(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> None:
+    """n completions of every prompt, all together."""
+
+    async def all_of_them() -> None:
+        settings = [Sampling(max_new_tokens=tokens, seed=index) for index in range(len(prompts))]
+        await asyncio.gather(*(shared.engine.generate(p, s, n) for p, s in zip(prompts, settings, strict=True)))
+
+    wait_for(all_of_them())
+
+
+def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> float:
+    """Weights, each prompt's keys and values once, and half of what the completions will have."""
+    text = shared.vlm.text_config
+    width = next(shared.vlm.parameters()).element_size()
+    weights = sum(p.numel() for name, p in shared.vlm.named_parameters() if ".visual." not in name) * width
+    per_token = 2 * width * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    cached = sum(prompt.num_tokens + n * tokens / 2 for prompt in prompts)
+    return float(weights + per_token * cached)
+
+
+def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline) -> Iterator[Row]:
+    """Our whole step, and the share of the peak that its update reaches (vision counted)."""
+    guess = 0.0
+    for case in cases:
+        if not deadline.allows(f"our step of {name_of(case)}", guess):
+            continue
+        ours = Ours(case, WARM_STEPS + timed, shared)
+        operations = update_operations(case, ours)
+        taken = [ours.step() for _ in range(WARM_STEPS + timed)][WARM_STEPS:]
+        step, update = (median(values) for values in zip(*((t.step, t.phases["update"]) for t in taken), strict=True))
+        yield {
+            "case": name_of(case),
+            "step s": step,
+            "rollout s": median(times.rollout for times in taken),
+            "update s": update,
+            "update TFLOP": operations / 1e12,
+            "MFU": operations / update / setting.peak,
+        }
+        guess = (WARM_STEPS + timed) * _growth(cases, case) * step
+
+
+def _growth(cases: Sequence[Case], case: Case) -> float:
+    """How many times larger the next case is."""
+    after = cases[cases.index(case) + 1 :]
+    return after[0].prompts / case.prompts if after else 1.0
+
+
+def update_operations(case: Case, ours: Ours) -> float:
+    """Forward and backward of images, prompts and completions, each prompt once."""
+    work = work_of(ours.shared.parts.network.config)
+    passes: Passes = training_passes(lora=False, trains_vision=True, features_cached=False)
+    return sum(
+        work.prompt(prompt.num_tokens, [image.grid_thw for image in prompt.images], passes)
+        + case.samples * work.completion(case.completion_tokens, prompt.num_tokens, passes)
+        for prompt in ours.prompts(case.prompts)
+    )
+
+
+def against_trl(
+    setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline
+) -> Iterator[Row]:
+    """Step by step in turn, as `benchmarks.vs_trl` does; transformers draws for TRL."""
+    if find_spec("trl") is None:
+        print("skipped: TRL (not importable here; pip install 'trl==1.16.0', or pip install -e '.[bench]')")
+        return
+    from benchmarks.trl_side import train  # noqa: PLC0415  an optional package
+
+    guess = 0.0
+    for case in cases:
+        if not deadline.allows(f"{name_of(case)} against TRL", guess):
+            continue
+        ours, theirs, mine = Ours(case, WARM_STEPS + timed, shared), list[StepTimes](), list[StepTimes]()
+        train(case, WARM_STEPS + timed, _taking_turns(ours, theirs, mine), fresh_parts(setting))
+        give_back_memory()
+        trl_s, ours_s = (median(times.step for times in taken[WARM_STEPS:]) for taken in (theirs, mine))
+        yield {"case": name_of(case), "TRL s": trl_s, "ours s": ours_s, "times": trl_s / ours_s}
+        guess = (WARM_STEPS + timed) * _growth(cases, case) * (trl_s + ours_s)
+
+
+def _taking_turns(ours: Ours, theirs: list[StepTimes], mine: list[StepTimes]) -> Callable[[StepTimes], None]:
+    def after(times: StepTimes) -> None:
+        theirs.append(times)
+        give_back_memory()
+        mine.append(ours.step())
+        give_back_memory()
+        assert times.tokens == mine[-1].tokens, f"TRL drew {times.tokens} tokens, we {mine[-1].tokens}"
+
+    return after
+
+
+def give_back_memory() -> None:
+    """Of torch's allocator, which both sides use in turn; a trainer that has ended is a cycle of references."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fresh_parts(setting: Setting) -> ModelParts:
+    """A model of its own, equal to any other of this setting."""
+    return make_shaped(setting.shape, setting.device, setting.dtype)
+
+
+def name_of(case: Case) -> str:
+    return f"{case.prompts}x{case.samples}, {case.completion_tokens} tokens"

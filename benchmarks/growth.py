@@ -1,0 +1,231 @@
+"""How a step grows: time and peak memory against each of its sizes, the others held at a base case.
+
+    python -m benchmarks.growth --json growth.json --plot docs/growth.png
+
+All points are timed in this process, in turn, with one model; peak memory is that of a process of its own for each.
+Medians over the steps after one warm-up step, and a straight line through them. The floor of one more completion is
+what it costs behind a prompt of a few tokens: its own decoding and training, and nothing of the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import IMAGE_HEAVY, Case, make_parts
+from benchmarks.growth_plot import draw_growth
+from benchmarks.ours import Ours, share
+from benchmarks.process import last_number, restart_with_tuned_malloc
+from fovea.config import TinyModel
+from fovea.metrics import peak_rss_gib
+
+MODULE = "benchmarks.growth"
+WARM_STEPS = 1
+MEMORY_STEPS = 2
+"""From the second on, the optimizer's state is there."""
+GOAL = 1.25
+"""One more completion may cost this many times its floor."""
+BASE = Case(
+    model=IMAGE_HEAVY,
+    vocabulary=16_384,
+    image_side_px=448,
+    prompts=2,
+    samples=8,
+    completion_tokens=32,
+    question_words=16,
+)
+QUICK_BASE = replace(BASE, model=TinyModel(), vocabulary=None, image_side_px=48, completion_tokens=16)
+WITHOUT_PROMPT = {"images": 0, "question_words": 1}
+COMPLETIONS, FLOOR = "completions per prompt", "completions, no prompt"
+FLOOR_OF = {COMPLETIONS: FLOOR}
+TABLE_WIDTH = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One size that varies."""
+
+    name: str
+    field: str
+    """Of `Case`."""
+    values: tuple[int, ...]
+
+
+AXES = (
+    Axis(name=COMPLETIONS, field="samples", values=(2, 4, 8, 16)),
+    Axis(name=FLOOR, field="samples", values=(2, 4, 8, 16)),
+    Axis(name="prompt tokens", field="question_words", values=(16, 128, 256, 512)),
+    Axis(name="completion tokens", field="completion_tokens", values=(8, 16, 32, 64)),
+    Axis(name="images per prompt", field="images", values=(1, 2, 3)),
+    Axis(name="rows per step", field="prompts", values=(1, 2, 3, 4)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Points of one axis and the line through them."""
+
+    x: list[int]
+    seconds: list[float]
+    gib: list[float]
+    seconds_each: float
+    """Slope: of one more of what the axis counts."""
+    seconds_at_0: float
+    r2: float
+    """Share of the variance of the seconds that the line explains."""
+    gib_each: float | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    base = QUICK_BASE if options.quick else BASE
+    if options.alone:
+        axis, value = options.alone.split("=")
+        print(_peak_gib(_case(base, _axis(axis), int(value))))
+        return
+    if arguments is None:
+        restart_with_tuned_malloc(MODULE)
+    found = measure(base, AXES, steps=options.steps, memory=not options.no_memory, quick=options.quick)
+    if options.json:
+        Path(options.json).write_text(json.dumps({name: asdict(growth) for name, growth in found.items()}, indent=2))
+    if options.plot:
+        draw_growth({name: asdict(growth) for name, growth in found.items()}, Path(options.plot), floor_of=FLOOR_OF)
+    console = Console(width=TABLE_WIDTH)
+    console.print(growth_table(found))
+    console.print(floor_line(found))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each point")
+    parser.add_argument("--quick", action="store_true", help="the tiny model: to see that the program works")
+    parser.add_argument("--no-memory", action="store_true", help="skip the processes that measure peak memory")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="also draw them to FILE")
+    parser.add_argument("--alone", metavar="AXIS=VALUE", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def measure(base: Case, axes: Sequence[Axis], *, steps: int, memory: bool, quick: bool) -> dict[str, Growth]:
+    """Every axis around the base case."""
+    points = {(axis.name, value): _case(base, axis, value) for axis in axes for value in axis.values}
+    runs = _make_runs(list(points.values()), WARM_STEPS + steps)
+    seconds = _time_in_turn(runs, steps)
+    peaks = _peaks(points, quick=quick) if memory else {}
+    return {axis.name: _growth(axis, points, runs, seconds, peaks) for axis in axes}
+
+
+def _axis(name: str) -> Axis:
+    return next(axis for axis in AXES if axis.name == name)
+
+
+def _case(base: Case, axis: Axis, value: int) -> Case:
+    changes: dict[str, Any] = {axis.field: value}
+    if axis.name == FLOOR:
+        changes |= WITHOUT_PROMPT
+    return replace(base, **changes)
+
+
+def _make_runs(cases: Sequence[Case], steps: int) -> dict[Case, Ours]:
+    """One for each distinct case (the base is a point of every axis), all on one model."""
+    distinct = list(dict.fromkeys(cases))
+    shared = share(distinct[0], make_parts(distinct[0]))
+    return {case: Ours(case, steps, shared) for case in distinct}
+
+
+def _time_in_turn(runs: dict[Case, Ours], steps: int) -> dict[Case, float]:
+    """Medians: what disturbs the machine for a while disturbs every point alike."""
+    times: dict[Case, list[float]] = {case: [] for case in runs}
+    for turn in range(WARM_STEPS + steps):
+        for case, run in runs.items():
+            times[case].append(run.step().step)
+        print(f"turn {turn + 1} of {WARM_STEPS + steps}: {sum(t[-1] for t in times.values()):.1f} s", flush=True)
+    return {case: median(values[WARM_STEPS:]) for case, values in times.items()}
+
+
+def _peaks(points: dict[tuple[str, int], Case], *, quick: bool) -> dict[Case, float]:
+    peaks: dict[Case, float] = {}
+    for (name, value), case in points.items():
+        if case not in peaks:
+            peaks[case] = last_number(MODULE, *(["--quick"] if quick else []), "--alone", f"{name}={value}")
+            print(f"{name} {value}: {peaks[case]:.2f} GiB", flush=True)
+    return peaks
+
+
+def _peak_gib(case: Case) -> float:
+    run = Ours(case, MEMORY_STEPS)
+    for _ in range(MEMORY_STEPS):
+        run.step()
+    return peak_rss_gib()
+
+
+def _growth(
+    axis: Axis,
+    points: dict[tuple[str, int], Case],
+    runs: dict[Case, Ours],
+    seconds: dict[Case, float],
+    peaks: dict[Case, float],
+) -> Growth:
+    cases = [points[axis.name, value] for value in axis.values]
+    # words are not quite tokens, and the template adds some
+    x = [runs[case].prompts(1)[0].num_tokens for case in cases] if axis.field == "question_words" else list(axis.values)
+    return growth_of(x, [seconds[case] for case in cases], [peaks[case] for case in cases] if peaks else [])
+
+
+def growth_of(x: list[int], seconds: list[float], gib: list[float]) -> Growth:
+    """The line of least squares."""
+    each, at_0 = np.polyfit(x, seconds, 1)
+    left = np.square(np.polyval([each, at_0], x) - seconds).sum()
+    spread = np.square(np.subtract(seconds, np.mean(seconds))).sum()
+    return Growth(
+        x=x,
+        seconds=seconds,
+        gib=gib,
+        seconds_each=float(each),
+        seconds_at_0=float(at_0),
+        r2=float(1 - left / spread),
+        gib_each=float(np.polyfit(x, gib, 1)[0]) if gib else None,
+    )
+
+
+def growth_table(found: dict[str, Growth]) -> Table:
+    """One line per axis."""
+    table = Table(title="A step against each of its sizes", title_justify="left")
+    for header in ("size", "values", "seconds a step", "peak GiB", "ms each", "at 0, s", "r2", "MiB each"):
+        table.add_column(header, justify="left" if header == "size" else "right")
+    for name, growth in found.items():
+        table.add_row(
+            name,
+            " ".join(map(str, growth.x)),
+            " ".join(f"{value:.2f}" for value in growth.seconds),
+            " ".join(f"{value:.2f}" for value in growth.gib),
+            f"{1000 * growth.seconds_each:.2f}",
+            f"{growth.seconds_at_0:.2f}",
+            f"{growth.r2:.3f}",
+            "" if growth.gib_each is None else f"{1024 * growth.gib_each:.1f}",
+        )
+    return table
+
+
+def floor_line(found: dict[str, Growth]) -> str:
+    """What one more completion costs, beside what it must."""
+    whole, floor = found[COMPLETIONS].seconds_each, found[FLOOR].seconds_each
+    return (
+        f"one more completion of every prompt: {1000 * whole:.1f} ms a step; without a prompt {1000 * floor:.1f} ms; "
+        f"{whole / floor:.2f} times its floor (goal: at most {GOAL})"
+    )
+
+
+if __name__ == "__main__":
+    main()

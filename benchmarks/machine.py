@@ -1,0 +1,97 @@
+"""What a machine can do: matrix products, attention and memory traffic, each the best of several tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+
+TRIES = 5
+BEYOND_CACHE_BYTES = 2**30
+"""More than the caches of any one machine of today."""
+WEIGHT_SIDE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Operations and bytes a second; a multiply and an add are two operations."""
+
+    gemm: float
+    """Of large matrix products."""
+    attention: float
+    """Of fused attention without a mask."""
+    read: float
+    copy: float
+    """Bytes read and bytes written are counted."""
+
+
+def measure_rates(
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    gemm_side: int = 2048,
+    num_bytes: int = BEYOND_CACHE_BYTES,
+) -> Rates:
+    """What torch's own operators reach here, with as many threads as it has."""
+    large = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
+    other = torch.empty_like(large)
+    return Rates(
+        gemm=gemm_rate(gemm_side, device, dtype),
+        attention=attention_rate(device, dtype),
+        read=num_bytes / best_seconds(large.sum, device),
+        copy=2 * num_bytes / best_seconds(lambda: other.copy_(large), device),
+    )
+
+
+def gemm_rate(side: int, device: str, dtype: torch.dtype) -> float:
+    """Square matrices."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / best_seconds(lambda: a @ b, device)
+
+
+def thin_gemm_rate(rows: int, weight_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """`rows` tokens through one weight after another: what a decoding step does, caches as cold as its own."""
+    count = max(1, weight_bytes // (WEIGHT_SIDE**2 * dtype.itemsize))
+    weights = [torch.randn(WEIGHT_SIDE, WEIGHT_SIDE, device=device).to(dtype) for _ in range(count)]
+    x = torch.randn(rows, WEIGHT_SIDE, device=device).to(dtype)
+
+    def pass_all() -> None:
+        for weight in weights:
+            F.linear(x, weight)
+
+    return 2 * rows * WEIGHT_SIDE**2 * count / best_seconds(pass_all, device)
+
+
+def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Bytes a second over so many again and again: of a cache, where they fit into one."""
+    values = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
+    return num_bytes / best_seconds(values.sum, device)
+
+
+def attention_rate(device: str, dtype: torch.dtype, *, heads: int = 8, tokens: int = 1024, width: int = 64) -> float:
+    query, key, value = (torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3))
+    seconds = best_seconds(lambda: F.scaled_dot_product_attention(query, key, value), device)
+    return 4 * heads * tokens**2 * width / seconds
+
+
+def best_seconds(call: Callable[[], object], device: str, tries: int = TRIES) -> float:
+    """The fastest of several calls, after one to warm up."""
+    call()
+    return min(seconds_of(call, device) for _ in range(tries))
+
+
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """Until the device is done."""
+    synchronize(device)
+    started = perf_counter()
+    call()
+    synchronize(device)
+    return perf_counter() - started
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,75 @@
+"""`benchmarks.gpu` runs on a CPU, leaves out what there is no time for, and its model has the real one's size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.budget import Budget
+from benchmarks.gpu import SHARES, VARIANTS, Findings, main
+from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
+from benchmarks.gpu_parts import Row
+from fovea.models.parts import banned_token_ids
+
+
+def test_every_part_runs_in_small(tmp_path: Path) -> None:
+    main(["--tiny", "--json", str(tmp_path / "gpu.json")])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["verdict"] for row in found["parity"]] == ["ok"] * len(VARIANTS)
+    assert [row["sequences"] for row in found["decoding"]] == [4, 8]
+    assert [row["case"] for row in found["steps"]] == ["2x2, 6 tokens", "4x2, 6 tokens"]
+    assert all(0 < row["MFU"] < 1 for row in found["steps"])
+
+
+def test_without_time_only_the_first_part_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["--tiny", "--seconds", "0", "--json", str(tmp_path / "gpu.json")])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["verdict"] for row in found["parity"]] == ["ok"] * len(VARIANTS)
+    assert found["decoding"] == found["steps"] == []
+    printed = capsys.readouterr().out
+    assert "skipped: decoding 4 sequences (would take about" in printed
+    assert "skipped: our step of 4x2, 6 tokens" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_it_says_so() -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA device; --tiny runs its lines without one"):
+        main([])
+
+
+def test_a_part_leaves_the_time_that_it_did_not_use_to_the_next() -> None:
+    now = 0.0
+    budget = Budget(100.0, clock=lambda: now)
+    assert budget.part(0.3).seconds_left == 30.0
+    now = 10.0
+    second = budget.part(0.5)
+    assert second.seconds_left == 70.0
+    assert second.allows("x", 70.0)
+    assert not second.allows("x", 70.1)
+    assert sum(SHARES.values()) == pytest.approx(1.0)
+
+
+def test_a_part_that_fails_keeps_its_rows_and_those_after_it_run(tmp_path: Path) -> None:
+    def fails() -> Iterator[Row]:
+        yield {"x": 1.0}
+        raise RuntimeError
+
+    findings = Findings({"device": "cpu"}, str(tmp_path / "found.json"))
+    findings.part("first", "First", fails())
+    findings.part("second", "Second", iter([{"y": 2.0}]))
+    assert findings.failed == ["first"]
+    saved = json.loads((tmp_path / "found.json").read_text())
+    assert saved == {"device": "cpu", "first": [{"x": 1.0}], "second": [{"y": 2.0}]}
+
+
+def test_the_large_model_has_the_size_of_the_real_one() -> None:
+    parts = make_shaped(QWEN3_VL_2B, "meta", torch.bfloat16)
+    assert sum(parameter.numel() for parameter in parts.network.parameters()) == 2_127_532_032
+    assert {parameter.dtype for parameter in parts.network.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in parts.network.buffers()} == {torch.float32}, "rotary frequencies stay exact"
+    assert len(parts.tokenizer) == 151_936
+    assert len(banned_token_ids(parts)) == 7, "the special tokens but the end of a turn"
