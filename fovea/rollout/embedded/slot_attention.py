@@ -25,6 +25,8 @@ class Sharing:
     """Rows of each prompt; padding points at row 0."""
     place_B: Tensor
     """Where each row stands in it, flattened."""
+    in_order: bool
+    """Groups of one size whose rows stand behind one another: a view does what the two indices do."""
     longest: int
     mask_P11L: Tensor | None
     """-inf beyond each prompt; None when all are equally long."""
@@ -46,6 +48,7 @@ def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device:
     return Sharing(
         row_PG=row_PG.to(device),
         place_B=(prompt_B * row_PG.shape[1] + rank_B).to(device),
+        in_order=torch.equal(row_PG.flatten(), torch.arange(len(prompt_B))),
         longest=longest,
         mask_P11L=hide_beyond(lengths_P.to(device), longest) if uneven else None,
     )
@@ -77,11 +80,11 @@ class SlotAttention:
     def __call__(self, layer: int, query_BHD: Tensor, key_BJD: Tensor, value_BJD: Tensor) -> Tensor:
         """Stores the new keys and values; [B, H, D]."""
         keys_BJTD, values_BJTD = self._own[layer]
-        keys_BJTD[self._row_B, :, self._stored_B] = key_BJD
-        values_BJTD[self._row_B, :, self._stored_B] = value_BJD
+        self._write(keys_BJTD, key_BJD)
+        self._write(values_BJTD, value_BJD)
         query_BJQD = (query_BHD * self._scale).unflatten(1, (key_BJD.shape[1], -1))
         own, own_lse = _attend(query_BJQD, keys_BJTD, values_BJTD, self._own_mask)
-        query_PJYD = query_BJQD[self._shared.row_PG].transpose(1, 2).flatten(2, 3)
+        query_PJYD = self._by_prompt(query_BJQD).transpose(1, 2).flatten(2, 3)
         keys_PJLD, values_PJLD = self._prompts[layer]
         shared, shared_lse = (
             self._by_row(x) for x in _attend(query_PJYD, keys_PJLD, values_PJLD, self._shared.mask_P11L)
@@ -89,11 +92,24 @@ class SlotAttention:
         merged_BJQD = torch.lerp(shared, own, torch.sigmoid(own_lse - shared_lse))
         return merged_BJQD.flatten(1, 2).to(query_BHD.dtype)
 
+    def _write(self, stored_BJTD: Tensor, new_BJD: Tensor) -> None:
+        """Without a mask all rows that run write the last place; what an ended one writes there is never read."""
+        if self._own_mask is None:
+            stored_BJTD[:, :, -1] = new_BJD
+        else:
+            stored_BJTD[self._row_B, :, self._stored_B] = new_BJD
+
+    def _by_prompt(self, x_BJQD: Tensor) -> Tensor:
+        """[P, G, J, Q, D]"""
+        if self._shared.in_order:
+            return x_BJQD.reshape(*self._shared.row_PG.shape, *x_BJQD.shape[1:])
+        return x_BJQD[self._shared.row_PG]
+
     def _by_row(self, x_PJYD: Tensor) -> Tensor:
         """Back to [B, J, Q, D]."""
         x_PGJQD = x_PJYD.unflatten(2, (self._shared.row_PG.shape[1], -1)).transpose(1, 2)
-        rows: Tensor = x_PGJQD.flatten(0, 1)[self._shared.place_B]
-        return rows
+        rows: Tensor = x_PGJQD.flatten(0, 1)
+        return rows if self._shared.in_order else rows[self._shared.place_B]
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

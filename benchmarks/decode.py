@@ -1,0 +1,122 @@
+"""Decoding speed of the embedded engine, against the floor of its matrix products alone.
+
+    python -m benchmarks.decode [tokens]
+
+Every completion runs for as many tokens (no stop token), so that the rows of a step are constant. The floor runs the
+language model's linear layers and its head on as many rows, and nothing else. Prints a table; asserts nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.cases import CASES, BenchEnvironment, make_parts, make_tasks
+from fovea.data.images import open_image
+from fovea.models.parts import ModelParts, language_model
+from fovea.models.render import Renderer
+from fovea.models.trainable import merged_weights
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.wait import wait_for
+from fovea.types import Completion, Prompt, Sampling
+
+REPEATS = 3
+"""The fastest counts: other work on the machine only slows a run down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of the table."""
+
+    case: str
+    prompts: int
+    samples: int
+    question_repeats: int = 1
+    """Lengthens the prompts."""
+    vocabulary: int = 32_768
+
+
+SETTINGS = (
+    Setting(case="image_heavy", prompts=1, samples=8),
+    Setting(case="image_heavy", prompts=4, samples=8),
+    Setting(case="image_heavy", prompts=8, samples=16),
+    Setting(case="image_heavy", prompts=4, samples=8, question_repeats=40),
+    Setting(case="image_heavy", prompts=4, samples=8, vocabulary=151_936),
+    Setting(case="mid", prompts=1, samples=8),
+    Setting(case="mid", prompts=4, samples=8),
+    Setting(case="mid", prompts=8, samples=16),
+)
+
+
+def main(tokens: str = "48") -> None:
+    print(
+        f"{'case':12} {'rows':>5} {'prompt':>7} {'vocab':>8} {'prefill s':>10} {'ms/step':>8} {'floor':>7} {'tok/s':>7}"
+    )
+    for setting in SETTINGS:
+        _measure(setting, int(tokens))
+
+
+def _measure(setting: Setting, num_tokens: int) -> None:
+    case = replace(CASES[setting.case], vocabulary=setting.vocabulary)
+    parts = make_parts(case)
+    parts.tokenizer.eos_token = None
+    assert parts.network.generation_config is not None
+    parts.network.generation_config.eos_token_id = None
+    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=1 << 20)
+    engine.load_weights(merged_weights(parts.network), version=0)
+    tasks = make_tasks(case, setting.prompts)
+    tasks = [replace(task, question=" ".join([task.question] * setting.question_repeats)) for task in tasks]
+    environment = BenchEnvironment(tasks)
+    render = Renderer(parts, lambda ref: open_image(ref, max_mib=32, max_megapixels=64))
+    prompts = [render.prompt(environment.prompt(task)) for task in tasks]
+    first = _fastest(lambda: _draw(engine, prompts, setting.samples, 1))
+    whole = _fastest(lambda: _draw(engine, prompts, setting.samples, num_tokens))
+    rows, step = setting.prompts * setting.samples, (whole - first) / (num_tokens - 1)
+    print(
+        f"{setting.case:12} {rows:5} {max(p.num_tokens for p in prompts):7} {setting.vocabulary:8} {first:10.2f} "
+        f"{1000 * step:8.1f} {_floor(parts, rows) / step:7.0%} {rows / step:7.0f}",
+        flush=True,
+    )
+
+
+def _draw(engine: EmbeddedEngine, prompts: Sequence[Prompt], n: int, tokens: int) -> None:
+    async def all_of_them() -> Sequence[Sequence[Completion]]:
+        samplings = (Sampling(max_new_tokens=tokens, seed=seed) for seed in range(len(prompts)))
+        return await asyncio.gather(*(engine.generate(p, s, n) for p, s in zip(prompts, samplings, strict=True)))
+
+    wait_for(all_of_them())
+
+
+def _floor(parts: ModelParts, rows: int) -> float:
+    """Seconds of the linear layers of one step."""
+    layers = [m.weight for m in language_model(parts.network).modules() if isinstance(m, nn.Linear)]
+    weights = [*layers, language_model(parts.network).get_submodule("embed_tokens").get_parameter("weight")]
+    inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
+
+    def run() -> None:
+        for x, weight in zip(inputs, weights, strict=True):
+            F.linear(x, weight)
+
+    with torch.no_grad():
+        return _fastest(run, 10 * REPEATS)
+
+
+def _fastest(run: Callable[[], None], repeats: int = REPEATS) -> float:
+    def seconds() -> float:
+        started = perf_counter()
+        run()
+        return perf_counter() - started
+
+    return min(seconds() for _ in range(repeats))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
