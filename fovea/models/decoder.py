@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fovea.models.fused import TORCH_KERNELS, Kernels
+from fovea.models.fused import TORCH_KERNELS, Kernels, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
@@ -84,7 +84,7 @@ def run_layer(
     layer: DecoderLayer,
     shape: DecoderShape,
     hidden_NE: Tensor,
-    rope_ND: tuple[Tensor, Tensor],
+    rope: Rope,
     attend: Attend,
     kernels: Kernels = TORCH_KERNELS,
 ) -> Tensor:
@@ -92,7 +92,7 @@ def run_layer(
     query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
     query_NHD = _heads(query, shape.head_dim, layer.query_norm)
     key_NJD = _heads(key, shape.head_dim, layer.key_norm)
-    query_NHD, key_NJD = kernels.rotate(query_NHD, key_NJD, rope_ND)
+    query_NHD, key_NJD = kernels.rotate(query_NHD, key_NJD, rope)
     out_NHD = attend(index, query_NHD, key_NJD, value.unflatten(-1, (-1, shape.head_dim)))
     (attended_NE,) = layer.output(out_NHD.flatten(1))
     hidden_NE = hidden_NE + attended_NE
@@ -118,13 +118,13 @@ def decode(
     decoder: Decoder,
     shape: DecoderShape,
     hidden_NE: Tensor,
-    rope_ND: tuple[Tensor, Tensor],
+    rope: Rope,
     attend: Attend,
     visual: VisualResidual | None = None,
 ) -> Tensor:
     """Hidden states [N, E] after the final norm."""
     for index, layer in enumerate(decoder.layers):
-        hidden_NE = run_layer(index, layer, shape, hidden_NE, rope_ND, attend)
+        hidden_NE = run_layer(index, layer, shape, hidden_NE, rope, attend)
         if visual is not None:
             hidden_NE = visual.add_to(hidden_NE, index)
     return decoder.norm(hidden_NE)

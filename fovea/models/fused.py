@@ -80,10 +80,36 @@ class RmsNorm(torch.autograd.Function):
         return of_x.to(gradient.dtype), of_weight, None
 
 
-def rotate(query_NHD: Tensor, key_NJD: Tensor, rope_ND: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al., arXiv 2104.09864) with the halves layout of Qwen."""
-    query: Tensor = Rotate.apply(query_NHD, *rope_ND)  # type: ignore[no-untyped-call]
-    key: Tensor = Rotate.apply(key_NJD, *rope_ND)  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding (Su et al., arXiv 2104.09864) of some tokens, with the halves layout of Qwen.
+
+    [a, b] -> [a cos - b sin, b cos + a sin], or x cos + roll(x) sin' where sin' is -sin in the first half.
+    """
+
+    cos_ND: Tensor
+    sin_ND: Tensor
+    signed_sin_ND: Tensor
+
+    @staticmethod
+    def of(cos_ND: Tensor, sin_ND: Tensor) -> Rope:
+        first, second = sin_ND.chunk(2, -1)
+        return Rope(cos_ND, sin_ND, torch.cat([-first, second], dim=-1))
+
+    def part(self, start: int, end: int) -> Rope:
+        """Tokens `start` to `end`."""
+        return Rope(self.cos_ND[start:end], self.sin_ND[start:end], self.signed_sin_ND[start:end])
+
+
+def rotate(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by their positions."""
+    if not torch.is_grad_enabled():
+        return (
+            _turn(query_NHD, rope.cos_ND, rope.signed_sin_ND),
+            _turn(key_NJD, rope.cos_ND, rope.signed_sin_ND),
+        )
+    query: Tensor = Rotate.apply(query_NHD, rope.cos_ND, rope.signed_sin_ND)  # type: ignore[no-untyped-call]
+    key: Tensor = Rotate.apply(key_NJD, rope.cos_ND, rope.signed_sin_ND)  # type: ignore[no-untyped-call]
     return query, key
 
 
@@ -93,27 +119,26 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """[a, b] -> [a cos - b sin, b cos + a sin]; the gradient turns back by the same angles."""
+    """`Rope` with its gradient: what was rolled rolls back, and brings its factor along."""
 
     @staticmethod
-    def forward(ctx: Any, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_ND, sin_ND)
-        return _turn(x_NHD, cos_ND.chunk(2, -1), sin_ND.chunk(2, -1))
+    def forward(ctx: Any, x_NHD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_ND, signed_sin_ND)
+        return _turn(x_NHD, cos_ND, signed_sin_ND)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos_ND, sin_ND = ctx.saved_tensors
-        # the transposed turn: what b gave to a by -sin of the first half, a now gives to b, and the other way round
-        first, second = sin_ND.chunk(2, -1)
-        return _turn(gradients[0], cos_ND.chunk(2, -1), (-second, -first)), None, None
+        cos_ND, signed_sin_ND = ctx.saved_tensors
+        return _turn(gradients[0], cos_ND, _rolled(signed_sin_ND)), None, None
 
 
-def _turn(x_NHD: Tensor, cos: tuple[Tensor, ...], sin: tuple[Tensor, ...]) -> Tensor:
-    out = torch.empty_like(x_NHD, memory_format=torch.contiguous_format)
-    (a, b), (out_a, out_b) = x_NHD.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(a, cos[0][:, None], out=out_a).addcmul_(b, sin[0][:, None], value=-1)
-    torch.mul(b, cos[1][:, None], out=out_b).addcmul_(a, sin[1][:, None])
-    return out
+def _turn(x_NHD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
+    return (x_NHD * cos_ND[:, None]).addcmul_(_rolled(x_NHD), signed_sin_ND[:, None])
+
+
+def _rolled(x: Tensor) -> Tensor:
+    """The halves exchanged."""
+    return x.roll(x.shape[-1] // 2, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +146,8 @@ class Kernels:
     """The parts of a decoder layer that are neither matrix product nor attention."""
 
     norm: RmsNormFunction
-    rotate: Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
-    """(query [N, H, D], key [N, J, D], (cos [N, D], sin [N, D]))"""
+    rotate: Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
+    """Of queries [N, H, D] and keys [N, J, D]."""
     gate: Callable[[Tensor, Tensor], Tensor]
 
 

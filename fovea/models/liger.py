@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fovea.errors import MissingExtraError
-from fovea.models.fused import Kernels
+from fovea.models.fused import Kernels, Rope
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -50,10 +50,10 @@ def rotate(query_BHND: Tensor, key_BJND: Tensor, cos_BND: Tensor, sin_BND: Tenso
     return query, key
 
 
-def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope_ND: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """`rotate` for a packed row."""
     query, key = rotate(
-        query_NHD.transpose(0, 1)[None], key_NJD.transpose(0, 1)[None], rope_ND[0][None], rope_ND[1][None]
+        query_NHD.transpose(0, 1)[None], key_NJD.transpose(0, 1)[None], rope.cos_ND[None], rope.sin_ND[None]
     )
     return query[0].transpose(0, 1), key[0].transpose(0, 1)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fovea.models.decoder import Attend, DecoderLayer, DecoderShape, run_layer
-from fovea.models.fused import Kernels
+from fovea.models.fused import Kernels, Rope
 from fovea.models.trainable import ADAPTER
 
 Known = Callable[[int], Tensor]
@@ -85,7 +85,7 @@ class LayerCall:
 
     index: int
     shape: DecoderShape
-    rope_ND: tuple[Tensor, Tensor]
+    rope: Rope
     attend: Attend
     kernels: Kernels
     known: Known | None
@@ -112,7 +112,7 @@ class _CallOrForward:
 
     def _run(self, hidden_NE: Tensor, call: LayerCall) -> Tensor:
         layer = trained_layer(self.layer, call.known)
-        return run_layer(call.index, layer, call.shape, hidden_NE, call.rope_ND, call.attend, call.kernels)
+        return run_layer(call.index, layer, call.shape, hidden_NE, call.rope, call.attend, call.kernels)
 
 
 class JoinedLinears(torch.autograd.Function):

@@ -17,7 +17,7 @@ from fovea.errors import ModelError
 from fovea.models.attention import use_segment_attention
 from fovea.models.decoder import VisualResidual, decoder_shape
 from fovea.models.features import FeatureCache
-from fovea.models.fused import TORCH_KERNELS, Kernels, use_fused_layers
+from fovea.models.fused import TORCH_KERNELS, Kernels, Rope, use_fused_layers
 from fovea.models.image_features import ImageFeatures, concatenate
 from fovea.models.linears import LayerCall, use_layer_calls
 from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
@@ -72,12 +72,12 @@ class VLM(nn.Module):
             pads = (row.token_ids_N == self.image_pad_id).nonzero()[:, 0]
             hidden_NE = hidden_NE.index_put((pads,), features.embeds_VD)
             visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
-        rope_ND = self.rope(row.positions_3N, hidden_NE)
+        rope = self.rope(row.positions_3N, hidden_NE)
         attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE)
         for index, layer in enumerate(language.layers):
             known = None if row.recall is None else partial(row.recall.outputs, index)
             # through the module's own call: sharding and recomputation of activations hook in there
-            hidden_NE = layer(hidden_NE, fovea=LayerCall(index, self._shape, rope_ND, attend, self._kernels, known))
+            hidden_NE = layer(hidden_NE, fovea=LayerCall(index, self._shape, rope, attend, self._kernels, known))
             if visual is not None:
                 hidden_NE = visual.add_to(hidden_NE, index)
         normed: Tensor = language.norm(hidden_NE)
@@ -107,10 +107,10 @@ class VLM(nn.Module):
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         return [[heads, text.hidden_size, 2 * text.intermediate_size, text.hidden_size]] * shape.num_layers
 
-    def rope(self, positions_3N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, head width] of M-RoPE positions, of the type of `like`."""
-        cos, sin = language_model(self.network).get_submodule("rotary_emb")(like, positions_3N[:, None])
-        return cos[0], sin[0]
+    def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
+        """Of M-RoPE positions, of the type of `like`."""
+        cos, sin = language_model(self.network).rotary_emb(like, positions_3N[:, None])
+        return Rope.of(cos[0], sin[0])
 
     def image_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features of each image; equal images are encoded once, and once for ever while the tower is frozen."""

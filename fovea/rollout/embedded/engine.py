@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.decoder import decoder_shape
@@ -30,7 +31,12 @@ from fovea.rollout.embedded.request import Demand, Request
 from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.setup import Tuning, make_cache, make_stepper
 from fovea.rollout.embedded.text import CompletionText
-from fovea.rollout.embedded.weights import TextWeights, int8_text_weights, text_weights
+from fovea.rollout.embedded.weights import (
+    TextWeights,
+    int8_text_weights,
+    packed_text_weights,
+    text_weights,
+)
 from fovea.types import Completion, Prompt, Sampling, Weights
 
 DEFAULT_TUNING = Tuning()
@@ -60,14 +66,14 @@ class EmbeddedEngine:
         self._stop_ids = torch.tensor(stop_token_ids(parts), device=self._device)
         self._banned_ids = banned_token_ids(parts)
         self._weights: TextWeights | None = None
-        self._int8_weights: TextWeights | None = None
-        """For the decoding steps of requests whose samples are trained on, if wanted."""
+        self._named: Mapping[str, Tensor] = {}
         self._only_samples = True
-        """Nothing but such requests is running."""
+        """Nothing is running but requests whose samples are trained on."""
         self._addresses: tuple[int, ...] = ()
         """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
         self._stepper: Stepper | None = None
+        self._int8_stepper: Stepper | None = None
         self._version = 0
         self._queue: deque[Request] = deque()
         self._running: dict[Request, list[Completion | None]] = {}
@@ -102,7 +108,8 @@ class EmbeddedEngine:
                 if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape, self._tape)
-        self._int8_weights = int8_text_weights(named, self._shape) if self._tuning.int8_decoding else None
+        self._named = named
+        self._int8_stepper = None
         self._version = version
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
@@ -114,14 +121,14 @@ class EmbeddedEngine:
 
     def sleep(self) -> None:
         """Give back pages and captured graphs; slots hold nothing between calls of `generate`."""
-        self._cache = self._stepper = None
+        self._cache = self._stepper = self._int8_stepper = None
 
     def wake(self) -> None:
         """Nothing to do: what sleep gave back is taken again when it is needed."""
 
     def close(self) -> None:
         self.sleep()
-        self._weights = self._int8_weights = None
+        self._weights, self._named = None, {}
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
@@ -178,9 +185,8 @@ class EmbeddedEngine:
         """Some more tokens for every completion that runs."""
         if not batch.rows:
             return
-        stepper = self._ready_stepper()
-        if self._int8_weights is not None and self._only_samples:
-            stepper = Stepper(self._vlm, self._int8_weights, self._shape, cache)
+        int8 = self._tuning.int8_decoding and self._only_samples
+        stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch))
         for _ in range(self._tuning.steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place)
@@ -228,7 +234,15 @@ class EmbeddedEngine:
             self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._max_batch_tokens)
         return self._cache
 
-    def _ready_stepper(self) -> Stepper:
+    def _ready_stepper(self, rows: int) -> Stepper:
         if self._stepper is None:
-            self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, self._ready_cache())
+            weights = self._loaded_weights()
+            if self._tuning.packs(rows, weights.embed):
+                weights = packed_text_weights(self._named, self._shape, rows, self._tape)
+            self._stepper = make_stepper(self._vlm, weights, self._shape, self._ready_cache())
         return self._stepper
+
+    def _ready_int8_stepper(self, cache: Cache) -> Stepper:
+        if self._int8_stepper is None:
+            self._int8_stepper = Stepper(self._vlm, int8_text_weights(self._named, self._shape), self._shape, cache)
+        return self._int8_stepper

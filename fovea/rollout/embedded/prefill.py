@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import DecoderShape, VisualResidual, decode
+from fovea.models.fused import Rope
 from fovea.models.image_features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache
@@ -27,7 +28,7 @@ class PromptRow:
     """Prompts behind one another, as the first decoder layer sees them."""
 
     hidden_NE: Tensor
-    rope_ND: tuple[Tensor, Tensor]
+    rope: Rope
     visual: VisualResidual | None
 
     def part(self, start: int, end: int) -> PromptRow:
@@ -38,8 +39,7 @@ class PromptRow:
         if visual is not None:
             inside = (visual.tokens >= start) & (visual.tokens < end)
             visual = VisualResidual(tokens=visual.tokens[inside] - start, layers=[x[inside] for x in visual.layers])
-        cos, sin = self.rope_ND
-        return PromptRow(hidden_NE=self.hidden_NE[start:end], rope_ND=(cos[start:end], sin[start:end]), visual=visual)
+        return PromptRow(hidden_NE=self.hidden_NE[start:end], rope=self.rope.part(start, end), visual=visual)
 
 
 def prefill(
@@ -59,7 +59,7 @@ def prefill(
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
         attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
         with recorder.recording(len(part.hidden_NE)) as place:
-            outs.append(decode(weights.decoder, shape, part.hidden_NE, part.rope_ND, attend, part.visual))
+            outs.append(decode(weights.decoder, shape, part.hidden_NE, part.rope, attend, part.visual))
         places.append(place)
         start += len(part.hidden_NE)
     recorder.prefilled(requests, places[0])
@@ -81,4 +81,4 @@ def prompt_row(
         pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
-    return PromptRow(hidden_NE=hidden_NE, rope_ND=vlm.rope(positions_3N, hidden_NE), visual=visual)
+    return PromptRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)

@@ -13,6 +13,7 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.forward import GraphStepper, Stepper
 from fovea.rollout.embedded.graphs import cuda_capture, rerun
+from fovea.rollout.embedded.packed import can_pack
 from fovea.rollout.embedded.paged import PagedCache, gathered_attention
 from fovea.rollout.embedded.passes import PASS_TOKENS
 from fovea.rollout.embedded.slots import SlotCache
@@ -23,6 +24,10 @@ CacheKind = Literal["slots", "pages"]
 
 CUDA_STEPS_PER_LOOK = 8
 """Each look at what has ended makes the host wait for the device; an ended row runs on for half of this on average."""
+
+
+MAX_PACKED_ROWS, MIN_PACKED_WIDTH = 64, 256
+"""With more rows, or narrower layers that stay in the cache, a product is no longer bound by how weights are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,14 @@ class Tuning:
     """Of prompts, in one forward pass."""
     int8_decoding: bool = False
     """The one setting that changes results: decoding steps in 8 bits (`int8`); prompts run as they are."""
+
+    packed_decoding: bool = True
+    """Weights of decoding steps laid out for few rows where that pays (`packed`)."""
+
+    def packs(self, rows: int, embed: Tensor) -> bool:
+        """Whether a second copy of the weights pays for so many rows."""
+        small = rows <= MAX_PACKED_ROWS and embed.shape[1] >= MIN_PACKED_WIDTH
+        return self.packed_decoding and small and can_pack(embed)
 
     def steps_on(self, device: torch.device) -> int:
         return self.steps_per_look or (CUDA_STEPS_PER_LOOK if device.type == "cuda" else 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
 from fovea.models.tape import Tape, TapeColumn
 from fovea.rollout.embedded.int8 import Int8Linears
+from fovea.rollout.embedded.packed import PackedLinears
 
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"
@@ -65,6 +66,17 @@ def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | 
 
     def make(layers: Named, column: TapeColumn | None) -> Linears:
         return PlainLinears(layers, column)
+
+    return _text_weights(named, shape, make, tape)
+
+
+def packed_text_weights(
+    named: Mapping[str, Tensor], shape: DecoderShape, rows: int, tape: Tape | None = None
+) -> TextWeights:
+    """The same, laid out for about so many rows."""
+
+    def make(layers: Named, column: TapeColumn | None) -> Linears:
+        return PackedLinears(layers, rows, column)
 
     return _text_weights(named, shape, make, tape)
 
