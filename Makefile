@@ -12,7 +12,7 @@ MARKERS := $(if $(BROWSER),$(if $(GPU),,not gpu),not browser$(if $(GPU),, and no
 .PHONY: help demo test bench lint format clean
 
 # make bench CASES=tiny,mid STEPS=5 JSON=result.json
-CASES ?= tiny,mid,image_heavy,frozen,lora,many_4,many_16,long
+CASES ?= tiny,mid,image_heavy,frozen,frozen_cached,lora,many,long
 STEPS ?= 5
 JSON ?=
 

@@ -85,6 +85,8 @@ class Case:
     """Of one prompt; None: 8 to 20."""
     freeze_vision: bool = False
     lora_rank: int | None = None
+    same_rows: bool = False
+    """The rows of the first step again in every other: the features of a frozen tower come from the cache."""
     gradient_checkpointing: bool = False
     max_batch_tokens: int | None = None
     """Room in our engine's cache; None: our default."""
@@ -111,10 +113,16 @@ CASES = {
     "image_heavy": _HEAVY,
     "frozen": replace(_HEAVY, freeze_vision=True),
     "lora": replace(_HEAVY, freeze_vision=True, lora_rank=16),
+    "frozen_cached": replace(_HEAVY, freeze_vision=True, same_rows=True),
     "many_4": replace(_HEAVY, samples=4),
+    "many_8": _HEAVY,
     "many_16": replace(_HEAVY, samples=16),
     "long": replace(_MID, completion_tokens=512, microbatch_tokens=4096),
 }
+
+
+FAMILIES = {"many": ("many_4", "many_8", "many_16")}
+"""Names that stand for several cases."""
 
 
 def make_parts(case: Case, seed: int = 0) -> ModelParts:
@@ -128,7 +136,8 @@ def make_parts(case: Case, seed: int = 0) -> ModelParts:
 def make_tasks(case: Case, count: int, seed: int = 5) -> list[Task]:
     """Pictures and a question each."""
     rng = np.random.default_rng(seed)
-    return [_task(case, index, rng) for index in range(count)]
+    tasks = [_task(case, index, rng) for index in range(case.prompts if case.same_rows else count)]
+    return list(islice(cycle(tasks), count))
 
 
 def _task(case: Case, index: int, rng: np.random.Generator) -> Task:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, FAMILIES, Case
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import StepTimes, medians, spread
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vs_trl", description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", type=_case_names, default=list(CASES), help="comma-separated: " + ", ".join(CASES))
+    parser.add_argument("--cases", type=_case_names, default=_default_cases(), help=_cases_help())
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
@@ -51,11 +51,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _default_cases() -> list[str]:
+    """All, each once: many_8 is image_heavy itself."""
+    return [name for name in CASES if name != "many_8"]
+
+
+def _cases_help() -> str:
+    return f"comma-separated: {', '.join(CASES)}; many stands for {', '.join(FAMILIES['many'])}"
+
+
 def _case_names(text: str) -> list[str]:
-    names = text.split(",")
+    names = [name for word in text.split(",") for name in FAMILIES.get(word, (word,))]
     for name in names:
         if name not in CASES:
-            raise argparse.ArgumentTypeError(f"no case {name!r}; there are {', '.join(CASES)}")
+            raise argparse.ArgumentTypeError(f"no case {name!r}; there are {', '.join([*CASES, *FAMILIES])}")
     return names
 
 

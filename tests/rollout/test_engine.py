@@ -11,17 +11,19 @@ import torch
 from fovea.errors import EngineError
 from fovea.models.attention import use_segment_attention
 from fovea.models.parts import ModelParts, banned_token_ids
+from fovea.models.tape import Tape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.int8 import Int8Linears
+from fovea.rollout.embedded.packed import PackedLinears
 from fovea.rollout.embedded.setup import Tuning
 from fovea.rollout.wait import wait_for
 from fovea.types import Sampling
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
-from tests.tiny_models import CPU, mixed_prompts, renderer, tiny, user
+from tests.tiny_models import CPU, FAMILIES, mixed_prompts, renderer, tiny, user
 
 
 def test_greedy_equals_transformers_generate(parts: ModelParts) -> None:
@@ -225,3 +227,33 @@ def test_int8_linears_are_off_by_no_more_than_their_rounding(rows: int) -> None:
         bound = x.abs() @ step_w.expand_as(weight).t() + step_x * weight.abs().sum(1) + 48 * step_x * step_w.t()
         assert ((out - (x @ weight.t() + bias)).abs() <= bound + 1e-5).all()
         assert not torch.equal(out, x @ weight.t() + bias)
+
+
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+
+
+def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
+    """The demo's model is too narrow for it: this one is not."""
+    for family in FAMILIES:
+        parts = tiny(family, **WIDE)
+        groups = []
+        for packed in (True, False):
+            tuning = Tuning(packed_decoding=packed)
+            engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000, tuning=tuning)
+            engine.load_weights(merged_weights(parts.network), version=0)
+            assert tuning.packs(12, parts.network.get_input_embeddings().weight) == packed
+            groups.append(generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=12), n=4))
+        assert all(same(a, b) for a, b in zip(*groups, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32, 100])
+def test_packed_linears_equal_plain_ones(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
+    x = torch.randn(rows, 48, generator=generator)
+    tape = Tape([[69, 1, 1, 1]], 2**20, torch.float32)
+    with tape.recording(rows):
+        outs = PackedLinears(layers, 32, tape.layer(0)[0])(x)
+    for (weight, bias), out in zip(layers, outs, strict=True):
+        torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+    assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))

@@ -201,3 +201,13 @@ def test_few_images_with_signal_are_encoded_again() -> None:
         encoded.append(len(calls))
     assert encoded == [1, 1, 0]
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+def test_outputs_of_packed_weights_serve_as_well() -> None:
+    """Wide enough for decoding with packed weights, which copies its outputs to the tape."""
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(tiny("qwen2_5_vl", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64))
+        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
