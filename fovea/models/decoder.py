@@ -79,25 +79,34 @@ class VisualResidual:
         return hidden_NE.index_add(0, self.tokens, self.layers[layer].to(hidden_NE.dtype))
 
 
-def run_layer(
-    index: int,
-    layer: DecoderLayer,
-    shape: DecoderShape,
-    hidden_NE: Tensor,
-    rope: Rope,
-    attend: Attend,
-    kernels: Kernels = TORCH_KERNELS,
-) -> Tensor:
-    """Hidden states [N, E] after one layer. `attend` may keep the keys and values and look back at them."""
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """All that a layer is told besides its hidden states."""
+
+    index: int
+    shape: DecoderShape
+    rope: Rope
+    attend: Attend
+    """May keep the keys and values and look back at them."""
+    kernels: Kernels = TORCH_KERNELS
+    wanted: Tensor | None = None
+    """The tokens that anybody reads from here on: the last layer need not go on with the others. None: all."""
+
+
+def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor:
+    """Hidden states [N, E] after one layer."""
+    width = call.shape.head_dim
     query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
-    query_NHD = _heads(query, shape.head_dim, layer.query_norm)
-    key_NJD = _heads(key, shape.head_dim, layer.key_norm)
-    query_NHD, key_NJD = kernels.rotate(query_NHD, key_NJD, rope)
-    out_NHD = attend(index, query_NHD, key_NJD, value.unflatten(-1, (-1, shape.head_dim)))
+    query_NHD = _heads(query, width, layer.query_norm)
+    key_NJD = _heads(key, width, layer.key_norm)
+    query_NHD, key_NJD = call.kernels.rotate(query_NHD, key_NJD, call.rope)
+    out_NHD = call.attend(call.index, query_NHD, key_NJD, value.unflatten(-1, (-1, width)))
+    if call.wanted is not None:
+        out_NHD, hidden_NE = out_NHD.index_select(0, call.wanted), hidden_NE.index_select(0, call.wanted)
     (attended_NE,) = layer.output(out_NHD.flatten(1))
     hidden_NE = hidden_NE + attended_NE
     gate, up = layer.gate_up(layer.post_norm(hidden_NE))
-    (out_NE,) = layer.down(kernels.gate(gate, up))
+    (out_NE,) = layer.down(call.kernels.gate(gate, up))
     return hidden_NE + out_NE
 
 
@@ -124,7 +133,7 @@ def decode(
 ) -> Tensor:
     """Hidden states [N, E] after the final norm."""
     for index, layer in enumerate(decoder.layers):
-        hidden_NE = run_layer(index, layer, shape, hidden_NE, rope, attend)
+        hidden_NE = run_layer(layer, hidden_NE, LayerCall(index, shape, rope, attend))
         if visual is not None:
             hidden_NE = visual.add_to(hidden_NE, index)
     return decoder.norm(hidden_NE)

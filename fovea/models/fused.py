@@ -38,9 +38,12 @@ def _norm(norm: RmsNormFunction, module: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As `RmsNorm`; torch's own kernel is fused too, but for its backward on CPU."""
-    if x.is_cuda or not torch.is_grad_enabled():
+    """As `RmsNorm`; torch's own kernel is fused on CUDA only."""
+    if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, epsilon)
+    if not torch.is_grad_enabled():
+        x_float = x.float()
+        return (x_float * _inverse_rms(x_float, epsilon)).to(x.dtype).mul_(weight)
     normalised: Tensor = RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
     return normalised
 
@@ -54,6 +57,12 @@ def _embed_patches(module: Any, patches: Tensor) -> Tensor:
     return F.linear(patches.to(weight.dtype).flatten(1), weight.flatten(1), module.proj.bias)
 
 
+def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
+    # the norm is one pass that writes nothing; squares and their mean are two
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
 class RmsNorm(torch.autograd.Function):
     """w x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, arXiv 1910.07467), in float32.
 
@@ -64,7 +73,7 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x_float = x.float()
-        scale = torch.rsqrt(torch.linalg.vecdot(x_float, x_float).div_(x.shape[-1]).add_(epsilon))[..., None]
+        scale = _inverse_rms(x_float, epsilon)
         normalised = x_float * scale
         ctx.save_for_backward(normalised, weight, scale)
         return weight * normalised.to(x.dtype)

@@ -14,8 +14,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fovea.models.decoder import Attend, DecoderLayer, DecoderShape, run_layer
-from fovea.models.fused import Kernels, Rope
+from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
 from fovea.models.trainable import ADAPTER
 
 Known = Callable[[int], Tensor]
@@ -80,19 +79,15 @@ def trained_layer(module: Any, known: Known | None = None) -> DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCall:
-    """All that a decoder layer is told besides its hidden states."""
+class TrainedCall:
+    """What a decoder layer of transformers is told in place of transformers' own arguments."""
 
-    index: int
-    shape: DecoderShape
-    rope: Rope
-    attend: Attend
-    kernels: Kernels
+    call: LayerCall
     known: Known | None
 
 
 def use_layer_calls(language_model: Any) -> None:
-    """Let every decoder layer answer `layer(hidden_NE, fovea=LayerCall(...))`; other calls stay transformers' own."""
+    """Let every decoder layer answer `layer(hidden_NE, fovea=TrainedCall(...))`; other calls stay transformers' own."""
     for layer in language_model.layers:
         if not isinstance(layer.forward, _CallOrForward):
             layer.forward = _CallOrForward(layer, layer.forward)
@@ -103,16 +98,15 @@ class _CallOrForward:
     layer: nn.Module
     forward: Callable[..., Any]
 
-    def __call__(self, hidden_states: Tensor, *args: Any, fovea: LayerCall | None = None, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, fovea: TrainedCall | None = None, **kwargs: Any) -> Any:
         if fovea is None:
             return self.forward(hidden_states, *args, **kwargs)
         if self.layer.training and getattr(self.layer, "recompute_activations", False):
             return checkpoint(self._run, hidden_states, fovea, use_reentrant=False)
         return self._run(hidden_states, fovea)
 
-    def _run(self, hidden_NE: Tensor, call: LayerCall) -> Tensor:
-        layer = trained_layer(self.layer, call.known)
-        return run_layer(call.index, layer, call.shape, hidden_NE, call.rope, call.attend, call.kernels)
+    def _run(self, hidden_NE: Tensor, fovea: TrainedCall) -> Tensor:
+        return run_layer(trained_layer(self.layer, fovea.known), hidden_NE, fovea.call)
 
 
 class JoinedLinears(torch.autograd.Function):

@@ -122,5 +122,8 @@ class Recall:
     tape: Tape
     places_N: Tensor
 
-    def outputs(self, layer: int, place: int) -> Tensor:
-        return self.tape.read(layer, place, self.places_N)
+    def outputs(self, layer: int, wanted: Tensor | None, place: int) -> Tensor:
+        """Of one group of linear layers; behind the attention of a last layer, of the `wanted` tokens only."""
+        behind_attention = place > 0
+        places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
+        return self.tape.read(layer, place, places)

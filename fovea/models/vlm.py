@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fovea.errors import ModelError
 from fovea.models.attention import use_segment_attention
-from fovea.models.decoder import VisualResidual, decoder_shape
+from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
 from fovea.models.features import FeatureCache
 from fovea.models.fused import TORCH_KERNELS, Kernels, Rope, use_fused_layers
 from fovea.models.image_features import ImageFeatures, concatenate
-from fovea.models.linears import LayerCall, use_layer_calls
+from fovea.models.linears import TrainedCall, use_layer_calls
 from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
 from fovea.models.row import PackedRow
 from fovea.models.row_attention import Kernel, row_attention
@@ -56,14 +56,14 @@ class VLM(nn.Module):
 
     def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
         """Log-probs and entropies [A] at `temperature`; logits exist for `chunk_tokens` actions at a time."""
-        hidden_AE = self.hidden_states(row)[row.hidden_index_A]
+        hidden_AE = self.action_states(row)
         head: Any = self.network.get_submodule("lm_head")
         return token_scores(
             hidden_AE, head.weight, row.target_ids_A, temperature=temperature, chunk_tokens=chunk_tokens
         )
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [N, E], after the final norm."""
+    def action_states(self, row: PackedRow) -> Tensor:
+        """Last hidden states [A, E], after the final norm: those that predict the actions."""
         language: Any = language_model(self.network)
         hidden_NE: Tensor = language.embed_tokens(row.token_ids_N)
         visual = None
@@ -74,14 +74,27 @@ class VLM(nn.Module):
             visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
         attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE)
+        wanted, place_A = self._read_in_the_end(row, visual)
         for index, layer in enumerate(language.layers):
-            known = None if row.recall is None else partial(row.recall.outputs, index)
+            kept = wanted if index == self._shape.num_layers - 1 else None
+            known = None if row.recall is None else partial(row.recall.outputs, index, kept)
+            call = LayerCall(index, self._shape, rope, attend, self._kernels, kept)
             # through the module's own call: sharding and recomputation of activations hook in there
-            hidden_NE = layer(hidden_NE, fovea=LayerCall(index, self._shape, rope, attend, self._kernels, known))
-            if visual is not None:
+            hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, known))
+            if visual is not None and kept is None:
                 hidden_NE = visual.add_to(hidden_NE, index)
         normed: Tensor = language.norm(hidden_NE)
-        return normed
+        return normed[place_A]
+
+    def _read_in_the_end(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
+        """The tokens that the last layer has to go on with (None: all), and the place of each action's among them.
+
+        Of a prompt all but the last token is read by other tokens only, and so by nobody after the last layer.
+        """
+        if visual is not None and len(visual.layers) >= self._shape.num_layers:
+            return None, row.hidden_index_A
+        wanted, place_A = row.hidden_index_A.unique(return_inverse=True)
+        return wanted, place_A
 
     @property
     def text_config(self) -> Any:

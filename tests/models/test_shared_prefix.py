@@ -66,7 +66,7 @@ def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: ModelParts)
 
 def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: ModelParts) -> None:
     row = pack_row(mixed_prompts(parts)[:1], random_completions(UNEQUAL[:1]), CPU)
-    hidden = vlm.hidden_states(row)[row.hidden_index_A]
+    hidden = vlm.action_states(row)
     logits = parts.network.get_submodule("lm_head")(hidden)
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
     entropies = vlm(row, temperature=0.5, chunk_tokens=1000).entropies_A
@@ -153,13 +153,22 @@ def test_no_real_token_sees_the_padding(vlm: VLM, parts: ModelParts) -> None:
     changed = replace(row, token_ids_N=tokens, positions_3N=positions)
     with torch.no_grad():
         first, second = (vlm(each, temperature=1.0, chunk_tokens=1000).logprobs_A for each in (row, changed))
-        hidden = vlm.hidden_states(row)
     assert torch.equal(first, second)
-    assert hidden.isfinite().all()
 
 
 def test_grouped_heads_with_more_than_one_key_head() -> None:
     parts = tiny("qwen3_vl", num_heads=4, num_kv_heads=2)
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    expected = torch.cat(
+        [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    )
+    scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
+    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_deepstack_that_reaches_the_last_layer() -> None:
+    """Its features are added behind all layers: no token may be left out of the last one."""
+    parts = tiny("qwen3_vl", num_layers=1)
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     expected = torch.cat(
         [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]

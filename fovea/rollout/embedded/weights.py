@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
+from fovea.models.fused import rms_norm
 from fovea.models.tape import Tape, TapeColumn
 from fovea.rollout.embedded.int8 import Int8Linears
 from fovea.rollout.embedded.packed import PackedLinears
@@ -130,4 +130,4 @@ def _layer(
 
 
 def _norm(weight: Tensor, shape: DecoderShape) -> Norm:
-    return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=shape.norm_eps)
+    return partial(rms_norm, weight=weight, epsilon=shape.norm_eps)
