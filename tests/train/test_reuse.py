@@ -192,6 +192,24 @@ def test_evaluation_beside_it_records_nothing() -> None:
     sampling = Sampling(max_new_tokens=5, temperature=0)
     (completion,) = wait_for(pair.engine.generate(pair.prompts[0], sampling, 1))
     assert completion.trace is None
+    assert pair.policy.update(batch_of(pair.prompts, pair.rollout()))["reused_frac"] == 1, "it was over by then"
+
+
+def test_a_request_that_asks_for_nothing_ends_the_recording_of_those_beside_it() -> None:
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(tiny("qwen3_vl"))
+
+        async def mixed(pair: Pair = pair) -> list[Sequence[Completion]]:
+            calls = [
+                pair.engine.generate(prompt, Sampling(max_new_tokens=8, temperature=0.9, seed=1, trace=trace), 2)
+                for prompt, trace in zip(pair.prompts, (True, False, True), strict=True)
+            ]
+            return await asyncio.gather(*calls)
+
+        gradients.append(pair.gradient(batch_of(pair.prompts, wait_for(mixed()), traces=traces)))
+        assert pair.metrics["reused_frac"] == 0
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
 
 
 def test_few_images_with_signal_are_encoded_again() -> None:

@@ -170,7 +170,7 @@ class EmbeddedEngine:
                 self._running[request] = [None] * request.n
         if admitted:
             weights = self._loaded_weights()
-            row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted))
+            row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
             batch.add(admitted, weights.logits(hidden_PE))
             self._only_samples = all(request.sampling.trace for request in self._running)

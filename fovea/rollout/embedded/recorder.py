@@ -1,7 +1,7 @@
 """What a rollout leaves for the update that follows it (`models.tape`): linear outputs, and the vision tower's graph.
 
-All or nothing: from the first request that does not fit or does not ask for it, nothing more is kept until new weights
-come.
+All or nothing for what runs together: once a request joins that does not fit or does not ask for it, nothing more is
+kept until the engine has been idle.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ class Recorder:
         """New weights: what was kept of the old ones is worth nothing."""
         if self._tape is not None:
             self._tape.restart()
-        self._on = self._tape is not None
+        self._on = False
         self._graph, self._kept = {}, {}
 
-    def features(self, requests: Sequence[Request]) -> list[ImageFeatures]:
-        """Of all images of these requests, each image encoded once; decides whether the requests are recorded."""
+    def features(self, requests: Sequence[Request], *, alone: bool) -> list[ImageFeatures]:
+        """Of all images of these requests, each image encoded once; decides whether the requests are recorded.
+
+        `alone`: no others are running.
+        """
         images = [image for request in requests for image in request.prompt.images]
-        self._on = self._on and all(request.sampling.trace for request in requests) and self._fits(requests, images)
+        wanted = self._tape is not None and (self._on or alone) and all(r.sampling.trace for r in requests)
+        self._on = wanted and self._fits(requests, images)
         self._graph = self._vlm.image_graph(images) if self._on and self._vlm.trains_vision else {}
         if self._graph:
             return [self._graph[image.key].map(Tensor.detach) for image in images]
