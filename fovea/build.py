@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.checkpoint import Checkpoints
-from fovea.config import Config, Geo3kEnvironment
+from fovea.config import Config, Geo3kEnvironment, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
@@ -120,8 +120,20 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
     choose_trainable(parts.network, settings, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
+    _check_attention(settings, device)
     cache = None if settings.trains_vision else make_feature_cache(config)
     return parts, VLM(parts, attention=settings.attention, feature_cache=cache, kernels=kernels).to(device)
+
+
+def _check_attention(settings: Model, device: torch.device) -> None:
+    """Two kernels run on one kind of device each."""
+    if settings.attention == "merged" and device.type != "cpu":
+        raise ConfigError(f"model.attention=merged is for CPUs, but the model is on {device.type}; set it to auto")
+    if settings.attention == "varlen" and device.type == "cuda" and settings.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.attention=varlen takes 16-bit numbers on CUDA, but model.dtype={settings.dtype}; set "
+            "model.dtype=bfloat16, or model.attention=auto"
+        )
 
 
 def _liger_kernels(device: torch.device) -> Kernels:
@@ -185,7 +197,12 @@ def make_tape(vlm: VLM, config: Config) -> Tape | None:
         return None
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
     inexact = config.rollout.decode_weights != "exact"
-    return Tape([] if narrow or inexact else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype)
+    padded = not config.train.variable_seq_lengths
+    # in 16 bits the later steps of an update would be compared with another computation of the first
+    mixed = vlm.dtype != torch.float32 and config.train.epochs * config.train.minibatches > 1
+    return Tape(
+        [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
+    )
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:

@@ -16,10 +16,10 @@ MAY_CHANGE = (
     *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate", "profile"),
     # where and in what pieces things are computed, not what: the way out of a batch that does not fit
     *("model.device", "model.feature_cache_gib", "model.feature_spill_gib"),
-    *("data.prompt_cache_gib", "rollout.max_batch_tokens"),
+    *("data.prompt_cache_gib", "rollout.max_batch_tokens", "rollout.reuse_gib", "model.attention"),
     *("train.enable_dynamic_batch_size", "train.groups_per_microbatch", "train.variable_seq_lengths"),
     *("train.max_tokens_per_microbatch", "train.logits_mib", "train.gradient_checkpointing"),
-    "train.liger_kernels",
+    *("train.liger_kernels", "train.plain_update_every_steps"),
 )
 """Settings that a resumed run may have other than it began with."""
 

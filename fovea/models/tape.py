@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +22,11 @@ from fovea.models.image_features import ImageFeatures
 
 GROUPS_OF_LINEARS = 4
 """Of a decoder layer: query, key and value; output; gate and up; down."""
+
+
+ImageGraph = Mapping[str, ImageFeatures]
+NOT_RECORDED = -1
+"""The place of a token that is not on the tape."""
 
 
 class Tape:
@@ -37,6 +42,7 @@ class Tape:
         self._reserved_bytes = 0
         self._used = 0
         self._pass = slice(0, 0)
+        self._graphs: list[ImageGraph] = []
         self.rollout = 0
         """Counts rollouts: a trace of an earlier one has been overwritten."""
 
@@ -51,7 +57,20 @@ class Tape:
     def restart(self) -> None:
         """New weights: forget everything."""
         self._reserved_bytes = self._used = 0
+        self._graphs = []
         self.rollout += 1
+
+    def keep_graph(self, graph: ImageGraph) -> int:
+        """Features with the graph that made them; returns the number to ask for them by."""
+        self._graphs.append(graph)
+        return len(self._graphs) - 1
+
+    def graph(self, number: int) -> ImageGraph:
+        return self._graphs[number]
+
+    def forget_graphs(self) -> None:
+        """Nobody will go back through them: their memory is free. Traces that name them find nothing."""
+        self._graphs = [{} for _ in self._graphs]
 
     def reserve(self, tokens: int, other_bytes: int = 0) -> bool:
         """Whether this many more will fit, beside what is kept elsewhere; they are then kept free."""
@@ -106,8 +125,18 @@ class Trace:
     prompt_places_L: NDArray[np.int64]
     places_T: NDArray[np.int64]
     """One fewer than tokens: the last is never fed back."""
-    features: Mapping[str, ImageFeatures] = field(default_factory=dict)
-    """By image key, with the graph of the vision tower; empty where the tower is frozen."""
+    graph_number: int
+    """Of the images that were encoded together with this prompt's."""
+
+    @property
+    def graph(self) -> ImageGraph:
+        """Features by image key; empty where the tower is frozen."""
+        return self.tape.graph(self.graph_number)
+
+    @property
+    def holds_linears(self) -> bool:
+        """Whether all of its tokens are on the tape."""
+        return len(self.prompt_places_L) > 0 and not (self.places_T == NOT_RECORDED).any()
 
     @property
     def readable(self) -> bool:

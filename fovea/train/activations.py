@@ -46,7 +46,8 @@ class ActivationMeter:
         for parameter in self._module.parameters():
             saved.pop(parameter.untyped_storage().data_ptr(), None)
         self._largest = size
-        self.num_bytes = sum(saved.values())
+        # a longer row may keep less: one whose forward pass was looked up
+        self.num_bytes = max(self.num_bytes, sum(saved.values()))
 
 
 def _same(tensor: Tensor) -> Tensor:

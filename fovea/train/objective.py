@@ -67,10 +67,18 @@ def _mismatch(old_A: Tensor, rollout_A: Tensor) -> dict[str, Tensor]:
     }
 
 
+NO_MEANS = ("loss", "actions", "policy_loss", "reused_images")
+
+
 def as_metrics(sums: Mapping[str, float], normalizer_tokens: int) -> Metrics:
-    """The loss as it was minimised; everything else a mean over the actions trained on."""
+    """The loss as it was minimised; everything else a mean over the actions trained on.
+
+    An update that looked its forward pass up in the rollout's cannot say how far the two are from each other.
+    """
     actions = max(sums["actions"], 1.0)
-    means = {key: value / actions for key, value in sums.items() if key not in ("loss", "actions", "policy_loss")}
+    means = {key: value / actions for key, value in sums.items() if key not in NO_MEANS}
+    if means.get("reused_actions"):
+        del means["rollout_train_abs"], means["rollout_train_kl"]
     return {
         "loss": sums["loss"] / normalizer_tokens,
         "policy_loss": sums["policy_loss"] / normalizer_tokens,
@@ -80,5 +88,6 @@ def as_metrics(sums: Mapping[str, float], normalizer_tokens: int) -> Metrics:
         "clip_frac/high": means.pop("clipped_high"),
         "actions_trained": sums["actions"],
         "reused_frac": means.pop("reused_actions", 0.0),
+        "reused_images": sums.get("reused_images", 0.0),
         **means,
     }

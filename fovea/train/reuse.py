@@ -6,15 +6,14 @@ leaves in place of its features, and when all rows have left their gradients the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from fovea.models.image_features import ImageFeatures
 from fovea.models.row import PackedRow
-from fovea.models.tape import Recall, Trace
+from fovea.models.tape import ImageGraph, Recall, Trace
 from fovea.packing import MicroBatch
 from fovea.types import Sample, SampleGroup
 
@@ -27,20 +26,21 @@ than this, encoding those again is cheaper."""
 class Reuse:
     """For the rows of one optimizer step."""
 
-    graph: Mapping[str, ImageFeatures] = field(default_factory=dict)
+    graph: ImageGraph = field(default_factory=dict)
     """Features by image key, with the graph that made them; empty: the tower is asked again."""
-    leaves: Mapping[str, ImageFeatures] = field(default_factory=dict)
+    leaves: ImageGraph = field(default_factory=dict)
     """The same without it, to collect gradients."""
-    reused_actions: int = 0
+    actions: int = 0
+    """Whose forward pass was looked up."""
 
     @staticmethod
     def of(groups: Sequence[SampleGroup]) -> Reuse:
-        """What is worth taking over for these groups."""
-        graphs: dict[int, Mapping[str, ImageFeatures]] = {}
-        for trace in _traces(groups):
-            graphs[id(trace.features)] = trace.features
+        """What is worth taking over for these groups; graphs that are not are forgotten."""
+        traces = [trace for group in groups for sample in group.samples if (trace := _trace(sample))]
+        graphs = {id(trace.graph): trace.graph for trace in traces}
         needed = {image.key for group in groups for image in group.prompt.images}
         worth = [graph for graph in graphs.values() if _share(graph, needed) >= MIN_SHARE_OF_GRAPH]
+        forget_graphs(groups)
         graph = {key: features for each in worth for key, features in each.items()}
         leaves = {key: features.map(lambda x: x.detach().requires_grad_()) for key, features in graph.items()}
         return Reuse(graph, leaves)
@@ -51,8 +51,7 @@ class Reuse:
         if row.images and all(image.key in self.leaves for image in row.images):
             features = tuple(self.leaves[image.key] for image in row.images)
         recall = recall_of(micro)
-        if recall is not None:
-            self.reused_actions += row.num_actions
+        self.actions += row.num_actions if recall is not None else 0
         return replace(row, features=features, recall=recall)
 
     def finish(self) -> None:
@@ -68,25 +67,23 @@ class Reuse:
             torch.autograd.backward(outputs, gradients)
 
 
+def forget_graphs(groups: Sequence[SampleGroup]) -> None:
+    """Give back the memory of graphs that nobody will go back through."""
+    for tape in {trace.tape for group in groups for sample in group.samples if (trace := _trace(sample))}:
+        tape.forget_graphs()
+
+
 def recall_of(micro: MicroBatch) -> Recall | None:
     """Where the linear outputs of the row stand on the tape; None unless all are there."""
-    places, tape = [], None
-    for group in micro.groups:
-        traces = [_trace(sample) for sample in group.samples]
-        if any(trace is None for trace in traces):
-            return None
-        known = [trace for trace in traces if trace is not None]
-        places += [known[0].prompt_places_L, *(trace.places_T for trace in known)]
-        tape = known[0].tape
-    joined = torch.from_numpy(np.concatenate(places))
-    if tape is None or not tape.holds_linears or len(joined) != micro.row.num_tokens:  # padded to a fixed length
+    traces = [[_trace(sample) for sample in group.samples] for group in micro.groups]
+    known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
+    if [len(group) for group in known] != [len(group.samples) for group in micro.groups]:
         return None
-    return Recall(tape=tape, places_N=joined)
-
-
-def _traces(groups: Iterable[SampleGroup]) -> Iterable[Trace]:
-    traces = (_trace(sample) for group in groups for sample in group.samples)
-    return (trace for trace in traces if trace is not None)
+    places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]
+    joined = torch.from_numpy(np.concatenate(places))
+    if len(joined) != micro.row.num_tokens:  # padded to a fixed length
+        return None
+    return Recall(tape=known[0][0].tape, places_N=joined)
 
 
 def _trace(sample: Sample) -> Trace | None:
@@ -94,7 +91,7 @@ def _trace(sample: Sample) -> Trace | None:
     return trace if isinstance(trace, Trace) and trace.readable else None
 
 
-def _share(graph: Mapping[str, ImageFeatures], needed: set[str]) -> float:
-    """Of the visual tokens of a graph, how many are needed."""
+def _share(graph: ImageGraph, needed: set[str]) -> float:
+    """Of the visual tokens of a graph, how many are needed; 0 where there are none."""
     tokens = {key: len(features.embeds_VD) for key, features in graph.items()}
     return sum(n for key, n in tokens.items() if key in needed) / max(sum(tokens.values()), 1)

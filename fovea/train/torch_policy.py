@@ -36,7 +36,7 @@ from fovea.samples import has_old_logprobs, with_old_logprobs
 from fovea.train.activations import ActivationMeter
 from fovea.train.masters import MasterWeights
 from fovea.train.objective import as_metrics, objective
-from fovea.train.reuse import Reuse
+from fovea.train.reuse import Reuse, forget_graphs
 from fovea.train.schedule import learning_rate
 from fovea.train.state import load_reference, load_state, save_reference, save_state
 from fovea.types import Batch, Metrics, SampleGroup, Weights
@@ -164,7 +164,8 @@ class TorchPolicy:
                 sums[key] += float(value)
         if reuse is not None:
             reuse.finish()
-            sums["reused_actions"] += reuse.reused_actions
+            sums["reused_actions"] += reuse.actions
+            sums["reused_images"] += len(reuse.graph)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._train.max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise TrainError(
@@ -180,7 +181,10 @@ class TorchPolicy:
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
         """What the rollout of these groups has left; None when that is stale, or this step is to be a plain one."""
         plain = self._steps % self._train.plain_update_every_steps == 0
-        return None if plain or not self._engine_has_these_weights else Reuse.of(groups)
+        if plain or not self._engine_has_these_weights:
+            forget_graphs(groups)
+            return None
+        return Reuse.of(groups)
 
     def _micro_batches(self, groups: Sequence[SampleGroup]) -> list[MicroBatch]:
         """The groups in packed rows; how they are cut changes no gradient."""

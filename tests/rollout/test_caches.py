@@ -6,6 +6,7 @@ Axes: `B` live completions, `H` query heads, `J` key heads, `D` width of a head.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import DecoderShape
+from fovea.models.trainable import merged_weights
+from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache, Span
+from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.moves import fill_holes
 from fovea.rollout.embedded.paged import PagedCache, gathered_attention
 from fovea.rollout.embedded.request import Demand, Request
-from fovea.rollout.embedded.slots import FIRST_TOKENS, SlotCache
+from fovea.rollout.embedded.slots import FIRST_TOKENS, KeyValues, SlotCache
+from fovea.rollout.wait import wait_for
 from fovea.types import Prompt, Sampling
+from tests.tiny_models import tiny
 
 SHAPE = DecoderShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, norm_eps=1e-6)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -167,3 +173,31 @@ def test_room_for_tokens_grows_by_doubling() -> None:
         cache.step(torch.tensor([stored, stored]), stored, level=True)
         rooms.append(cache._own.room)
     assert sorted(set(rooms)) == [64, 128, 256, 300]
+
+
+def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones() -> None:
+    parts = tiny("qwen2_vl")
+    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=8000)
+    engine.load_weights(merged_weights(parts.network), version=0)
+    held: list[int] = []
+    reserve = KeyValues.reserve
+
+    def noted(self: KeyValues, *arguments: Any, **more: Any) -> None:
+        reserve(self, *arguments, **more)
+        cache = engine._cache
+        assert isinstance(cache, SlotCache)
+        held.append(cache._prompts.rows * cache._prompts.room + cache._own.rows * cache._own.room)
+
+    def prompt(tokens: int) -> Prompt:
+        positions = np.broadcast_to(np.arange(tokens), (3, tokens))
+        return Prompt(token_ids_L=np.arange(tokens) % 200, positions_3L=positions, next_position=tokens)
+
+    async def all_of_them() -> None:
+        calls = [engine.generate(prompt(20), Sampling(max_new_tokens=16, seed=i), 1) for i in range(220)]
+        calls += [engine.generate(prompt(700), Sampling(max_new_tokens=16, seed=i), 1) for i in range(10)]
+        await asyncio.gather(*calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyValues, "reserve", noted)
+        wait_for(all_of_them())
+    assert max(held) < 2 * 8000

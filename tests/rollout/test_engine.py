@@ -253,7 +253,7 @@ def test_packed_linears_equal_plain_ones(rows: int) -> None:
     x = torch.randn(rows, 48, generator=generator)
     tape = Tape([[69, 1, 1, 1]], 2**20, torch.float32)
     with tape.recording(rows):
-        outs = PackedLinears(layers, 32, tape.layer(0)[0])(x)
+        outs = PackedLinears(layers, tape.layer(0)[0])(x)
     for (weight, bias), out in zip(layers, outs, strict=True):
         torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
     assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fovea.config import Algorithm, Lora, Model, TinyModel, Train
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
-from fovea.models.tape import Tape
+from fovea.models.tape import Tape, Trace
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.setup import Tuning
 from fovea.rollout.wait import wait_for
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
@@ -101,6 +103,8 @@ def test_gradients_equal_those_of_a_plain_update(family: str, settings: Model, m
         pair = Pair(tiny(family), settings, max_tokens_per_microbatch=max_tokens)
         gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
         assert pair.metrics["reused_frac"] == float(traces)
+        assert pair.metrics["reused_images"] == (3 if traces and settings.trains_vision else 0)
+        assert ("rollout_train_abs" in pair.metrics) != traces, "what was looked up was not compared"
     reused, plain = gradients
     assert reused.keys() == plain.keys()
     assert largest_relative_difference(plain, reused) < GRADIENT_TOLERANCE
@@ -181,10 +185,12 @@ def test_some_updates_are_plain_so_that_the_sampler_stays_checked() -> None:
 
 
 def test_what_does_not_fit_is_computed_again() -> None:
-    pair = Pair(tiny("qwen3_vl"), max_bytes=10_000)
-    groups = pair.rollout()
-    assert all(completion.trace is None for group in groups for completion in group)
-    assert pair.policy.update(batch_of(pair.prompts, groups))["reused_frac"] == 0
+    parts = tiny("qwen3_vl")
+    graph_bytes = VLM(parts).graph_bytes([image for prompt in mixed_prompts(parts) for image in prompt.images])
+    for max_bytes, images in ((graph_bytes + 1000, 3), (graph_bytes - 1, 0)):
+        pair = Pair(tiny("qwen3_vl"), max_bytes=max_bytes)
+        metrics = pair.policy.update(batch_of(pair.prompts, pair.rollout()))
+        assert (metrics["reused_frac"], metrics["reused_images"]) == (0, images)
 
 
 def test_evaluation_beside_it_records_nothing() -> None:
@@ -237,3 +243,24 @@ def test_outputs_of_packed_weights_serve_as_well() -> None:
         gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
         assert pair.metrics["reused_frac"] == float(traces)
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("kept", ["all", "few", "plain"])
+def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
+    """Whether it was gone through or not: the next rollout makes one of its own."""
+    pair = Pair(tiny("qwen3_vl"), linears=False, plain_update_every_steps=1 if kept == "plain" else 1000)
+    batch = batch_of(pair.prompts, pair.rollout())
+    trace = batch.groups[0].samples[0].trace
+    assert isinstance(trace, Trace)
+    alive = [weakref.ref(features.embeds_VD) for features in trace.graph.values()]
+    assert all(reference() is not None for reference in alive)
+    pair.policy.update(replace(batch, groups=batch.groups[:1]) if kept == "few" else batch)
+    assert not any(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(steps_per_look=3), Tuning(cache="pages")])
+def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
+    parts = tiny("qwen3_vl")
+    tape = Tape(VLM(parts).linear_widths, 2**20, torch.float32)
+    with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding in slots"):
+        EmbeddedEngine(VLM(parts), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)

@@ -55,6 +55,11 @@ class EmbeddedEngine:
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         """`tape`: to keep what updates can use again; its outputs stay where they are, so it does not go with pages."""
+        if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
+            raise ValueError(
+                "a tape of linear outputs needs exact decoding in slots with a look at every step; leave "
+                "Tuning(int8_decoding=..., cache=..., steps_per_look=...) as they are, or give a tape without widths"
+            )
         self._vlm = vlm
         self._tape = tape
         self._recorder = Recorder(vlm, tape)
@@ -73,6 +78,7 @@ class EmbeddedEngine:
         """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
         self._stepper: Stepper | None = None
+        self._packed_stepper: Stepper | None = None
         self._int8_stepper: Stepper | None = None
         self._version = 0
         self._queue: deque[Request] = deque()
@@ -109,7 +115,7 @@ class EmbeddedEngine:
                     own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape, self._tape)
         self._named = named
-        self._int8_stepper = None
+        self._drop_copies()
         self._version = version
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
@@ -121,7 +127,8 @@ class EmbeddedEngine:
 
     def sleep(self) -> None:
         """Give back pages and captured graphs; slots hold nothing between calls of `generate`."""
-        self._cache = self._stepper = self._int8_stepper = None
+        self._cache = self._stepper = None
+        self._drop_copies()
 
     def wake(self) -> None:
         """Nothing to do: what sleep gave back is taken again when it is needed."""
@@ -146,6 +153,7 @@ class EmbeddedEngine:
                 raise
         finally:
             cache.clear()
+            self._drop_copies()
 
     def _fail(self, error: BaseException) -> None:
         """Pass an error to every caller that waits."""
@@ -186,7 +194,7 @@ class EmbeddedEngine:
         if not batch.rows:
             return
         int8 = self._tuning.int8_decoding and self._only_samples
-        stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch))
+        stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
         for _ in range(self._tuning.steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place)
@@ -234,15 +242,22 @@ class EmbeddedEngine:
             self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._max_batch_tokens)
         return self._cache
 
-    def _ready_stepper(self, rows: int) -> Stepper:
+    def _ready_stepper(self, rows: int, cache: Cache) -> Stepper:
+        """By the number of rows alone, so that a resumed run takes the same."""
+        if self._tuning.packs(rows, self._loaded_weights().embed):
+            if self._packed_stepper is None:
+                packed = packed_text_weights(self._named, self._shape, self._tape)
+                self._packed_stepper = make_stepper(self._vlm, packed, self._shape, cache)
+            return self._packed_stepper
         if self._stepper is None:
-            weights = self._loaded_weights()
-            if self._tuning.packs(rows, weights.embed):
-                weights = packed_text_weights(self._named, self._shape, rows, self._tape)
-            self._stepper = make_stepper(self._vlm, weights, self._shape, self._ready_cache())
+            self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, cache)
         return self._stepper
 
     def _ready_int8_stepper(self, cache: Cache) -> Stepper:
         if self._int8_stepper is None:
             self._int8_stepper = Stepper(self._vlm, int8_text_weights(self._named, self._shape), self._shape, cache)
         return self._int8_stepper
+
+    def _drop_copies(self) -> None:
+        """Weights laid out anew for decoding: no use to the update, which needs the memory."""
+        self._packed_stepper = self._int8_stepper = None

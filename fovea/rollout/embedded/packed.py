@@ -17,6 +17,8 @@ from torch import Tensor
 from fovea.models.tape import TapeColumn
 
 ONEDNN: Any = torch.ops.mkldnn
+EXPECTED_ROWS = 32
+"""What the layout is chosen for; any number works."""
 
 
 def can_pack(like: Tensor) -> bool:
@@ -27,12 +29,12 @@ def can_pack(like: Tensor) -> bool:
 class PackedLinears:
     """Linear layers on the same input, from the (weight, bias) of each, as one."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], rows: int, column: TapeColumn | None) -> None:
-        """`rows`: how many are to be expected; any number works."""
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], column: TapeColumn | None) -> None:
         self._widths = [len(weight) for weight, _ in layers]
         weight_OE = torch.cat([weight for weight, _ in layers]) if len(layers) > 1 else layers[0][0]
-        self._packed = ONEDNN._reorder_linear_weight(weight_OE, rows)
+        self._packed = ONEDNN._reorder_linear_weight(weight_OE, EXPECTED_ROWS)
         biases = [bias for _, bias in layers if bias is not None]
+        assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
         self._bias_O = torch.cat(biases) if biases else None
         self._column = column
 

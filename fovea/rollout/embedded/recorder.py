@@ -6,7 +6,7 @@ kept until the engine has been idle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from fovea.models.image_features import ImageFeatures
-from fovea.models.tape import Tape, Trace
+from fovea.models.tape import NOT_RECORDED, ImageGraph, Tape, Trace
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import NOT_RECORDED, Ended
+from fovea.rollout.embedded.batch import Ended
 from fovea.rollout.embedded.request import Request
 from fovea.types import PromptImage
 
@@ -26,8 +26,8 @@ class _Kept:
     """Of one request."""
 
     first_place: int
-    """Of its prompt."""
-    graph: Mapping[str, ImageFeatures]
+    """Of its prompt; NOT_RECORDED where linear outputs are not kept."""
+    graph_number: int
 
 
 class Recorder:
@@ -35,40 +35,48 @@ class Recorder:
 
     def __init__(self, vlm: VLM, tape: Tape | None) -> None:
         self._vlm, self._tape = vlm, tape
-        self._on = False
-        self._graph: Mapping[str, ImageFeatures] = {}
+        self._on = self._records = False
+        """Whether anything is kept of what runs, and whether linear outputs are."""
+        self._graph_number = 0
         self._kept: dict[Request, _Kept] = {}
 
     def restart(self) -> None:
         """New weights: what was kept of the old ones is worth nothing."""
         if self._tape is not None:
             self._tape.restart()
-        self._on = False
-        self._graph, self._kept = {}, {}
+        self._on = self._records = False
+        self._kept = {}
 
     def features(self, requests: Sequence[Request], *, alone: bool) -> list[ImageFeatures]:
-        """Of all images of these requests, each image encoded once; decides whether the requests are recorded.
+        """Of all images of these requests, each image encoded once; decides what is kept of the requests.
 
         `alone`: no others are running.
         """
         images = [image for request in requests for image in request.prompt.images]
-        wanted = self._tape is not None and (self._on or alone) and all(r.sampling.trace for r in requests)
-        self._on = wanted and self._fits(requests, images)
-        self._graph = self._vlm.image_graph(images) if self._on and self._vlm.trains_vision else {}
-        if self._graph:
-            return [self._graph[image.key].map(Tensor.detach) for image in images]
+        graph = self._decide(requests, images, alone)
+        if graph:
+            return [graph[image.key].map(Tensor.detach) for image in images]
         return self._vlm.image_features(images) if images else []
 
-    def _fits(self, requests: Sequence[Request], images: Sequence[PromptImage]) -> bool:
-        assert self._tape is not None
+    def _decide(self, requests: Sequence[Request], images: Sequence[PromptImage], alone: bool) -> ImageGraph:
+        """Linear outputs and the graph where both fit, the graph where that alone fits."""
+        tape, asked = self._tape, all(request.sampling.trace for request in requests)
+        if tape is None or not asked or not (alone or self._on):
+            self._on = self._records = False
+            return {}
         tokens = sum(request.prompt.num_tokens + request.n * request.limit_tokens for request in requests)
         graph_bytes = self._vlm.graph_bytes(images) if self._vlm.trains_vision else 0
-        return self._tape.reserve(tokens, graph_bytes)
+        records = tape.holds_linears and (alone or self._records)
+        self._records = records and tape.reserve(tokens, graph_bytes)
+        self._on = self._records or tape.reserve(0, graph_bytes)
+        graph = self._vlm.image_graph(images) if self._on and self._vlm.trains_vision else {}
+        self._graph_number = tape.keep_graph(graph)
+        return graph
 
     @contextmanager
     def recording(self, tokens: int) -> Iterator[int]:
         """A forward pass of so many tokens; yields the place of the first, or NOT_RECORDED."""
-        if not self._on or self._tape is None or not self._tape.holds_linears:
+        if not self._records or self._tape is None:
             yield NOT_RECORDED
             return
         with self._tape.recording(tokens) as place:
@@ -77,21 +85,20 @@ class Recorder:
     def prefilled(self, requests: Sequence[Request], first_place: int) -> None:
         """The prompts stand one after the other from `first_place` on."""
         for request in requests if self._on else ():
-            self._kept[request] = _Kept(first_place, self._graph)
-            first_place += request.prompt.num_tokens
+            self._kept[request] = _Kept(first_place, self._graph_number)
+            first_place += request.prompt.num_tokens if first_place != NOT_RECORDED else 0
 
     def trace(self, ended: Ended) -> Trace | None:
-        """What was kept of a completion; None when anything is missing."""
+        """What was kept of a completion, if anything."""
         kept = self._kept.get(ended.row.request)
         if kept is None or self._tape is None:
             return None
-        prompt_tokens = ended.row.request.prompt.num_tokens
-        if self._tape.holds_linears and bool((ended.places_T == NOT_RECORDED).any()):
-            return None
+        recorded = kept.first_place != NOT_RECORDED
+        prompt_tokens = ended.row.request.prompt.num_tokens if recorded else 0
         return Trace(
             tape=self._tape,
             rollout=self._tape.rollout,
             prompt_places_L=kept.first_place + np.arange(prompt_tokens),
             places_T=ended.places_T,
-            features=kept.graph,
+            graph_number=kept.graph_number,
         )

@@ -48,6 +48,11 @@ class Tuning:
     packed_decoding: bool = True
     """Weights of decoding steps laid out for few rows where that pays (`packed`)."""
 
+    @property
+    def keeps_outputs_in_order(self) -> bool:
+        """What a tape relies on: one pass per token, on places reserved before, by exact weights."""
+        return not self.int8_decoding and self.cache != "pages" and self.steps_per_look in (None, 1)
+
     def packs(self, rows: int, embed: Tensor) -> bool:
         """Whether a second copy of the weights pays for so many rows."""
         small = rows <= MAX_PACKED_ROWS and embed.shape[1] >= MIN_PACKED_WIDTH

@@ -1,8 +1,8 @@
 """The dense cache: each prompt's keys and values once, in a slot of its own, each completion's own in a row beside it.
 
 Rows and slots are dense: when some end, the last ones move into their places. Room for tokens is not reserved at
-full length: it starts small and doubles, so a completion is copied once per doubling, and what is held stays below
-twice what is used or the longest limit, whichever is less. Rows double too, when requests trickle in.
+full length: it starts small and doubles, so a completion is copied once per doubling. Rows double too, when requests
+trickle in. What is held stays within a small multiple of what is used.
 
 Axes: `B` live completions, `J` key heads, `D` width of a head, `N` tokens of a prefill row, `T` room for tokens,
 `X` slots or rows.
@@ -41,14 +41,22 @@ class KeyValues:
         """For tokens of a row."""
         return self.layers[0].shape[3]
 
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Room for this many; zeros, since a masked position must not hold NaN: 0 * NaN is NaN."""
-        two, old_rows, heads, old_tokens, width = self.layers[0].shape
-        if rows <= old_rows and tokens <= old_tokens:
+    def reserve(self, rows: int, tokens: int, *, live: tuple[int, int], most_tokens: int) -> None:
+        """Room for this many; what is `live` (rows, tokens) stays.
+
+        What must grow doubles, tokens to `most_tokens` at most; the other side is cut to what is asked for, so that
+        many short rows and, later, a few long ones do not add up to many long ones.
+        """
+        if rows <= self.rows and tokens <= self.room:
             return
+        two, _, heads, _, width = self.layers[0].shape
+        new_rows = rows if rows <= self.rows else grown(self.rows, rows)
+        new_tokens = tokens if tokens <= self.room else min(grown(self.room, tokens), most_tokens)
+        kept_rows, kept_tokens = live
         for layer, old in enumerate(self.layers):
-            new = old.new_zeros(two, max(rows, old_rows), heads, max(tokens, old_tokens), width)
-            new[:, :old_rows, :, :old_tokens] = old
+            # zeros, since a masked position must not hold NaN: 0 * NaN is NaN
+            new = old.new_zeros(two, new_rows, heads, new_tokens, width)
+            new[:, :kept_rows, :, :kept_tokens] = old[:, :kept_rows, :, :kept_tokens]
             self.layers[layer] = new
 
     def move(self, moves: Moves, tokens: int) -> None:
@@ -87,14 +95,18 @@ class SlotCache:
         return len(demands) * prompt + sum(demand.rows for demand in demands) * room
 
     def add(self, requests: Sequence[Request]) -> int:
-        first = len(self._prompt_lengths)
+        first, rows = len(self._prompt_lengths), len(self._prompt_of_row)
+        longest = max(self._prompt_lengths, default=0)
         for place, request in enumerate(requests, start=first):
             self._prompt_lengths.append(request.prompt.num_tokens)
             self._prompt_of_row.extend([place] * request.n)
             self._limits.extend([request.limit_tokens] * request.n)
-        prompts, own = self._prompts, self._own
-        prompts.reserve(grown(prompts.rows, len(self._prompt_lengths)), grown(prompts.room, max(self._prompt_lengths)))
-        own.reserve(grown(own.rows, len(self._prompt_of_row)), min(FIRST_TOKENS, max(self._limits)))
+        longest_now, limit = max(self._prompt_lengths), max(self._limits)
+        self._prompts.reserve(
+            len(self._prompt_lengths), longest_now, live=(first, longest), most_tokens=longest_now + longest_now // 4
+        )
+        needed = max(min(FIRST_TOKENS, limit), self._used_tokens)
+        self._own.reserve(len(self._prompt_of_row), needed, live=(rows, self._used_tokens), most_tokens=limit)
         self._sharing = None
         return first
 
@@ -133,7 +145,8 @@ class SlotCache:
     def step(self, stored_B: Tensor, longest: int, level: bool) -> Attend:
         tokens, room = longest + 1, self._own.room
         if tokens > room:
-            self._own.reserve(0, min(grown(room, tokens), max(self._limits)))
+            live = (len(self._prompt_of_row), min(self._used_tokens, room))
+            self._own.reserve(live[0], tokens, live=live, most_tokens=max(*self._limits, tokens))
         self._used_tokens = tokens
         if self._sharing is None:
             self._sharing = sharing(self._prompt_of_row, self._prompt_lengths, stored_B.device)

@@ -70,13 +70,11 @@ def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | 
     return _text_weights(named, shape, make, tape)
 
 
-def packed_text_weights(
-    named: Mapping[str, Tensor], shape: DecoderShape, rows: int, tape: Tape | None = None
-) -> TextWeights:
-    """The same, laid out for about so many rows."""
+def packed_text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
+    """The same, laid out for few rows."""
 
     def make(layers: Named, column: TapeColumn | None) -> Linears:
-        return PackedLinears(layers, rows, column)
+        return PackedLinears(layers, column)
 
     return _text_weights(named, shape, make, tape)
 
