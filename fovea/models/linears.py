@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
+from fovea.models.tape import LinearGroup
 from fovea.models.trainable import ADAPTER
 
-Known = Callable[[int], Tensor]
-"""Place of the linear layers within a decoder layer -> what they gave for every token, side by side."""
+Known = Callable[[LinearGroup], Tensor]
+"""What these linear layers gave for every token, side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,14 @@ class TrainedLinears:
     """One or more modules on the same input; with `known` outputs only the gradient is left to compute."""
 
     modules: Sequence[nn.Module]
-    place: int
+    group: LinearGroup
     known: Known | None = None
 
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
         factors = [factors_of(module) for module in self.modules]
         known = None
         if self.known is not None:
-            known = self.known(self.place).split([len(each.weight) for each in factors], dim=1)
+            known = self.known(self.group).split([len(each.weight) for each in factors], dim=1)
         scales = [each.scale for each in factors]
         tensors = [x for each in factors for x in (each.weight, each.bias, each.down, each.up)]
         outs: tuple[Tensor, ...] = JoinedLinears.apply(x_NE, scales, known, *tensors)  # type: ignore[no-untyped-call]
@@ -68,13 +69,13 @@ def trained_layer(module: Any, known: Known | None = None) -> DecoderLayer:
     attention, mlp = module.self_attn, module.mlp
     return DecoderLayer(
         input_norm=module.input_layernorm,
-        query_key_value=TrainedLinears((attention.q_proj, attention.k_proj, attention.v_proj), 0, known),
+        query_key_value=TrainedLinears((attention.q_proj, attention.k_proj, attention.v_proj), LinearGroup.QKV, known),
         query_norm=getattr(attention, "q_norm", None),
         key_norm=getattr(attention, "k_norm", None),
-        output=TrainedLinears((attention.o_proj,), 1, known),
+        output=TrainedLinears((attention.o_proj,), LinearGroup.OUTPUT, known),
         post_norm=module.post_attention_layernorm,
-        gate_up=TrainedLinears((mlp.gate_proj, mlp.up_proj), 2, known),
-        down=TrainedLinears((mlp.down_proj,), 3, known),
+        gate_up=TrainedLinears((mlp.gate_proj, mlp.up_proj), LinearGroup.GATE_UP, known),
+        down=TrainedLinears((mlp.down_proj,), LinearGroup.DOWN, known),
     )
 
 

@@ -11,7 +11,7 @@ views of it. Axes as in `models.row_attention`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,18 @@ FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def merged_attention(
-    query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
-) -> Tensor:
-    """[N, H, D]"""
-    out: Tensor = MergedAttention.apply(query_NHD, key_NJD, value_NJD, layout, scale)  # type: ignore[no-untyped-call]
-    return out
+def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The attention of one row, for every layer."""
+    mask_P11L = _mask(layout)
+
+    def attend(query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
+        mask = None if mask_P11L is None else mask_P11L.to(query_NHD.dtype)
+        out: Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
+            query_NHD, key_NJD, value_NJD, layout, mask, scale
+        )
+        return out
+
+    return attend
 
 
 class MergedAttention(torch.autograd.Function):
@@ -37,7 +43,13 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SharedPrefixLayout,
+        mask: Tensor | None,
+        scale: float,
     ) -> Tensor:
         heads, row = key.shape[1], (query, key, value)
         prompt = _Causal(scale, *(_block(x, layout.prompt_index_PL[:, None], heads) for x in row))
@@ -45,16 +57,16 @@ class MergedAttention(torch.autograd.Function):
         outs, saved = [out], [*prompt.tensors, out, lse]
         if layout.has_completions:
             own = _Causal(scale, *(_block(x, layout.completion_index_PGT, heads) for x in row))
-            to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, _mask(layout, query))
+            to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, mask)
             out, lse = _merge(to_prompt.forward(), own.forward())
             outs.append(out)
             saved += [*own.tensors, out, lse]
         ctx.save_for_backward(*saved)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.layout, ctx.mask, ctx.scale = layout, mask, scale
         return _row(outs, layout)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         layout: SharedPrefixLayout = ctx.layout
         query, key, value, out, lse, *of_completions = ctx.saved_tensors
         heads, gradient_NHD = key.shape[1], gradients[0]
@@ -67,13 +79,13 @@ class MergedAttention(torch.autograd.Function):
             query, own_key, own_value, out, lse = of_completions
             gradient = _block(gradient_NHD, layout.completion_index_PGT, heads) * _shown(layout.completion_valid_PGT)
             own = _Causal(ctx.scale, query, own_key, own_value).backward(gradient, out, lse)
-            to_prompt = _ToPrompt(ctx.scale, query, key, value, _mask(layout, query)).backward(gradient, out, lse)
+            to_prompt = _ToPrompt(ctx.scale, query, key, value, ctx.mask).backward(gradient, out, lse)
             own[0].add_(to_prompt[0])
             prompt[1].add_(to_prompt[1])
             prompt[2].add_(to_prompt[2])
             blocks.append(own)
         of_query, of_key, of_value = (_row(each, layout) for each in zip(*blocks, strict=True))
-        return of_query, of_key, of_value, None, None
+        return of_query, of_key, of_value, None, None, None
 
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -184,9 +196,9 @@ def _shown(valid_PGT: Tensor) -> Tensor:
     return valid_PGT[:, None, :, None, :, None]
 
 
-def _mask(layout: SharedPrefixLayout, like: Tensor) -> Tensor | None:
+def _mask(layout: SharedPrefixLayout) -> Tensor | None:
     """Additive [P, 1, 1, L]; None when all prompts are of one length."""
     if bool(layout.prompt_valid_PL.all()):
         return None
-    hidden = torch.zeros(layout.prompt_valid_PL.shape, dtype=like.dtype)
+    hidden = torch.zeros(layout.prompt_valid_PL.shape)
     return hidden.masked_fill_(~layout.prompt_valid_PL, -torch.inf)[:, None, None]

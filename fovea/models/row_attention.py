@@ -21,19 +21,19 @@ from fovea.models.attention import Attention, eager_attention
 from fovea.models.decoder import Attend
 from fovea.models.layout import SharedPrefixLayout
 from fovea.models.merged_attention import merged_attention
-from fovea.models.varlen_attention import varlen_row_attention
+from fovea.models.varlen_attention import VarlenAttention
 
 Kernel = Literal["auto", "merged", "varlen", "sdpa", "eager"]
-RowAttention = Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, float], Tensor]
-"""(query [N, H, D], key [N, J, D], value [N, J, D], layout, scale) -> [N, H, D]"""
+RowAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
 
 
 def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, like: Tensor) -> Attend:
     """The attention of every layer of one row, for the device and type of `like`."""
-    attend = KERNELS[_fastest(like) if kernel == "auto" else kernel]
+    attend = KERNELS[_fastest(like) if kernel == "auto" else kernel](layout, scale)
 
     def of_layer(_layer: int, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
-        return attend(query_NHD, key_NJD, value_NJD, layout, scale)
+        return attend(query_NHD, key_NJD, value_NJD)
 
     return of_layer
 
@@ -45,11 +45,14 @@ def _fastest(like: Tensor) -> Kernel:
     return "varlen" if like.dtype in (torch.bfloat16, torch.float16) else "sdpa"
 
 
-def gathered_attention(
-    attend: Attention, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
-) -> Tensor:
+def gathered_attention(attend: Attention, layout: SharedPrefixLayout, scale: float) -> RowAttention:
     """The slow twin: each completion with its own copy of the prompt's keys, under a dense mask."""
-    attend = partial(attend, scale=scale)
+    return partial(_gathered_attention, partial(attend, scale=scale), layout)
+
+
+def _gathered_attention(
+    attend: Attention, layout: SharedPrefixLayout, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor
+) -> Tensor:
     query_PHLD, key_PJLD, value_PJLD = (_gather(x, layout.prompt_index_PL) for x in (query_NHD, key_NJD, value_NJD))
     blocks = [_causal(attend, query_PHLD, key_PJLD, value_PJLD)]
     if layout.has_completions:
@@ -57,9 +60,9 @@ def gathered_attention(
     return torch.cat([block.flatten(0, 1) for block in blocks])[layout.return_index_N]
 
 
-KERNELS: dict[Kernel, RowAttention] = {
+KERNELS: dict[Kernel, Callable[[SharedPrefixLayout, float], RowAttention]] = {
     "merged": merged_attention,
-    "varlen": varlen_row_attention,
+    "varlen": VarlenAttention.of,
     "sdpa": partial(gathered_attention, F.scaled_dot_product_attention),
     "eager": partial(gathered_attention, eager_attention),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -20,8 +21,14 @@ from torch import Tensor
 
 from fovea.models.image_features import ImageFeatures
 
-GROUPS_OF_LINEARS = 4
-"""Of a decoder layer: query, key and value; output; gate and up; down."""
+
+class LinearGroup(IntEnum):
+    """Linear layers of a decoder layer that share an input, in the order in which they run."""
+
+    QKV = 0
+    OUTPUT = 1
+    GATE_UP = 2
+    DOWN = 3
 
 
 ImageGraph = Mapping[str, ImageFeatures]
@@ -52,7 +59,7 @@ class Tape:
 
     def layer(self, index: int) -> list[TapeColumn]:
         """For the groups of linear layers of one decoder layer to write to."""
-        return [TapeColumn(self, index, place) for place in range(GROUPS_OF_LINEARS)]
+        return [TapeColumn(self, index, group) for group in LinearGroup]
 
     def restart(self) -> None:
         """New weights: forget everything."""
@@ -91,17 +98,17 @@ class Tape:
         finally:
             self._pass = slice(0, 0)
 
-    def rows(self, layer: int, place: int, tokens: int) -> Tensor | None:
+    def rows(self, layer: int, group: LinearGroup, tokens: int) -> Tensor | None:
         """Where the outputs of this pass go; None when it is not recorded."""
         if self._pass.start == self._pass.stop:
             return None
-        rows = self._blocks[layer][place][self._pass]
+        rows = self._blocks[layer][group][self._pass]
         assert len(rows) == tokens, f"a pass of {tokens} tokens on {len(rows)} places"
         return rows
 
-    def read(self, layer: int, place: int, places_N: Tensor) -> Tensor:
+    def read(self, layer: int, group: LinearGroup, places_N: Tensor) -> Tensor:
         """Outputs [N, width] of these tokens."""
-        return self._blocks[layer][place].index_select(0, places_N)
+        return self._blocks[layer][group].index_select(0, places_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +117,10 @@ class TapeColumn:
 
     tape: Tape
     layer: int
-    place: int
+    group: LinearGroup
 
     def rows(self, tokens: int) -> Tensor | None:
-        return self.tape.rows(self.layer, self.place, tokens)
+        return self.tape.rows(self.layer, self.group, tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,8 +158,8 @@ class Recall:
     tape: Tape
     places_N: Tensor
 
-    def outputs(self, layer: int, wanted: Tensor | None, place: int) -> Tensor:
+    def outputs(self, layer: int, wanted: Tensor | None, group: LinearGroup) -> Tensor:
         """Of one group of linear layers; behind the attention of a last layer, of the `wanted` tokens only."""
-        behind_attention = place > 0
+        behind_attention = group != LinearGroup.QKV
         places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
-        return self.tape.read(layer, place, places)
+        return self.tape.read(layer, group, places)

@@ -12,7 +12,8 @@ Axes: `S` segments, `M` gathered keys of all segments; others as in `models.row_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -23,17 +24,61 @@ from torch.nn.attention.varlen import varlen_attn
 from fovea.models.layout import SharedPrefixLayout
 
 
-def varlen_row_attention(
-    query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
-) -> Tensor:
-    """[N, H, D]"""
-    segments = list(_segments(layout))
-    index_M = torch.cat([torch.arange(*span) for _, spans in segments for span in spans]).to(query_NHD.device)
-    key_MJD, value_MJD = key_NJD.index_select(0, index_M), value_NJD.index_select(0, index_M)
-    queries_S = [queries for queries, _ in segments]
-    keys_S = [sum(end - start for start, end in spans) for _, spans in segments]
-    attend = _kernel if query_NHD.is_cuda else _one_by_one
-    return attend(query_NHD, key_MJD, value_MJD, queries_S, keys_S, scale)
+@dataclass(frozen=True, slots=True)
+class VarlenAttention:
+    """The attention of one row: its index is made once and serves every layer."""
+
+    key_index_M: Tensor
+    queries_S: Sequence[int]
+    keys_S: Sequence[int]
+    query_offsets: Tensor
+    key_offsets: Tensor
+    scale: float
+
+    @staticmethod
+    def of(layout: SharedPrefixLayout, scale: float) -> VarlenAttention:
+        segments, device = list(_segments(layout)), layout.return_index_N.device
+        queries_S = [queries for queries, _ in segments]
+        keys_S = [sum(end - start for start, end in spans) for _, spans in segments]
+        return VarlenAttention(
+            key_index_M=torch.cat([torch.arange(*span) for _, spans in segments for span in spans]).to(device),
+            queries_S=queries_S,
+            keys_S=keys_S,
+            query_offsets=_offsets(queries_S, device),
+            key_offsets=_offsets(keys_S, device),
+            scale=scale,
+        )
+
+    def __call__(self, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
+        """[N, H, D]"""
+        key_MJD, value_MJD = (x.index_select(0, self.key_index_M) for x in (key_NJD, value_NJD))
+        attend = self._kernel if query_NHD.is_cuda else self._one_by_one
+        return attend(query_NHD, key_MJD, value_MJD)
+
+    def _kernel(self, query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor) -> Tensor:
+        out = varlen_attn(
+            query_NHD,
+            key_MJD,
+            value_MJD,
+            self.query_offsets,
+            self.key_offsets,
+            max(self.queries_S),
+            max(self.keys_S),
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=query_NHD.shape[1] != key_MJD.shape[1],
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _one_by_one(self, query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor) -> Tensor:
+        queries, keys, values = (
+            query_NHD.split(self.queries_S),
+            key_MJD.split(self.keys_S),
+            value_MJD.split(self.keys_S),
+        )
+        parts = zip(queries, keys, values, strict=True)
+        return torch.cat([_segment(query, key, value, self.scale) for query, key, value in parts])
 
 
 def _segments(layout: SharedPrefixLayout) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -49,34 +94,8 @@ def _segments(layout: SharedPrefixLayout) -> Iterator[tuple[int, list[tuple[int,
             start += length
 
 
-def _kernel(
-    query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor, queries_S: list[int], keys_S: list[int], scale: float
-) -> Tensor:
-    out = varlen_attn(
-        query_NHD,
-        key_MJD,
-        value_MJD,
-        _offsets(queries_S, query_NHD.device),
-        _offsets(keys_S, query_NHD.device),
-        max(queries_S),
-        max(keys_S),
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query_NHD.shape[1] != key_MJD.shape[1],
-    )
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def _one_by_one(
-    query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor, queries_S: list[int], keys_S: list[int], scale: float
-) -> Tensor:
-    parts = zip(query_NHD.split(queries_S), key_MJD.split(keys_S), value_MJD.split(keys_S), strict=True)
-    return torch.cat([_segment(query, key, value, scale) for query, key, value in parts])
 
 
 def _segment(query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor, scale: float) -> Tensor:

@@ -24,6 +24,7 @@ from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model,
 from fovea.models.row import PackedRow
 from fovea.models.row_attention import Kernel, row_attention
 from fovea.models.scores import TokenScores, token_scores
+from fovea.models.tape import LinearGroup
 from fovea.types import PromptImage
 
 
@@ -118,7 +119,13 @@ class VLM(nn.Module):
         """For each decoder layer, the width of what its groups of linear layers give (`models.tape`)."""
         text, shape = self.text_config, self._shape
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        return [[heads, text.hidden_size, 2 * text.intermediate_size, text.hidden_size]] * shape.num_layers
+        widths = {
+            LinearGroup.QKV: heads,
+            LinearGroup.OUTPUT: text.hidden_size,
+            LinearGroup.GATE_UP: 2 * text.intermediate_size,
+            LinearGroup.DOWN: text.hidden_size,
+        }
+        return [[widths[group] for group in LinearGroup]] * shape.num_layers
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
         """Of M-RoPE positions, of the type of `like`."""

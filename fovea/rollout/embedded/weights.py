@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
 from fovea.models.fused import rms_norm
-from fovea.models.tape import Tape, TapeColumn
+from fovea.models.tape import LinearGroup, Tape, TapeColumn
 from fovea.rollout.embedded.int8 import Int8Linears
 from fovea.rollout.embedded.packed import PackedLinears
 
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"
-NO_COLUMNS = (None,) * 4
-QUERY_KEY_VALUE, OUTPUT, GATE_UP, DOWN = range(4)
+NO_COLUMNS = (None,) * len(LinearGroup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +106,9 @@ def _text_weights(named: Mapping[str, Tensor], shape: DecoderShape, make: Make, 
 def _layer(
     named: Mapping[str, Tensor], prefix: str, shape: DecoderShape, make: Make, columns: Sequence[TapeColumn | None]
 ) -> DecoderLayer:
-    def linears(*names: str, place: int) -> Linears:
+    def linears(*names: str, group: LinearGroup) -> Linears:
         paths = [f"{prefix}{name}" for name in names]
-        return make([(named[f"{path}.weight"], named.get(f"{path}.bias")) for path in paths], columns[place])
+        return make([(named[f"{path}.weight"], named.get(f"{path}.bias")) for path in paths], columns[group])
 
     def head_norm(name: str) -> Norm | None:
         weight = named.get(f"{prefix}self_attn.{name}.weight")
@@ -117,13 +116,13 @@ def _layer(
 
     return DecoderLayer(
         input_norm=_norm(named[f"{prefix}input_layernorm.weight"], shape),
-        query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", place=QUERY_KEY_VALUE),
+        query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", group=LinearGroup.QKV),
         query_norm=head_norm("q_norm"),
         key_norm=head_norm("k_norm"),
-        output=linears("self_attn.o_proj", place=OUTPUT),
+        output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
         post_norm=_norm(named[f"{prefix}post_attention_layernorm.weight"], shape),
-        gate_up=linears("mlp.gate_proj", "mlp.up_proj", place=GATE_UP),
-        down=linears("mlp.down_proj", place=DOWN),
+        gate_up=linears("mlp.gate_proj", "mlp.up_proj", group=LinearGroup.GATE_UP),
+        down=linears("mlp.down_proj", group=LinearGroup.DOWN),
     )
 
 
