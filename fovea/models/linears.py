@@ -163,7 +163,10 @@ def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, 
     of_x.addmm_(gradient, factors.weight, beta=0 if first else 1)
     if factors.down is not None and factors.up is not None:
         low = gradient.to(factors.up.dtype) @ factors.up
-        of_x.add_((low @ factors.down).mul_(factors.scale))
+        if low.dtype == of_x.dtype:
+            of_x.addmm_(low, factors.down, alpha=factors.scale)
+        else:
+            of_x.add_((low @ factors.down).mul_(factors.scale))
 
 
 def _gradients_of_factors(
