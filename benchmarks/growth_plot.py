@@ -59,7 +59,7 @@ def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None
 def _label_floor(panel: Axes, growth: Mapping[str, Any]) -> None:
     end = (growth["x"][-1], growth["seconds"][-1])
     panel.annotate(
-        "without a prompt", end, (0, -14), textcoords="offset points", ha="right", fontsize=8, color=TEXT_COLOUR
+        "without a prompt", end, (0, -30), textcoords="offset points", ha="right", fontsize=8, color=TEXT_COLOUR
     )
 
 
