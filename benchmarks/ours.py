@@ -11,6 +11,7 @@ from PIL import Image
 
 from benchmarks.cases import BenchEnvironment, Case, make_parts, make_tasks
 from benchmarks.timing import StepTimes
+from fovea.advantages import with_advantages
 from fovea.build import make_engine
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Lora, Model
@@ -32,6 +33,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.wait import wait_for
 from fovea.run import Run, Sources
 from fovea.samples import make_batch
+from fovea.stages import Standing
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Batch, ImageRef, Prompt
 
@@ -61,7 +63,7 @@ class Ours:
     def step(self) -> StepTimes:
         """One step, everything from rows to weights counted."""
         started = perf_counter()
-        _, metrics = wait_for(take_step(self._run, self._step))
+        _, metrics = wait_for(take_step(self._run, Standing(step=self._step, kl_coef=0.0)))
         whole = perf_counter() - started
         assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less"
         self._step += 1
@@ -88,10 +90,9 @@ class Ours:
             n=rollout.samples_per_prompt,
             seed=(run.config.seed, self._step),
         )
-        batch, _ = make_batch(
-            wait_for(drawing), normalize_by_std=True, max_groups_without_signal=rollout.prompts_per_step
-        )
-        return batch
+        settings = run.config.algorithm
+        batch, _ = make_batch(wait_for(drawing), settings, max_new_tokens=rollout.max_new_tokens)
+        return with_advantages(batch, settings, settings.kl_coef)[0]
 
     def prompts(self, count: int) -> list[Prompt]:
         """The first few rows."""
@@ -140,6 +141,7 @@ def config_of(case: Case) -> Config:
                 "max_new_tokens": case.completion_tokens,
                 **({"max_batch_tokens": case.max_batch_tokens} if case.max_batch_tokens else {}),
             },
+            "algorithm": {"max_groups_without_signal": case.prompts},
             "train": {
                 "learning_rate": LEARNING_RATE,
                 "lr_warmup_steps": 0,

@@ -28,12 +28,21 @@ from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
 from fovea.models.features import FeatureCache
 from fovea.models.fused import TORCH_KERNELS, Kernels
 from fovea.models.load import DTYPES, load_pretrained, pick_device
-from fovea.models.parts import ModelParts
+from fovea.models.parts import ModelParts, config_of
 from fovea.models.render import Renderer
 from fovea.models.spill import SpillFolder
 from fovea.models.tape import Tape
 from fovea.models.tiny import make_tiny
-from fovea.models.trainable import choose_trainable, count_parameters, lora_layers, recompute_activations
+from fovea.models.trainable import (
+    choose_trainable,
+    count_parameters,
+    lora_layers,
+    recompute_activations,
+    trainable_parameters,
+    value_parameters,
+)
+from fovea.models.value_head import ValueHead
+from fovea.models.value_model import ValueModel
 from fovea.models.vlm import VLM
 from fovea.profile import StepProfile
 from fovea.prompts import PromptSource
@@ -42,6 +51,8 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.setup import Tuning
 from fovea.run import Run, Sources
 from fovea.run_folder import open_run_folder
+from fovea.train.critic import Critic
+from fovea.train.optimizer import Optimizer
 from fovea.train.supervised import SupervisedTrainer
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Task
@@ -122,7 +133,21 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
         recompute_activations(parts.network)
     _check_attention(settings, device)
     cache = None if settings.trains_vision else make_feature_cache(config)
-    return parts, VLM(parts, attention=settings.attention, feature_cache=cache, kernels=kernels).to(device)
+    vlm = VLM(
+        parts,
+        attention=settings.attention,
+        feature_cache=cache,
+        kernels=kernels,
+        value_head=make_value_head(config, parts),
+    )
+    return parts, vlm.to(device)
+
+
+def make_value_head(config: Config, parts: ModelParts) -> ValueHead | None:
+    """On the policy's trunk, where PPO's value function shares that."""
+    if not config.algorithm.needs_values or config.critic.trunk != "shared":
+        return None
+    return ValueHead(config_of(parts.network).text_config.hidden_size, detach_trunk=config.critic.detach_trunk)
 
 
 def _check_attention(settings: Model, device: torch.device) -> None:
@@ -199,16 +224,17 @@ def make_tape(vlm: VLM, config: Config) -> Tape | None:
     inexact = config.rollout.decode_weights != "exact"
     padded = not config.train.variable_seq_lengths
     # in 16 bits the later steps of an update would be compared with another computation of the first
-    mixed = vlm.dtype != torch.float32 and config.train.epochs * config.train.minibatches > 1
+    mixed = vlm.dtype != torch.float32 and config.algorithm.ppo_epochs * config.algorithm.minibatches > 1
     return Tape(
         [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
     )
 
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
-    """The trainer; a frozen copy of the model only where a KL term needs it.
+    """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
 
-    With LoRA, switching the adapters off does, unless a warm-up has trained them by the time that RL begins.
+    With LoRA, switching the adapters off gives the reference, unless a warm-up has trained them by the time that RL
+    begins.
     """
     adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
     needs_copy = config.algorithm.kl_coef > 0 and not adapters_off_is_the_start
@@ -219,6 +245,23 @@ def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
         temperature=config.rollout.temperature,
         max_steps=config.max_steps,
         reference=copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None,
+        critic=make_critic(config, vlm) if config.algorithm.needs_values else None,
+    )
+
+
+def make_critic(config: Config, vlm: VLM) -> Critic:
+    """The value function: the head that `make_model` has put on the policy, or a model of its own."""
+    settings = config.critic
+    model = None
+    if settings.trunk == "separate":
+        model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
+    parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
+    return Critic(
+        optimizer=Optimizer(
+            parameters, config.train, peak_learning_rate=settings.learning_rate, max_steps=config.max_steps
+        ),
+        model=model,
+        warmup_steps=settings.warmup_steps,
     )
 
 

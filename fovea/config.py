@@ -6,23 +6,26 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
-NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
-PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
-NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+from fovea.config_algorithm import Algorithm, Critic
+from fovea.config_base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    refuse,
+)
+
+__all__ = ["Algorithm", "Critic", "Section"]  # part of the tree, from files of their own
+
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class Section(BaseModel):
-    """A frozen group of settings that refuses keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class TinyModel(Section):
@@ -213,7 +216,7 @@ class Rollout(Section):
     """The embedded engine shares the trainer's weights without a copy."""
     prompts_per_step: PositiveInt = 40
     """Groups of one step."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: PositiveInt = 8
     """n: completions of one prompt, the size of a group."""
     max_new_tokens: PositiveInt = 512
     """Longest completion."""
@@ -235,30 +238,6 @@ class Rollout(Section):
     """Memory for what the rollout computes and the update needs again (CPU, no gradient_checkpointing); 0: none."""
 
 
-class Algorithm(Section):
-    """GRPO: group-centred rewards, a clipped ratio, token mean over the whole batch (SEMANTICS in docs/step.md)."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: Fraction = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.2
-    """and above at 1 + clip_high (DAPO: 0.28)."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Bound on the loss of a bad token whose ratio runs away; null: off."""
-    importance_sampling_fix: bool = False
-    """Weigh each token by its probability in training over that in the rollout, which corrects an inexact engine."""
-    importance_sampling_clip: PositiveFloat = 2.0
-    """The largest such weight."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 estimate of the KL to the model that RL began with; at 0 no reference model is kept."""
-    entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy of the tokens trained on, summed and divided by all tokens of the step."""
-    normalize_by_std: bool = True
-    """Divide a group's advantages by their standard deviation."""
-    max_groups_without_signal: NonNegativeInt = 0
-    """How many groups of equal rewards train along for the entropy bonus, worst first (with a KL term: all)."""
-
-
 class Train(Section):
     """The optimizer and how a batch is cut."""
 
@@ -270,16 +249,14 @@ class Train(Section):
     """AdamW's, decoupled."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
+    max_skipped_updates: NonNegativeInt = 3
+    """Optimizer steps in a row that may be left out because something was not finite; one more stops the run."""
     lr_warmup_steps: NonNegativeInt = 10
     """Steps of linear rise."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """From the peak at the end of the rise to final_lr_frac at max_steps."""
     final_lr_frac: Fraction = 0.0
     """Rate at max_steps as a share of the peak (linear and cosine)."""
-    epochs: PositiveInt = 1
-    """Passes over the batch of a step."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     enable_dynamic_batch_size: bool = True
     """Fill microbatches by their work, as even as can be; false: groups_per_microbatch groups each."""
     max_tokens_per_microbatch: PositiveInt = 16_384
@@ -385,6 +362,7 @@ class Config(Section):
     warmup: Warmup | None = None
     rollout: Rollout = Field(default_factory=Rollout)
     algorithm: Algorithm = Field(default_factory=Algorithm)
+    critic: Critic = Field(default_factory=Critic)
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Field(default_factory=Evaluate)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
@@ -397,9 +375,37 @@ class Config(Section):
                 "rollout.decode_weights=int8 draws from other probabilities than those that are trained; set "
                 "algorithm.importance_sampling_fix=true, or rollout.decode_weights=exact"
             )
-        if self.train.minibatches > self.rollout.prompts_per_step:
-            raise ValueError(
-                f"train.minibatches={self.train.minibatches} is more than rollout.prompts_per_step="
-                f"{self.rollout.prompts_per_step}, so that some would be empty; lower train.minibatches"
-            )
+        refuse(_disagreements(self))
         return self
+
+
+def _disagreements(config: Config) -> Iterator[str]:
+    """Settings of one section that cannot work with those of another."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.decode_weights == "int8" and not algorithm.importance_sampling_fix:
+        yield (
+            "rollout.decode_weights=int8 draws from other probabilities than those that are trained; set "
+            "algorithm.importance_sampling_fix=true, or rollout.decode_weights=exact"
+        )
+    if algorithm.minibatches > rollout.prompts_per_step:
+        yield (
+            f"algorithm.minibatches={algorithm.minibatches} is more than rollout.prompts_per_step="
+            f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
+        )
+    if rollout.samples_per_prompt == 1 and (algorithm.advantage == "rloo" or algorithm.dynamic_sampling):
+        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else "advantage=rloo"
+        yield (
+            f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1; set "
+            "rollout.samples_per_prompt=2 or more"
+        )
+    samples_per_step = rollout.prompts_per_step * rollout.samples_per_prompt
+    if algorithm.kl_target is not None and algorithm.kl_horizon_samples <= samples_per_step:
+        yield (
+            f"algorithm.kl_horizon_samples={algorithm.kl_horizon_samples} is no more than the {samples_per_step} "
+            "completions of one step, in which kl_coef would jump; set it to many steps' worth"
+        )
+    if config.critic != Critic() and not algorithm.needs_values:
+        yield (
+            f"critic is set, but algorithm.advantage={algorithm.advantage} has no value function; set "
+            "algorithm.name=ppo, or drop critic"
+        )

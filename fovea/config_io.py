@@ -143,7 +143,7 @@ class _Layers:
             raise ConfigError(self._explain(error)) from None
 
     def _merge(self, into: Tree, layer: Tree, section: type[Section], path: str, source: str) -> None:
-        for name, value in layer.items():
+        for name, value in _spelled_out(layer, section, path, source).items():
             key = f"{path}{name}"
             field = section.model_fields.get(name)
             if field is None:
@@ -235,6 +235,18 @@ class _Layers:
         if below or not key:
             return [source for source in self.order if source in below]
         return self._sources_at(key.rpartition(".")[0])
+
+
+def _spelled_out(layer: Tree, section: type[Section], path: str, source: str) -> Tree:
+    """The layer with the settings that an alias stands for in its place."""
+    for alias in section.aliases.keys() & layer.keys():
+        names = section.aliases[alias]
+        if set(names) & layer.keys():
+            raise ConfigError(
+                f"{source}: {path}{alias} stands for {' and '.join(names)}, which are set beside it; drop one of them"
+            )
+        layer = {key: value for key, value in layer.items() if key != alias} | dict.fromkeys(names, layer[alias])
+    return layer
 
 
 def _chooses_no_variant(override: Tree) -> bool:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from fovea.rollout.collect import collect
+from fovea.advantages import with_advantages
+from fovea.draw import draw
 from fovea.rollout.wait import wait_for
 from fovea.run import Run
-from fovea.samples import episode_metrics, make_batch, with_old_logprobs, with_reference_logprobs
-from fovea.stages import begin, finish, record
+from fovea.samples import (
+    episode_metrics,
+    make_batch,
+    with_old_logprobs,
+    with_reference_logprobs,
+    with_values,
+)
+from fovea.stages import Standing, begin, finish, record
 from fovea.summary import Summary
 from fovea.types import Batch, Group, Metrics, Sampling
 
@@ -15,47 +22,28 @@ def train(run: Run) -> Summary:
     """Warm up or resume, take the steps, evaluate; every file of the run folder is written on the way."""
     with run.metrics, run.progress:
         standing = begin(run)
-        for step in range(standing.step, run.config.max_steps):
-            with run.profile(step), run.phases("step"):
-                groups, metrics = wait_for(take_step(run, step))
+        while standing.step < run.config.max_steps:
+            with run.profile(standing.step), run.phases("step"):
+                groups, metrics = wait_for(take_step(run, standing))
             standing = record(run, standing, groups, metrics)
         return finish(run, standing)
 
 
-async def take_step(run: Run, step: int) -> tuple[list[Group], Metrics]:
-    """Rows in, new weights out. `step` counts from 0 and is the version of the policy that draws."""
+async def take_step(run: Run, standing: Standing) -> tuple[list[Group], Metrics]:
+    """Rows in, new weights out. `standing.step` counts from 0 and is the version of the policy that draws."""
     settings, phases = run.config, run.phases
-    with phases("data"):
-        prompted = run.sources.train.take(run.order, settings.rollout.prompts_per_step)
-    with phases("rollout"):
-        groups = await collect(
-            run.engine,
-            run.environment,
-            prompted,
-            sampling=sampling_of(run),
-            n=settings.rollout.samples_per_prompt,
-            seed=(settings.seed, step),
-        )
+    drawn = await draw(run, sampling_of(run), standing.step)
     with phases("samples"):
-        batch, counts = make_batch(
-            groups,
-            normalize_by_std=settings.algorithm.normalize_by_std,
-            max_groups_without_signal=groups_without_signal_kept(run),
-        )
+        batch, counts = make_batch(drawn.to_train, settings.algorithm, max_new_tokens=settings.rollout.max_new_tokens)
     with phases("logprobs"):
         batch = add_logprobs(run, batch)
+    with phases("advantages"):
+        batch, advantages = with_advantages(batch, settings.algorithm, standing.kl_coef)
     with phases("update"):
         update = run.policy.update(batch)
     with phases("sync"):
-        run.engine.load_weights(run.policy.weights(), version=step + 1)
-    return groups, episode_metrics(groups) | counts | update
-
-
-def groups_without_signal_kept(run: Run) -> int:
-    """A KL term acts on every group: leaving any out would change its gradient."""
-    if run.config.algorithm.kl_coef > 0:
-        return run.config.rollout.prompts_per_step
-    return run.config.algorithm.max_groups_without_signal
+        run.engine.load_weights(run.policy.weights(), version=standing.step + 1)
+    return drawn.groups, episode_metrics(drawn.groups) | drawn.metrics | counts | advantages | update
 
 
 def add_logprobs(run: Run, batch: Batch) -> Batch:
@@ -63,10 +51,13 @@ def add_logprobs(run: Run, batch: Batch) -> Batch:
 
     With one step per epoch the first epoch sees every sample before any step, and its log-probs serve the later ones.
     """
-    settings = run.config
-    if settings.train.minibatches > 1:
+    algorithm = run.config.algorithm
+    if algorithm.needs_values:
+        logprobs, values = run.policy.logprobs_and_values(batch)
+        batch = with_values(with_old_logprobs(batch, logprobs), values)
+    elif algorithm.minibatches > 1 or (algorithm.kl_coef and algorithm.kl_in == "reward"):
         batch = with_old_logprobs(batch, run.policy.logprobs(batch))
-    if settings.algorithm.kl_coef > 0:
+    if algorithm.kl_coef:
         batch = with_reference_logprobs(batch, run.policy.reference_logprobs(batch))
     return batch
 

@@ -24,10 +24,14 @@ class MicroBatch:
     """One forward and backward: a row, and what the objective needs of each action."""
 
     row: PackedRow
+    weights_A: Tensor
     rollout_logprobs_A: Tensor
-    advantages_A: Tensor
+    advantages_A: Tensor | None
+    """None in a pass that only scores."""
     old_logprobs_A: Tensor | None
     reference_logprobs_A: Tensor | None
+    values_A: Tensor | None
+    returns_A: Tensor | None
     lengths: tuple[int, ...]
     """Actions of each sample, in the order of the row."""
     sample_numbers: tuple[int, ...]
@@ -51,10 +55,13 @@ def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroB
             device,
             padded_tokens,
         ),
-        rollout_logprobs_A=_joined(samples, lambda sample: sample.rollout_logprobs_T, device),
+        weights_A=_tensor(np.concatenate([_weights(sample) for sample in samples]), device),
+        rollout_logprobs_A=_tensor(np.concatenate([sample.rollout_logprobs_T for sample in samples]), device),
         advantages_A=_joined(samples, lambda sample: sample.advantages_T, device),
-        old_logprobs_A=_joined_if_present(samples, lambda sample: sample.old_logprobs_T, device),
-        reference_logprobs_A=_joined_if_present(samples, lambda sample: sample.reference_logprobs_T, device),
+        old_logprobs_A=_joined(samples, lambda sample: sample.old_logprobs_T, device),
+        reference_logprobs_A=_joined(samples, lambda sample: sample.reference_logprobs_T, device),
+        values_A=_joined(samples, lambda sample: sample.values_T, device),
+        returns_A=_joined(samples, lambda sample: sample.returns_T, device),
         lengths=tuple(len(sample.token_ids_T) for sample in samples),
         sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
         groups=tuple(groups),
@@ -113,13 +120,12 @@ def _pieces(total: int, longest: int) -> list[int]:
 Field = Callable[[Sample], "NDArray[np.float32] | None"]
 
 
-def _joined(samples: Sequence[Sample], field: Field, device: torch.device) -> Tensor:
-    joined = _joined_if_present(samples, field, device)
-    assert joined is not None, "a per-token field is missing"
-    return joined
+def _weights(sample: Sample) -> NDArray[np.float32]:
+    return np.full(len(sample.token_ids_T), sample.weight, dtype=np.float32)
 
 
-def _joined_if_present(samples: Sequence[Sample], field: Field, device: torch.device) -> Tensor | None:
+def _joined(samples: Sequence[Sample], field: Field, device: torch.device) -> Tensor | None:
+    """One value per action of the row; None where the samples have none."""
     arrays = [array for sample in samples if (array := field(sample)) is not None]
     assert len(arrays) in (0, len(samples)), f"{len(arrays)} of {len(samples)} samples have a per-token field"
     return _tensor(np.concatenate(arrays), device) if arrays else None

@@ -1,4 +1,4 @@
-"""From scored groups to samples: advantages, and which groups are worth a gradient; every drop is counted.
+"""From scored groups to samples: what each is worth, and which groups are worth a gradient; every drop is counted.
 
 Axes: `P` groups, `G` episodes of a group, `T` tokens of a completion.
 """
@@ -12,46 +12,78 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fovea.algorithms.advantage import group_advantages, has_signal
+from fovea.algorithms.advantage import has_signal
+from fovea.algorithms.aggregation import sample_weights
+from fovea.algorithms.overlong import overlong_penalty
+from fovea.config import Algorithm
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup
 
 
-def make_batch(
-    groups: Sequence[Group], *, normalize_by_std: bool, max_groups_without_signal: int
-) -> tuple[Batch, Metrics]:
-    """Samples of the groups whose rewards differ, and of the worst `max_groups_without_signal` others.
+def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: int) -> tuple[Batch, Metrics]:
+    """Samples of the groups that the update can learn from.
 
-    The loss is a mean over ALL action tokens of the step: a group without signal has no policy gradient, so that
-    leaving it out saves its pass and changes nothing (an entropy bonus and a KL term do act on the groups kept).
+    The weights count ALL completions of the step: a group without signal has no policy gradient, so that leaving it
+    out saves its pass and changes nothing else.
     """
-    rewards_PG = torch.tensor([[episode.score.reward for episode in group.episodes] for group in groups])
-    advantages_PG = group_advantages(rewards_PG, normalize_by_std=normalize_by_std).tolist()
-    signal_P = has_signal(rewards_PG)
-    silent = (~signal_P).nonzero()[:, 0]
-    worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
-    kept = [*signal_P.nonzero()[:, 0].tolist(), *worst_first[:max_groups_without_signal]]
-    batch = Batch(
-        groups=tuple(_sample_group(groups[index], advantages_PG[index]) for index in kept),
-        normalizer_tokens=sum(len(e.completion.token_ids_T) for group in groups for e in group.episodes),
-    )
-    return batch, {
+    penalties = [[_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
+    rewards = [
+        [episode.score.reward + penalty for episode, penalty in zip(group.episodes, row, strict=True)]
+        for group, row in zip(groups, penalties, strict=True)
+    ]
+    weights = _weights(groups, settings, max_new_tokens)
+    signal_P = has_signal(torch.tensor(rewards))
+    kept = _kept(torch.tensor(rewards), signal_P, settings)
+    batch = Batch(groups=tuple(_sample_group(groups[index], rewards[index], weights[index]) for index in kept))
+    counts = {
         "groups/with_signal": float(signal_P.sum()),
-        "groups/without_signal": float(len(silent)),
+        "groups/without_signal": float((~signal_P).sum()),
         "groups/skipped": float(len(groups) - len(kept)),
     }
+    if settings.overlong_buffer_frac:
+        counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
+    return batch, counts
 
 
-def _sample_group(group: Group, advantages: Sequence[float]) -> SampleGroup:
-    samples = (_sample(episode, value) for episode, value in zip(group.episodes, advantages, strict=True))
-    return SampleGroup(prompt=group.prompt, samples=tuple(samples))
+def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> float:
+    if not settings.overlong_buffer_frac:
+        return 0.0
+    return overlong_penalty(
+        len(episode.completion.token_ids_T),
+        max_tokens=max_new_tokens,
+        buffer_tokens=settings.overlong_buffer_frac * max_new_tokens,
+        factor=settings.overlong_penalty_factor,
+    )
 
 
-def _sample(episode: Episode, advantage: float) -> Sample:
+def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) -> list[list[float]]:
+    """For each group, the weight of each episode's tokens."""
+    lengths = [len(episode.completion.token_ids_T) for group in groups for episode in group.episodes]
+    weights = iter(sample_weights(settings.aggregation, lengths, max_response_tokens=max_new_tokens))
+    return [[float(next(weights)) for _ in group.episodes] for group in groups]
+
+
+def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm) -> list[int]:
+    """Groups with signal, then the worst of the others; all where the others have a gradient too."""
+    # whitening and a value function compare across groups, one answer is compared with 0, a KL acts on every token
+    if rewards_PG.shape[1] == 1 or settings.advantage in ("reinforce++", "gae") or settings.kl_coef:
+        return list(range(len(rewards_PG)))
+    silent = (~signal_P).nonzero()[:, 0]
+    worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
+    return [*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]]
+
+
+def _sample_group(group: Group, rewards: Sequence[float], weights: Sequence[float]) -> SampleGroup:
+    samples = map(_sample, group.episodes, rewards, weights)
+    return SampleGroup(prompt=group.prompt, samples=tuple(samples), task_id=group.episodes[0].task.id)
+
+
+def _sample(episode: Episode, reward: float, weight: float) -> Sample:
     completion = episode.completion
     return Sample(
         token_ids_T=completion.token_ids_T,
         rollout_logprobs_T=completion.logprobs_T,
-        advantages_T=np.full(len(completion.token_ids_T), advantage, dtype=np.float32),
+        reward=reward,
+        weight=weight,
         trace=completion.trace,
     )
 
@@ -59,21 +91,28 @@ def _sample(episode: Episode, advantage: float) -> Sample:
 def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
     """The batch with the trainer's log-probs from before the update, one array [T] per sample in order."""
     values = iter(logprobs)
-    return _replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=next(values)))
+    return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=next(values)))
 
 
 def has_old_logprobs(batch: Batch) -> bool:
     """Whether the samples bring log-probs from before the update."""
-    return any(sample.old_logprobs_T is not None for group in batch.groups for sample in group.samples)
+    return any(sample.old_logprobs_T is not None for sample in batch.samples)
 
 
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
     """The batch with the reference model's log-probs, one array [T] per sample in order."""
     values = iter(logprobs)
-    return _replace_samples(batch, lambda sample: replace(sample, reference_logprobs_T=next(values)))
+    return replace_samples(batch, lambda sample: replace(sample, reference_logprobs_T=next(values)))
 
 
-def _replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
+def with_values(batch: Batch, values: Sequence[NDArray[np.float32]]) -> Batch:
+    """The batch with what the value function expects, one array [T] per sample in order."""
+    of_samples = iter(values)
+    return replace_samples(batch, lambda sample: replace(sample, values_T=next(of_samples)))
+
+
+def replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
+    """The batch with each of its samples changed, in order."""
     groups = (replace(group, samples=tuple(map(change, group.samples))) for group in batch.groups)
     return replace(batch, groups=tuple(groups))
 

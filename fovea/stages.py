@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
+from fovea.algorithms.kl import KlController
+from fovea.config import Config
 from fovea.errors import TrainError
 from fovea.evaluate import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
 from fovea.metrics import peak_memory
@@ -23,6 +26,8 @@ from fovea.warmup import warm_up
 class Standing:
     """Where a run is; part of every checkpoint."""
 
+    kl_coef: float
+    """Of the next step; with algorithm.kl_target it moves."""
     step: int = 0
     """RL steps taken."""
     before: Evaluation | None = None
@@ -53,7 +58,7 @@ def begin(run: Run) -> Standing:
         return standing
     run.engine.load_weights(run.policy.weights(), version=0)
     run.progress.stage("looking for test images in the training split")
-    standing = Standing(started=run.started)
+    standing = Standing(kl_coef=run.config.algorithm.kl_coef, started=run.started)
     # before the hours of training, not after them
     standing = replace(standing, shared_images=_count_shared(run))
     run.progress.stage("reading held-out accuracy before training")
@@ -87,7 +92,12 @@ def _warmed_up(run: Run, standing: Standing) -> Standing:
 def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metrics) -> Standing:
     """Metrics, samples, dev readings and checkpoints of the step just taken."""
     seconds = run.phases.seconds()
-    standing = replace(standing, step=standing.step + 1, rl_seconds=standing.rl_seconds + seconds["seconds/step"])
+    standing = replace(
+        standing,
+        step=standing.step + 1,
+        rl_seconds=standing.rl_seconds + seconds["seconds/step"],
+        kl_coef=_next_kl_coef(run.config, standing.kl_coef, metrics),
+    )
     step, settings = standing.step, run.config
     tokens = sum(len(episode.completion.token_ids_T) for group in groups for episode in group.episodes)
     metrics = (
@@ -104,6 +114,16 @@ def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metri
     if settings.checkpoint.every_steps and step % settings.checkpoint.every_steps == 0:
         save_checkpoint(run, standing)
     return standing
+
+
+def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
+    """Moved towards algorithm.kl_target by the KL of the step; a step without one leaves it."""
+    algorithm, rollout = config.algorithm, config.rollout
+    kl = metrics.get("kl/reward", math.nan)
+    if algorithm.kl_target is None or not math.isfinite(kl):
+        return kl_coef
+    controller = KlController(coef=kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon_samples)
+    return controller.after(kl, rollout.prompts_per_step * rollout.samples_per_prompt).coef
 
 
 def finish(run: Run, standing: Standing) -> Summary:
@@ -168,6 +188,7 @@ def save_checkpoint(run: Run, standing: Standing) -> None:
 
 def _standing_to_json(standing: Standing) -> dict[str, Any]:
     return {
+        "kl_coef": standing.kl_coef,
         "before": _evaluation_to_json(standing.before),
         "after_warmup": _evaluation_to_json(standing.after_warmup),
         "warmup_seconds": standing.warmup_seconds,
@@ -180,6 +201,7 @@ def _standing_to_json(standing: Standing) -> dict[str, Any]:
 def _standing_from_json(step: int, saved: Mapping[str, Any]) -> Standing:
     return Standing(
         step=step,
+        kl_coef=saved["kl_coef"],
         before=_evaluation_from_json(saved["before"]),
         after_warmup=_evaluation_from_json(saved["after_warmup"]),
         warmup_seconds=saved["warmup_seconds"],

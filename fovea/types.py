@@ -165,20 +165,31 @@ class Sample:
 
     token_ids_T: NDArray[np.int64]
     rollout_logprobs_T: NDArray[np.float32]
-    advantages_T: NDArray[np.float32]
+    reward: float
+    """What the algorithm is to raise: the environment's, less penalties that are known without a model."""
+    weight: float
+    """Of the loss of each of its tokens in that of the step (`algorithms.aggregation`)."""
     old_logprobs_T: NDArray[np.float32] | None = None
     """The trainer's before the update; None when the first epoch of the update, which is on-policy, makes them."""
     reference_logprobs_T: NDArray[np.float32] | None = None
     """None when the KL coefficient is 0."""
+    values_T: NDArray[np.float32] | None = None
+    """What the value function expected before each token, before the update; None without one."""
+    advantages_T: NDArray[np.float32] | None = None
+    """None until `advantages.with_advantages` has made them."""
+    returns_T: NDArray[np.float32] | None = None
+    """What the value function is to learn; None without one."""
     trace: object | None = None
     """As in `Completion`."""
 
     def __post_init__(self) -> None:
         arrays = (
             self.rollout_logprobs_T,
-            self.advantages_T,
             self.old_logprobs_T,
             self.reference_logprobs_T,
+            self.values_T,
+            self.advantages_T,
+            self.returns_T,
         )
         lengths = {len(array) for array in arrays if array is not None} | {len(self.token_ids_T)}
         assert len(lengths) == 1, f"per-token fields of a sample differ in length: {sorted(lengths)}"
@@ -190,15 +201,19 @@ class SampleGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    task_id: str = ""
+    """Of the row that they answer, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one update trains on."""
+    """What one update trains on. The weights of its samples count the whole step, groups left out included."""
 
     groups: tuple[SampleGroup, ...]
-    normalizer_tokens: int
-    """What sums over actions are divided by: the action tokens of the whole step, those left out included."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(sample for group in self.groups for sample in group.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

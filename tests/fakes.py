@@ -88,12 +88,16 @@ class BanditPolicy:
     def reference_logprobs(self, batch: Batch) -> list[np.ndarray]:
         return [np.full(1, -np.log(4), dtype=np.float32) for group in batch.groups for _ in group.samples]
 
+    def logprobs_and_values(self, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return self.logprobs(batch), [np.full(1, 0.5, dtype=np.float32) for _ in batch.samples]
+
     def update(self, batch: Batch) -> Metrics:
         self.batches.append(batch)
         for group in batch.groups:
             row = self.table[group.prompt.token_ids_L[0]]
             for sample in group.samples:
                 gradient = np.eye(4)[sample.token_ids_T[0]] - np.exp(log_softmax(row))
+                assert sample.advantages_T is not None
                 row += 0.2 * sample.advantages_T[0] * gradient
         self.updates += 1
         return {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 0.2}

@@ -15,23 +15,33 @@ LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
 NO_CLIPPING = 1e9
 
 
+NUM_TOKENS = 60
+"""More than the 41 of LENGTHS: those of groups that were left out count too."""
+
+
+def train_settings(**settings: object) -> Train:
+    return Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **settings})
+
+
 def make_policy(parts: ModelParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
-    settings = Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **train})
+    settings = train_settings(**train)
     return TorchPolicy(VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10)
 
 
-def make_batch(parts: ModelParts, seed: int = 0, normalizer_tokens: int = 60) -> Batch:
+def make_batch(parts: ModelParts, seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
     groups = [
         SampleGroup(prompt=prompt, samples=tuple(_sample(ids, rng) for ids in completions))
         for prompt, completions in zip(mixed_prompts(parts), random_completions(LENGTHS, seed), strict=True)
     ]
-    return Batch(groups=tuple(groups), normalizer_tokens=normalizer_tokens)
+    return Batch(groups=tuple(groups))
 
 
 def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
     return Sample(
         token_ids_T=ids,
         rollout_logprobs_T=np.full(len(ids), -5.0, dtype=np.float32),
+        reward=0.0,
+        weight=1 / NUM_TOKENS,
         advantages_T=np.full(len(ids), rng.normal(), dtype=np.float32),
     )

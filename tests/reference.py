@@ -46,6 +46,17 @@ def _predictions(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temp
     return (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
 
 
+def reference_states(parts: ModelParts, prompt: Prompt, completion: np.ndarray) -> Tensor:
+    """Last hidden states [T, width] from which each token of the completion is predicted."""
+    network = parts.network
+    network.set_attn_implementation("sdpa")
+    try:
+        states: Tensor = network.model(**model_inputs(parts, prompt, completion), use_cache=False).last_hidden_state[0]
+    finally:
+        use_segment_attention(network)
+    return states[prompt.num_tokens - 1 : -1]
+
+
 def gradients(network: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of all gradients; they are zeroed."""
     found = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from fovea.config import Config, Geo3kEnvironment, Lora, Model, Rollout, ShapesEnvironment, TinyModel, Train
+from fovea.config import Algorithm, Config, Geo3kEnvironment, Lora, Model, Rollout, ShapesEnvironment, TinyModel, Train
 
 
 def test_the_smallest_config_is_the_demo_model_on_shapes() -> None:
@@ -27,7 +27,7 @@ def test_an_unknown_key_is_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        (Rollout, {"samples_per_prompt": 1}),  # a group of one has no advantage
+        (Rollout, {"samples_per_prompt": 0}),
         (Rollout, {"temperature": 0}),
         (Rollout, {"top_p": 0}),
         (Rollout, {"min_p": 1.1}),
@@ -80,8 +80,8 @@ def test_query_heads_are_a_multiple_of_key_heads() -> None:
 
 
 def test_no_minibatch_is_empty() -> None:
-    with pytest.raises(ValidationError, match=r"lower train\.minibatches"):
-        Config(model=Model(path="folder"), train=Train(minibatches=3), rollout=Rollout(prompts_per_step=2))
+    with pytest.raises(ValidationError, match=r"lower algorithm\.minibatches"):
+        Config(model=Model(path="folder"), algorithm=Algorithm(minibatches=3), rollout=Rollout(prompts_per_step=2))
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("rolout.tpo_p=1", "rolout.tpo_p: no such setting; did you mean rollout.top_p?"),
         (
             "learning_rate=1",
-            "learning_rate: no such setting; did you mean train.learning_rate or warmup.learning_rate?",
+            "learning_rate: no such setting; did you mean train.learning_rate or warmup.learning_rate or "
+            "critic.learning_rate?",
         ),
         ("xyz.abc=1", "xyz.abc: no such setting; `fovea config` lists them all"),
         ("a..b=1", "a..b: no such setting; `fovea config` lists them all"),
@@ -236,10 +237,10 @@ def test_bytes_that_are_no_text(recipe: Path) -> None:
 
 
 def test_an_error_names_the_layer_that_made_it(recipe: Path) -> None:
-    Path("over.yaml").write_text("rollout: {top_p: 2}\ntrain: {minibatches: 50}\n", encoding="utf-8")
+    Path("over.yaml").write_text("rollout: {top_p: 2}\nalgorithm: {minibatches: 50}\n", encoding="utf-8")
     assert error_of([recipe, Path("over.yaml")]).startswith("over.yaml: rollout.top_p: 2 does not fit")
     assert error_of([recipe, Path("over.yaml")], "rollout.top_p=1").startswith(
-        "recipes/small.yaml and over.yaml and command line: train.minibatches=50 is more than"
+        "recipes/small.yaml and over.yaml and command line: algorithm.minibatches=50 is more than"
     )
 
 

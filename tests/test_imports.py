@@ -15,11 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LEVELS = [
-    {"types", "config", "config_docs", "config_io", "errors", "allocator"},
+    {"types", "config", "config_docs", "config_io", "errors", "allocator", "config_base", "config_algorithm"},
     {"algorithms", "data", "models"},
-    {"environments", "samples", "cutting", "packing", "prompts"},
+    {"environments", "samples", "advantages", "cutting", "packing", "prompts"},
     {"rollout", "train", "metrics", "summary", "report", "checkpoint", "run_folder", "wandb_sink", "profile"},
-    {"evaluate", "warmup", "run", "stages", "loop"},
+    {"evaluate", "warmup", "run", "draw", "stages", "loop"},
     {"build", "cli", "__main__"},
 ]
 """From the bottom; a module imports its own level and those below."""

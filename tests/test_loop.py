@@ -14,11 +14,15 @@ from fovea.errors import DataError
 from fovea.loop import sampling_of, take_step, train
 from fovea.metrics import read_metrics
 from fovea.rollout.wait import wait_for
-from fovea.stages import begin
+from fovea.stages import Standing, begin
 from fovea.types import Score
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 
 TIMING = ("seconds/", "tokens_per_second", "memory/")
+
+
+def at(step: int) -> Standing:
+    return Standing(step=step, kl_coef=0.0)
 
 
 def untimed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -50,7 +54,7 @@ def test_the_engine_draws_from_the_newest_weights_and_never_twice_with_one_seed(
     assert isinstance(policy, BanditPolicy)
     engine.seeds.clear()
     for step in range(3):
-        groups, _ = wait_for(take_step(run, step))
+        groups, _ = wait_for(take_step(run, at(step)))
         assert {episode.completion.version for group in groups for episode in group.episodes} == {step}
         np.testing.assert_array_equal(engine.table, policy.table)
     assert len(set(engine.seeds)) == 3 * 8
@@ -61,7 +65,7 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
     begin(run)
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
     run.engine.load_weights(run.policy.weights(), 0)
-    _, metrics = wait_for(take_step(run, 0))
+    _, metrics = wait_for(take_step(run, at(0)))
     assert run.policy.batches[0].groups == ()  # type: ignore[attr-defined]
     assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (
         0,
@@ -73,9 +77,9 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
 def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
     on_policy = bandit_run(tmp_path / "a", max_steps=1)
     train(on_policy)
-    epochs = bandit_run(tmp_path / "e", max_steps=1, train={"epochs": 2})
+    epochs = bandit_run(tmp_path / "e", max_steps=1, algorithm={"ppo_epochs": 2})
     train(epochs)
-    off_policy = bandit_run(tmp_path / "b", max_steps=1, train={"minibatches": 2}, algorithm={"kl_coef": 0.1})
+    off_policy = bandit_run(tmp_path / "b", max_steps=1, algorithm={"minibatches": 2, "kl_coef": 0.1})
     train(off_policy)
     (first,), (second,) = on_policy.policy.batches, off_policy.policy.batches  # type: ignore[attr-defined]
     (of_epochs,) = epochs.policy.batches  # type: ignore[attr-defined]
@@ -117,7 +121,7 @@ def test_a_kl_term_acts_on_groups_without_signal_too(tmp_path: Path) -> None:
     begin(run)
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
     run.engine.load_weights(run.policy.weights(), 0)
-    _, metrics = wait_for(take_step(run, 0))
+    _, metrics = wait_for(take_step(run, at(0)))
     assert len(run.policy.batches[0].groups) == 8  # type: ignore[attr-defined]
     assert metrics["groups/skipped"] == 0
 
@@ -145,7 +149,7 @@ def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:
         run = bandit_run(tmp_path / str(seed), seed=seed, max_steps=1)
         begin(run)
         run.engine.seeds.clear()  # type: ignore[attr-defined]
-        wait_for(take_step(run, 0))
+        wait_for(take_step(run, at(0)))
         seeds.append(set(run.engine.seeds))  # type: ignore[attr-defined]
     assert not seeds[0] & seeds[1]
 
@@ -155,7 +159,7 @@ def test_a_reward_that_is_no_number_is_named(tmp_path: Path) -> None:
     begin(run)
     run.environment.score = lambda task, turns: Score(reward=float("nan"), accuracy=0.0)  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"train/\d+: the reward of '[abcd]' is nan; return a finite number"):
-        wait_for(take_step(run, 0))
+        wait_for(take_step(run, at(0)))
 
 
 def test_a_checkpoint_cut_short_or_copied_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -139,13 +139,13 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
         ["model.freeze_vision_tower=true", "train.gradient_checkpointing=true"],
         [
             "algorithm.kl_coef=0.01",
-            "train.epochs=2",
-            "train.minibatches=2",
+            "algorithm.ppo_epochs=2",
+            "algorithm.minibatches=2",
             "train.max_tokens_per_microbatch=150",
         ],
         ["model.lora.rank=4", "algorithm.kl_coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
         ["warmup=null", "environment.level=3", "rollout.max_batch_tokens=200"],
-        ["train.variable_seq_lengths=false", "train.max_tokens_per_microbatch=400", "train.epochs=2"],
+        ["train.variable_seq_lengths=false", "train.max_tokens_per_microbatch=400", "algorithm.ppo_epochs=2"],
         [
             "model.freeze_vision_tower=true",
             "model.feature_cache_gib=0",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fovea.config import Algorithm
 from fovea.samples import episode_metrics, make_batch
-from fovea.types import Completion, Episode, Group, Prompt, Score, Task
+from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
 
 PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
 
@@ -31,25 +32,29 @@ def episode(reward: float, tokens: int, kind: str) -> Episode:
 GROUPS = [group(1, 1), group(0, 1), group(0.5, 0.5, tokens=6), group(0, 0), group(1, 0)]
 
 
+def batch_of(**settings: object) -> tuple[Batch, Metrics]:
+    return make_batch(GROUPS, Algorithm.model_validate(settings), max_new_tokens=10)
+
+
 def first_rewards(limit: int) -> list[float]:
-    """By the advantage and length of the first sample, which groups were kept."""
-    batch, _ = make_batch(GROUPS, normalize_by_std=False, max_groups_without_signal=limit)
-    return [float(g.samples[0].advantages_T[0]) for g in batch.groups]
+    """Which groups were kept, by the reward of their first sample."""
+    batch, _ = batch_of(max_groups_without_signal=limit)
+    return [g.samples[0].reward for g in batch.groups]
 
 
 def test_groups_with_signal_come_first_then_the_worst_without() -> None:
-    assert first_rewards(0) == [-0.5, 0.5]
-    assert first_rewards(1) == [-0.5, 0.5, 0.0]
-    kept, _ = make_batch(GROUPS, normalize_by_std=False, max_groups_without_signal=2)
+    assert first_rewards(0) == [0, 1]
+    assert first_rewards(1) == [0, 1, 0]
+    kept, _ = batch_of(max_groups_without_signal=2)
     lengths = [len(g.samples[0].token_ids_T) for g in kept.groups]
     assert lengths == [4, 4, 4, 6], "all wrong before half right"
-    assert len(make_batch(GROUPS, normalize_by_std=False, max_groups_without_signal=9)[0].groups) == 5
+    assert len(batch_of(max_groups_without_signal=9)[0].groups) == 5
 
 
 @pytest.mark.parametrize("limit", [0, 1, 9])
 def test_the_loss_is_divided_by_the_tokens_of_every_group(limit: int) -> None:
-    batch, counts = make_batch(GROUPS, normalize_by_std=True, max_groups_without_signal=limit)
-    assert batch.normalizer_tokens == 8 * 4 + 2 * 6
+    batch, counts = batch_of(max_groups_without_signal=limit)
+    assert {sample.weight for sample in batch.samples} == {1 / (8 * 4 + 2 * 6)}
     assert (counts["groups/with_signal"], counts["groups/without_signal"]) == (2, 3)
     assert counts["groups/skipped"] == 5 - len(batch.groups)
 

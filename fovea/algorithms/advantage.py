@@ -1,4 +1,7 @@
-"""Advantages: how much better an episode is than its group.
+"""Advantages of whole episodes: how much better one is than its group, or than its batch.
+
+Every function takes the rewards of a step and gives advantages of the same shape. PPO's advantages, one per action
+and from a critic, are in `gae.py`.
 
 Axes: `P` groups, `G` episodes of a group.
 """
@@ -19,13 +22,54 @@ def has_signal(rewards_PG: Tensor) -> Tensor:
     return rewards_PG.amax(1) - rewards_PG.amin(1) > SAME_REWARD
 
 
-def group_advantages(rewards_PG: Tensor, *, normalize_by_std: bool) -> Tensor:
-    """GRPO: (R - mean) / (std + 1e-6) over each group, std unbiased; exactly 0 where a group's rewards are equal.
+def grpo(rewards_PG: Tensor) -> Tensor:
+    """(R - mean) / (std + 1e-6) over each group, std unbiased; exactly 0 where a group's rewards are equal.
 
-    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1. Without the division: Liu et al., Dr. GRPO,
-    arXiv 2503.20783. A group holds at least two episodes.
+    A group of one episode has nothing to be compared with: A = R. Shao et al., DeepSeekMath, arXiv 2402.03300,
+    section 4.1.
     """
+    if rewards_PG.shape[1] == 1:
+        return rewards_PG
     centred_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    if normalize_by_std:
-        centred_PG = centred_PG / (rewards_PG.std(1, keepdim=True) + STD_EPSILON)
-    return torch.where(has_signal(rewards_PG)[:, None], centred_PG, 0.0)
+    return _where_signal(rewards_PG, centred_PG / (rewards_PG.std(1, keepdim=True) + STD_EPSILON))
+
+
+def dr_grpo(rewards_PG: Tensor) -> Tensor:
+    """R - mean over each group; exactly 0 where a group's rewards are equal.
+
+    A group of one episode: A = R, as in `grpo`. Liu et al., Dr. GRPO, arXiv 2503.20783, who sum its losses by
+    `seq-mean-token-sum-norm` and leave the KL term out.
+    """
+    if rewards_PG.shape[1] == 1:
+        return rewards_PG
+    return _where_signal(rewards_PG, rewards_PG - rewards_PG.mean(1, keepdim=True))
+
+
+def rloo(rewards_PG: Tensor) -> Tensor:
+    """R - mean of the OTHER episodes of the group; exactly 0 where a group's rewards are equal.
+
+    Raises ValueError for groups of one, which have no others. Ahmadian et al., arXiv 2402.14740, section 3.
+    """
+    num_episodes = rewards_PG.shape[1]
+    if num_episodes == 1:
+        raise ValueError(
+            "rloo compares an episode with the others of its group, and groups of 1 have none: use 2 or more"
+        )
+    others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / (num_episodes - 1)
+    return _where_signal(rewards_PG, rewards_PG - others_PG)
+
+
+def reinforce_plus_plus(rewards_PG: Tensor) -> Tensor:
+    """(R - mean) / (std + 1e-6) over the WHOLE batch, std unbiased; exactly 0 if all rewards of the batch are equal.
+
+    A group without signal of its own does get an advantage here, by how it did beside the other groups; groups of one
+    are fine. Hu et al., REINFORCE++, arXiv 2501.03262: the general variant, without a group baseline. The epsilon is
+    that of `grpo`.
+    """
+    if not has_signal(rewards_PG.reshape(1, -1)):
+        return torch.zeros_like(rewards_PG)
+    return (rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + STD_EPSILON)
+
+
+def _where_signal(rewards_PG: Tensor, advantages_PG: Tensor) -> Tensor:
+    return torch.where(has_signal(rewards_PG)[:, None], advantages_PG, 0.0)

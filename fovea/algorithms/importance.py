@@ -1,17 +1,42 @@
 """Weights for samples that were drawn by another computation than the one that trains on them.
 
-Axes: `A` action tokens, of any number of completions.
+Axes: `A` action tokens, of any number of completions, one completion after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal, assert_never
+
+import torch
 from torch import Tensor
 
+from fovea.algorithms.ratio import ratios
+from fovea.algorithms.sequences import sequence_sums, spread
 
-def truncated_weights(old_logprobs_A: Tensor, rollout_logprobs_A: Tensor, *, cap: float) -> Tensor:
-    """min(exp(lp_old - lp_rollout), cap) per token, without a gradient; multiplies the clipped loss.
+Level = Literal["token", "sequence", "sequence_mask"]
 
-    Truncated importance sampling (Ionides, 2008; for engines that differ from the trainer: Yao et al., 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training").
+
+def importance_weights(
+    old_logprobs_A: Tensor, rollout_logprobs_A: Tensor, lengths: Sequence[int], *, level: Level, cap: float
+) -> Tensor:
+    """[A] without a gradient, to multiply the policy loss with; no lower bound at any level:
+
+        token          min(exp(lp_old - lp_rollout), cap)
+        sequence       the product of the ratios over a completion, at most cap, for each of its actions
+        sequence_mask  that product as it is, and 0 for a completion where it is above cap
+
+    `lengths` are the actions of each completion. Logarithms are clamped to +-20. Truncated importance sampling
+    (Ionides, 2008; for engines that differ from the trainer: Yao et al., 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training"). The mask keeps the ratio of what it keeps, as TRL 1.16's mode of that name.
     """
-    return (old_logprobs_A - rollout_logprobs_A).detach().exp().clamp(max=cap)
+    log_ratios_A = (old_logprobs_A - rollout_logprobs_A).detach()
+    if level == "token":
+        return ratios(log_ratios_A).clamp(max=cap)
+    ratios_A = spread(ratios(sequence_sums(log_ratios_A, lengths)), lengths)
+    match level:
+        case "sequence":
+            return ratios_A.clamp(max=cap)
+        case "sequence_mask":
+            return torch.where(ratios_A > cap, 0.0, ratios_A)
+    assert_never(level)

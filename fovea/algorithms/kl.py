@@ -1,18 +1,68 @@
-"""Estimates of the KL divergence between two policies from the actions of one, per action (`A`)."""
+"""Estimates of the KL divergence between two policies from the actions of one, per action (`A`), and its controller.
+
+The actions are those of the policy, and an estimate is of KL(policy || other): Schulman, "Approximating KL
+divergence", 2020 (joschu.net/blog/kl-approx.html).
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from fovea.algorithms.ratio import clamp_log
+
 MAX_KL = 10.0
+MAX_ERROR = 0.2
+
+
+def k1(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
+    """lp - lp_other: unbiased, of either sign. For the reward; as a loss its gradient is 0 on average."""
+    return logprobs_A - other_logprobs_A
+
+
+def k2(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
+    """(lp - lp_other)^2 / 2: biased, never negative, and as a loss on-policy its gradient is that of the KL."""
+    return (logprobs_A - other_logprobs_A).square() / 2
 
 
 def k3(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """e^x - x - 1 with x = lp_other - lp, clamped to +-20 and the result to +-10: KL(policy || other), never negative.
-
-    Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html).
-    """
-    x_A = (other_logprobs_A - logprobs_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """e^x - x - 1 with x = lp_other - lp, clamped to +-20 and the result to +-10: unbiased, never negative."""
+    x_A = clamp_log(other_logprobs_A - logprobs_A)
     # expm1 keeps the digits that e^x - 1 loses near 0, where rounding would make the estimate negative
     return (x_A.expm1() - x_A).clamp(0.0, MAX_KL)
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+"""By `algorithm.kl_estimator`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlController:
+    """The coefficient of a KL penalty, moved towards a target KL. Ziegler et al., arXiv 1909.08593, section 2.2.
+
+    `target` is in nats, as `kl` is given; without one the coefficient is constant. `horizon` is in samples.
+    """
+
+    coef: float
+    target: float | None
+    horizon: int
+
+    def after(self, kl: float, num_samples: int) -> KlController:
+        """coef * (1 + clip(kl/target - 1, -0.2, 0.2) * n/horizon), after a step of n samples with this KL.
+
+        Raises ValueError for a KL that is not finite, and for a step so large beside the horizon (five times it) that
+        the coefficient could end at 0 or below.
+        """
+        if self.target is None:
+            return self
+        if not math.isfinite(kl):
+            raise ValueError(f"the KL of the step is {kl}: the controller takes finite ones, skip this step")
+        if num_samples * MAX_ERROR >= self.horizon:
+            raise ValueError(
+                f"a horizon of {self.horizon} samples for steps of {num_samples} can turn the KL coefficient to 0 or "
+                f"below: set it above {math.floor(num_samples * MAX_ERROR)}"
+            )
+        error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))

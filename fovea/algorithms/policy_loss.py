@@ -1,22 +1,26 @@
-"""The clipped policy loss, per action; the caller sums and divides by the tokens of the whole batch.
+"""Policy losses, per action; the caller weighs and sums them over the whole batch (`aggregation.py`).
 
-Axes: `A` action tokens, of any number of completions.
+Each takes the log-probs now, those before the update, and the advantages; what is constant in them carries no
+gradient. Log ratios are clamped to +-20 throughout.
+
+Axes: `A` action tokens, of any number of completions, one completion after the other; `S` completions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""exp overflows past 88; a ratio anywhere near e^20 is a mismatch that the metrics show."""
+from fovea.algorithms.ratio import ratios
+from fovea.algorithms.sequences import sequence_means, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Loss of each action, and where the clip took hold."""
+    """Loss of each action, its ratio, and where the clip took hold."""
 
     loss_A: Tensor
     ratio_A: Tensor
@@ -38,7 +42,79 @@ def clipped_loss(
     Schulman et al., arXiv 1707.06347; separate bounds: Yu et al., DAPO, arXiv 2503.14476; the bound for negative
     advantages: Ye et al., arXiv 1912.09729.
     """
-    ratio_A = (logprobs_A - old_logprobs_A).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_A = ratios(logprobs_A - old_logprobs_A)
+    return _clipped(ratio_A, advantages_A, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def gspo_loss(
+    logprobs_A: Tensor,
+    old_logprobs_A: Tensor,
+    advantages_A: Tensor,
+    lengths: Sequence[int],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """The clipped loss with one ratio per completion: s = exp(mean over its tokens of lp - lp_old).
+
+    A token's ratio is sg[s] exp(lp - sg[lp]): the value of s, and a gradient to the token's own log-prob, so that
+    under `seq-mean-token-mean` the gradient is that of s itself. `lengths` are the actions of each completion; the
+    bounds are the paper's tiny ones (3e-4 and 4e-4). Zheng et al., GSPO, arXiv 2507.18071, section 4.3.
+    """
+    log_ratios_S = sequence_means((logprobs_A - old_logprobs_A).detach(), lengths)
+    ratio_A = spread(ratios(log_ratios_S), lengths) * (logprobs_A - logprobs_A.detach()).exp()
+    return _clipped(ratio_A, advantages_A, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+
+
+def cispo_loss(
+    logprobs_A: Tensor,
+    old_logprobs_A: Tensor,
+    advantages_A: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """L = -sg[clamp(r, 1 - low, 1 + high)] A lp: the weight is clipped, and every token keeps its gradient.
+
+    `clip_low` of 1 or more is no lower bound, as in the paper's runs. `clipped_*` count clamped weights of either
+    sign of A. MiniMax, MiniMax-M1, arXiv 2506.13585, section 3.1.
+    """
+    ratio_A = ratios(logprobs_A - old_logprobs_A).detach()
+    return PolicyLoss(
+        loss_A=-ratio_A.clamp(1 - clip_low, 1 + clip_high) * advantages_A * logprobs_A,
+        ratio_A=ratio_A,
+        clipped_low_A=ratio_A < 1 - clip_low,
+        clipped_high_A=ratio_A > 1 + clip_high,
+    )
+
+
+def sapo_loss(
+    logprobs_A: Tensor,
+    old_logprobs_A: Tensor,
+    advantages_A: Tensor,
+    *,
+    temperature_positive: float,
+    temperature_negative: float,
+) -> PolicyLoss:
+    """L = -A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of the clip, with slope 1 at r = 1.
+
+    tau is `temperature_positive` where A > 0 and `temperature_negative` elsewhere (the paper: 1.0 and 1.05); nothing
+    is ever clipped. Gao et al., SAPO, arXiv 2511.20347.
+    """
+    ratio_A = ratios(logprobs_A - old_logprobs_A)
+    tau_A = torch.full_like(advantages_A, temperature_negative).masked_fill(advantages_A > 0, temperature_positive)
+    nowhere_A = torch.zeros_like(ratio_A, dtype=torch.bool)
+    return PolicyLoss(
+        loss_A=-advantages_A * (4 / tau_A) * torch.sigmoid(tau_A * (ratio_A - 1)),
+        ratio_A=ratio_A.detach(),
+        clipped_low_A=nowhere_A,
+        clipped_high_A=nowhere_A,
+    )
+
+
+def _clipped(
+    ratio_A: Tensor, advantages_A: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyLoss:
     plain_A = -advantages_A * ratio_A
     clipped_A = -advantages_A * ratio_A.clamp(1 - clip_low, 1 + clip_high)
     loss_A = torch.maximum(plain_A, clipped_A)

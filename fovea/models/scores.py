@@ -19,6 +19,8 @@ class TokenScores:
 
     logprobs_A: Tensor
     entropies_A: Tensor
+    values_A: Tensor | None = None
+    """Of a value head, before the action; None without one."""
 
 
 def token_scores(

@@ -21,6 +21,8 @@ from fovea.errors import ConfigError, TrainError
 from fovea.models.parts import language_model, vision_tower
 
 ADAPTER = "default"
+VALUE_HEAD = "value_head."
+"""Where the parameters of a value head begin, in a `models.vlm.VLM`."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED_AT_ONCE = 1 << 24
 PLACE_MULTIPLIER = 0x9E3779B97F4A7C1  # odd, and without a pattern in its bits
@@ -176,6 +178,16 @@ def bit_hash(tensor: Tensor) -> int:
         places = torch.arange(start, start + len(part), device=part.device)
         total += int((part * ((places * PLACE_MULTIPLIER) ^ (places >> 7) | 1)).sum())
     return total
+
+
+def policy_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Those of the policy: without a value head that sits on it."""
+    return {name: x for name, x in trainable_parameters(vlm).items() if not name.startswith(VALUE_HEAD)}
+
+
+def value_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Those of a value head on the policy."""
+    return {name: x for name, x in trainable_parameters(vlm).items() if name.startswith(VALUE_HEAD)}
 
 
 def trainable_parameters(network: nn.Module) -> Mapping[str, nn.Parameter]:

@@ -6,6 +6,7 @@ Axes: `N` tokens of a row, `A` actions, `E` width of the model, `D` width of a h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from fovea.models.row import PackedRow
 from fovea.models.row_attention import Kernel, row_attention
 from fovea.models.scores import TokenScores, token_scores
 from fovea.models.tape import LinearGroup
+from fovea.models.value_head import ValueHead
 from fovea.types import PromptImage
 
 
@@ -38,9 +40,11 @@ class VLM(nn.Module):
         attention: Kernel = "auto",
         feature_cache: FeatureCache | None = None,
         kernels: Kernels = TORCH_KERNELS,
+        value_head: ValueHead | None = None,
     ) -> None:
         """`feature_cache` only with a vision tower that never changes; `kernels`: Liger's on CUDA, if wanted."""
         super().__init__()
+        self.value_head = value_head
         self.network = parts.network
         self.image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
         self._feature_cache = feature_cache
@@ -56,12 +60,16 @@ class VLM(nn.Module):
         use_layer_calls(language_model(parts.network))
 
     def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
-        """Log-probs and entropies [A] at `temperature`; logits exist for `chunk_tokens` actions at a time."""
+        """Log-probs and entropies [A] at `temperature`, and values where there is a head for them.
+
+        Logits exist for `chunk_tokens` actions at a time.
+        """
         hidden_AE = self.action_states(row)
         head: Any = self.network.get_submodule("lm_head")
-        return token_scores(
+        scores = token_scores(
             hidden_AE, head.weight, row.target_ids_A, temperature=temperature, chunk_tokens=chunk_tokens
         )
+        return scores if self.value_head is None else replace(scores, values_A=self.value_head(hidden_AE))
 
     def action_states(self, row: PackedRow) -> Tensor:
         """Last hidden states [A, E], after the final norm: those that predict the actions."""

@@ -24,10 +24,12 @@ async def collect(
     sampling: Sampling,
     n: int,
     seed: tuple[int, ...],
+    num_before: int = 0,
 ) -> list[Group]:
     """n scored completions of every prompt; each is scored as soon as its group is drawn.
 
-    A group's random numbers depend on `seed` and its place in the step, so that a resumed run draws the same.
+    A group's random numbers depend on `seed` and its place in the step, after `num_before` others, so that a resumed
+    run draws the same.
     """
 
     async def group(place: int, item: PromptedTask) -> Group:
@@ -36,7 +38,7 @@ async def collect(
         episodes = tuple(_episode(environment, item.task, completion) for completion in completions)
         return Group(prompt=item.prompt, episodes=episodes)
 
-    return await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted)))
+    return await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted, num_before)))
 
 
 def request_seed(*parts: int) -> int:

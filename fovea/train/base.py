@@ -27,6 +27,10 @@ class Policy(Protocol):
         """The same under the weights that RL began with."""
         ...
 
+    def logprobs_and_values(self, batch: Batch) -> tuple[Sequence[NDArray[np.float32]], Sequence[NDArray[np.float32]]]:
+        """Log-probs and values, each [T] of every sample, where there is a value function."""
+        ...
+
     def update(self, batch: Batch) -> Metrics:
         """All optimizer steps of one batch."""
         ...

@@ -14,35 +14,44 @@ from torch import Tensor, nn
 
 from fovea.errors import TrainError, broken_checkpoint
 
-WEIGHTS, OPTIMIZER, POLICY = "trainable.safetensors", "optimizer.pt", "policy.json"
-REFERENCE = "reference.safetensors"
+POLICY, REFERENCE = "policy.json", "reference.safetensors"
 
 
-def save_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Weights, optimizer and step count, in an existing folder."""
-    save_file({name: x.detach().contiguous() for name, x in parameters.items()}, folder / WEIGHTS)
-    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
-    (folder / POLICY).write_text(json.dumps({"steps": steps}))
+def save_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """`name`.safetensors and `name`_optimizer.pt, in an existing folder."""
+    save_file({key: x.detach().contiguous() for key, x in parameters.items()}, folder / f"{name}.safetensors")
+    torch.save(optimizer.state_dict(), folder / f"{name}_optimizer.pt")
 
 
-def load_state(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Fill parameters and optimizer in place; returns the steps taken. TrainError when the model is another one."""
-    saved = _read(folder / WEIGHTS)
-    if {name: x.shape for name, x in saved.items()} != {name: x.shape for name, x in parameters.items()}:
+def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Fill parameters and optimizer in place. TrainError when the model is another one."""
+    saved = _read(folder / f"{name}.safetensors")
+    if {key: x.shape for key, x in saved.items()} != {key: x.shape for key, x in parameters.items()}:
         different = sorted(set(saved) ^ set(parameters)) or ["(same names, other sizes)"]
         raise TrainError(
             f"{folder} was saved by a model with other trainable parameters ({different[0]} ...); resume with the "
             "config.yaml of its run folder, or start a new run_dir"
         )
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
+        for key, parameter in parameters.items():
+            parameter.copy_(saved[key])
     try:
-        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
-        steps: int = json.loads((folder / POLICY).read_text())["steps"]
+        optimizer.load_state_dict(torch.load(folder / f"{name}_optimizer.pt", weights_only=True, map_location="cpu"))
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
-    return steps
+
+
+def save_counts(folder: Path, **counts: int) -> None:
+    (folder / POLICY).write_text(json.dumps(counts))
+
+
+def load_counts(folder: Path, *names: str) -> list[int]:
+    """What `save_counts` wrote under these names."""
+    try:
+        saved = json.loads((folder / POLICY).read_text())
+        return [int(saved[name]) for name in names]
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
 
 
 def _read(file: Path) -> dict[str, Tensor]:

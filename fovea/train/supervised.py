@@ -14,8 +14,8 @@ from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.packing import pack_row
 from fovea.train.masters import MasterWeights
+from fovea.train.optimizer import make_adamw, set_learning_rate
 from fovea.train.schedule import learning_rate
-from fovea.train.torch_policy import make_adamw, set_learning_rate
 from fovea.types import Prompt
 
 MAX_GRAD_NORM = 1.0

@@ -14,7 +14,13 @@ from fovea.types import Batch, Metrics
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny
 
-EPOCHS = {"epochs": 3, "lr_warmup_steps": 0, "max_tokens_per_microbatch": 300}
+TRAIN = {"lr_warmup_steps": 0, "max_tokens_per_microbatch": 300}
+EPOCHS = 3
+
+
+def policy_of_epochs(**algorithm: object) -> TorchPolicy:
+    settings = Algorithm.model_validate({"ppo_epochs": EPOCHS, **algorithm})
+    return make_policy(tiny("qwen3_vl"), algorithm=settings, **TRAIN)
 
 
 def weights_of(policy: TorchPolicy) -> torch.Tensor:
@@ -28,8 +34,8 @@ def count_passes(policy: TorchPolicy) -> list[int]:
     return passes
 
 
-def update(with_pass: bool, algorithm: Algorithm, **train: object) -> tuple[torch.Tensor, Metrics, int]:
-    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, **{**EPOCHS, **train})
+def update(with_pass: bool, **algorithm: object) -> tuple[torch.Tensor, Metrics, int]:
+    policy = policy_of_epochs(**algorithm)
     batch = make_batch(tiny("qwen3_vl"))
     passes = count_passes(policy)
     if with_pass:
@@ -41,9 +47,8 @@ def update(with_pass: bool, algorithm: Algorithm, **train: object) -> tuple[torc
 @pytest.mark.parametrize("clip", [0.2, 0.001])
 def test_the_first_epoch_stands_in_for_a_pass_of_its_own(clip: float) -> None:
     """Also where later epochs clip, which the old log-probs decide."""
-    algorithm = Algorithm(clip_low=clip, clip_high=clip)
-    weights, metrics, passes = update(False, algorithm)
-    expected_weights, expected_metrics, expected_passes = update(True, algorithm)
+    weights, metrics, passes = update(False, clip_low=clip, clip_high=clip)
+    expected_weights, expected_metrics, expected_passes = update(True, clip_low=clip, clip_high=clip)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
     assert metrics == pytest.approx(expected_metrics, abs=1e-6, rel=1e-5)
     assert metrics["clip_frac/low"] + metrics["clip_frac/high"] > 0
@@ -53,16 +58,19 @@ def test_the_first_epoch_stands_in_for_a_pass_of_its_own(clip: float) -> None:
 
 def test_later_epochs_are_off_policy() -> None:
     """Each epoch its own old policy would leave every ratio at 1."""
-    _, metrics, _ = update(False, Algorithm())
+    _, metrics, _ = update(False)
     assert abs(metrics["ratio_mean"] - 1) > 1e-4
 
 
 def test_the_batch_that_was_handed_in_stays_as_it_was() -> None:
-    policy, batch = make_policy(tiny("qwen3_vl"), **EPOCHS), make_batch(tiny("qwen3_vl"))
+    policy, batch = (
+        policy_of_epochs(),
+        make_batch(tiny("qwen3_vl")),
+    )
     policy.update(batch)
     assert all(sample.old_logprobs_T is None for group in batch.groups for sample in group.samples)
 
 
 def test_a_batch_without_groups_takes_no_epoch() -> None:
     empty: Batch = replace(make_batch(tiny("qwen3_vl")), groups=())
-    assert make_policy(tiny("qwen3_vl"), **EPOCHS).update(empty)["actions_trained"] == 0
+    assert policy_of_epochs().update(empty)["actions_trained"] == 0

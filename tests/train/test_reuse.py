@@ -76,6 +76,7 @@ class Pair:
 
 def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, traces: bool = True) -> Batch:
     rng = np.random.default_rng(0)
+    num_tokens = sum(len(completion.token_ids_T) for group in groups for completion in group)
 
     def sample(completion: Completion) -> Sample:
         tokens = completion.token_ids_T
@@ -83,15 +84,14 @@ def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], 
         return Sample(
             token_ids_T=tokens,
             rollout_logprobs_T=completion.logprobs_T,
+            reward=0.0,
+            weight=1 / num_tokens,
             advantages_T=advantage,
             trace=completion.trace if traces else None,
         )
 
     samples = [tuple(map(sample, group)) for group in groups]
-    return Batch(
-        groups=tuple(SampleGroup(prompt=p, samples=s) for p, s in zip(prompts, samples, strict=True)),
-        normalizer_tokens=sum(len(s.token_ids_T) for group in samples for s in group),
-    )
+    return Batch(groups=tuple(SampleGroup(prompt=p, samples=s) for p, s in zip(prompts, samples, strict=True)))
 
 
 @pytest.mark.parametrize("max_tokens", [10_000, 85])

@@ -1,0 +1,70 @@
+"""The completions of a step: one rollout, or with dynamic sampling as many as fill the step with groups that differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fovea.rollout.collect import collect
+from fovea.run import Run
+from fovea.types import Group, Metrics, Sampling
+
+SAME_ACCURACY = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What the rollouts of a step gave."""
+
+    groups: list[Group]
+    """All of them."""
+    to_train: list[Group]
+    """Those that make the step."""
+    metrics: Metrics
+
+
+async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
+    """`prompts_per_step` groups; with dynamic sampling that many with answers both better and worse, if they come.
+
+    Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy and not by reward: a part of the reward that every
+    answer gets, or a small one for the format, says nothing about the group.
+    """
+    wanted = run.config.rollout.prompts_per_step
+    groups = await _rollout(run, sampling, step, num_before=0)
+    if not run.config.algorithm.dynamic_sampling:
+        return Drawn(groups=groups, to_train=groups, metrics={})
+    batches, differing = 1, [group for group in groups if _differs(group)]
+    while len(differing) < wanted and batches < run.config.algorithm.max_gen_batches:
+        more = await _rollout(run, sampling, step, num_before=len(groups))
+        groups, differing = groups + more, differing + [group for group in more if _differs(group)]
+        batches += 1
+    to_train = differing[:wanted]
+    return Drawn(
+        groups=groups,
+        to_train=to_train,
+        metrics={
+            "dynamic_sampling/batches": float(batches),
+            "dynamic_sampling/groups_dropped": float(len(groups) - len(to_train)),
+            "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
+        },
+    )
+
+
+async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int) -> list[Group]:
+    rollout = run.config.rollout
+    with run.phases("data"):
+        prompted = run.sources.train.take(run.order, rollout.prompts_per_step)
+    with run.phases("rollout"):
+        return await collect(
+            run.engine,
+            run.environment,
+            prompted,
+            sampling=sampling,
+            n=rollout.samples_per_prompt,
+            seed=(run.config.seed, step),
+            num_before=num_before,
+        )
+
+
+def _differs(group: Group) -> bool:
+    accuracies = [episode.score.accuracy for episode in group.episodes]
+    return max(accuracies) - min(accuracies) > SAME_ACCURACY

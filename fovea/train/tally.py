@@ -1,0 +1,57 @@
+"""The sums of an update's passes, and the metrics that they become."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.types import Metrics
+
+LOSSES = ("loss", "policy_loss")
+"""Weighed as they are minimised: a mean over optimizer steps, not over actions."""
+COUNTS = ("actions", "reused_images")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one update."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    norms: list[list[float]] = field(default_factory=list)
+    """For each step, of the gradients before clipping: the policy's, and the value function's where there is one."""
+    passes: int = 0
+    """Over a minibatch, whether a step was taken or not."""
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    """[T] of every sample, by the last whole pass over the batch."""
+    not_finite: list[str] = field(default_factory=list)
+    """Tasks for which the last step was left out."""
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        """Of one pass over a minibatch."""
+        self.passes += 1
+        for key, value in sums.items():
+            self.sums[key] += value
+
+    def metrics(self, num_minibatches: int) -> Metrics:
+        """Losses per optimizer step, everything else a mean over the actions of all passes."""
+        actions = max(self.sums["actions"], 1.0)
+        means = {key: x / actions for key, x in self.sums.items() if key not in (*LOSSES, *COUNTS)}
+        reused = means.pop("reused_actions", 0.0)
+        return {
+            **{key: self.sums[key] / max(self.passes, 1) for key in LOSSES},
+            **means,
+            "actions_trained": self.sums["actions"],
+            "reused_frac": reused,
+            "reused_images": self.sums["reused_images"],
+            "epochs_run": self.passes / num_minibatches,
+            **self._mean_norms(),
+        }
+
+    def _mean_norms(self) -> Metrics:
+        of_steps = zip(*self.norms, strict=True)
+        means = [sum(norms) / len(norms) for norms in of_steps] or [0.0]
+        return dict(zip(("grad_norm", "grad_norm/value"), means, strict=False))

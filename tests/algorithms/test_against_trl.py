@@ -1,0 +1,212 @@
+"""Our losses beside those of TRL's GRPOTrainer: same tiny model, tokens, old log-probs and advantages.
+
+TRL pads and runs transformers' own forward; we pack with shared prefixes. The prompts have one image, two, and none.
+Not covered: how TRL makes advantages (its epsilon is another) and its corrections for vLLM.
+
+Axes: `B` completions, `T` tokens of the longest, `A` actions packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from fovea.algorithms.aggregation import Aggregation, sample_weights
+from fovea.algorithms.kl import k3
+from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from fovea.algorithms.sequences import spread
+from fovea.models.parts import ModelParts
+from fovea.models.vlm import VLM
+from fovea.packing import pack_row
+from fovea.types import Prompt
+from tests.reference import gradients, largest_relative_difference, model_inputs
+from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
+
+FAMILY, TEMPERATURE, MAX_TOKENS = "qwen3_vl", 0.9, 12
+LENGTHS = ((5, 1), (3, 9), (4, 7))
+FLAT = [length for group in LENGTHS for length in group]
+LOW, HIGH, BETA = 0.2, 0.28, 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A loss of ours, and the attributes of TRL's trainer that mean the same."""
+
+    loss: Callable[[Tensor, Tensor, Tensor], PolicyLoss]
+    mode: Aggregation
+    loss_type: str
+    trainer: dict[str, object] = field(default_factory=dict)
+    delta: float | None = None
+
+
+CLIP = partial(clipped_loss, clip_low=LOW, clip_high=HIGH, dual_clip=None)
+
+
+def gspo(lp: Tensor, old: Tensor, advantages: Tensor) -> PolicyLoss:
+    return gspo_loss(lp, old, advantages, FLAT, clip_low=LOW, clip_high=HIGH)
+
+
+CASES = {
+    "dapo": Case(loss=CLIP, mode="token-mean", loss_type="dapo"),
+    "grpo": Case(loss=CLIP, mode="seq-mean-token-mean", loss_type="grpo"),
+    "dr_grpo": Case(loss=CLIP, mode="seq-mean-token-sum-norm", loss_type="dr_grpo"),
+    "kl": Case(loss=CLIP, mode="token-mean", loss_type="dapo", trainer={"beta": BETA}),
+    "dual_clip": Case(
+        loss=partial(clipped_loss, clip_low=LOW, clip_high=HIGH, dual_clip=1.4),
+        mode="token-mean",
+        loss_type="dapo",
+        delta=1.4,  # TRL's name for it
+    ),
+    "gspo": Case(
+        loss=gspo, mode="seq-mean-token-mean", loss_type="grpo", trainer={"importance_sampling_level": "sequence"}
+    ),
+    "cispo": Case(
+        loss=partial(cispo_loss, clip_low=1.0, clip_high=HIGH),
+        mode="token-mean",
+        loss_type="cispo",
+        trainer={"epsilon_high": 1 + HIGH},  # here TRL's bound is that of the weight itself, and the only one
+    ),
+    "sapo": Case(
+        loss=partial(sapo_loss, temperature_positive=1.0, temperature_negative=1.05),
+        mode="seq-mean-token-mean",
+        loss_type="sapo",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Two copies of one model, and what both sides are given."""
+
+    ours: VLM
+    trainer: GRPOTrainer
+    parts: ModelParts
+    prompts: list[Prompt]
+    completions: list[list[np.ndarray]]
+    advantages_B: Tensor
+    old_A: Tensor
+    reference_A: Tensor
+
+    def logprobs(self) -> Tensor:
+        row = pack_row(self.prompts, self.completions, CPU)
+        return self.ours(row, temperature=TEMPERATURE, chunk_tokens=10_000).logprobs_A
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    parts, other = tiny(FAMILY), tiny(FAMILY)
+    prompts, completions = mixed_prompts(parts), random_completions(LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    made = Setup(
+        ours=VLM(parts),
+        trainer=_trainer(other, tmp_path_factory.mktemp("trl")),
+        parts=parts,
+        prompts=prompts,
+        completions=completions,
+        advantages_B=torch.tensor([1.2, -0.7, 0.4, -1.5, -0.3, 0.9]),
+        old_A=torch.randn(sum(FLAT), generator=generator) * 0.4,
+        reference_A=torch.randn(sum(FLAT), generator=generator) * 0.4,
+    )
+    with torch.no_grad():
+        logprobs_A = made.logprobs()
+        made.old_A.add_(logprobs_A)
+        made.reference_A.add_(logprobs_A)
+    return made
+
+
+def _trainer(parts: ModelParts, folder: Path) -> GRPOTrainer:
+    parts.tokenizer.padding_side = "left"
+    settings = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=len(FLAT),
+        num_generations=2,
+        max_completion_length=MAX_TOKENS,
+        temperature=TEMPERATURE,
+        epsilon=LOW,
+        epsilon_high=HIGH,
+        use_bias_correction_kl=False,  # else TRL multiplies k3 with the ratio
+        report_to=[],
+    )
+    trainer = GRPOTrainer(
+        model=parts.network,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=settings,
+        train_dataset=Dataset.from_list([{"prompt": "How many?"}] * 8),
+        processing_class=parts.tokenizer,
+    )
+    trainer.model.eval()  # one batch is all there is: nothing to accumulate
+    return trainer
+
+
+def padded(rows: Sequence[Tensor], *, left: bool) -> Tensor:
+    longest = max(map(len, rows))
+    sides = [(longest - len(row), 0) if left else (0, longest - len(row)) for row in rows]
+    return torch.stack([torch.nn.functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
+
+
+def trl_inputs(setup: Setup) -> dict[str, object]:
+    """What TRL's trainer would have made of these completions; prompts are padded left, completions right."""
+    pairs = [(p, ids) for p, group in zip(setup.prompts, setup.completions, strict=True) for ids in group]
+    prompts = [torch.from_numpy(prompt.token_ids_L) for prompt, _ in pairs]
+    completions = [torch.from_numpy(ids) for _, ids in pairs]
+    models = [model_inputs(setup.parts, prompt, ids[:0]) for prompt, ids in pairs]
+    kinds = [m["mm_token_type_ids"][0] if "mm_token_type_ids" in m else torch.zeros_like(ids, dtype=torch.int32)
+             for m, ids in zip(models, prompts, strict=True)]  # fmt: skip
+    completion_ids = padded(completions, left=False)
+    return {
+        "prompt_ids": padded(prompts, left=True),
+        "prompt_mask": padded([torch.ones_like(ids) for ids in prompts], left=True),
+        "completion_ids": completion_ids,
+        "completion_mask": padded([torch.ones_like(ids) for ids in completions], left=False),
+        "advantages": setup.advantages_B,
+        "old_per_token_logps": padded(setup.old_A.split(FLAT), left=False),
+        "ref_per_token_logps": padded(setup.reference_A.split(FLAT), left=False),
+        "num_items_in_batch": torch.tensor(sum(FLAT)),
+        "num_images": [len(prompt.images) for prompt, _ in pairs],
+        "pixel_values": torch.cat([m["pixel_values"] for m in models if "pixel_values" in m]),
+        "image_grid_thw": torch.cat([m["image_grid_thw"] for m in models if "image_grid_thw" in m]),
+        "mm_token_type_ids": torch.cat([padded(kinds, left=True), torch.zeros_like(completion_ids).int()], dim=1),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_trl(name: str, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, trainer = CASES[name], setup.trainer
+    for attribute, value in {"loss_type": case.loss_type, **case.trainer}.items():
+        assert hasattr(trainer, attribute)
+        monkeypatch.setattr(trainer, attribute, value)
+    monkeypatch.setattr(trainer.args, "delta", case.delta)
+    trainer.model.zero_grad()
+    setup.ours.network.zero_grad()
+    theirs = trainer._compute_loss(trainer.model, trl_inputs(setup))
+    theirs.backward()
+
+    logprobs_A = setup.logprobs()
+    result = case.loss(logprobs_A, setup.old_A, spread(setup.advantages_B, FLAT))
+    loss_A = result.loss_A
+    if name == "kl":
+        loss_A = loss_A + BETA * k3(logprobs_A, setup.reference_A)
+    weights_B = torch.tensor(sample_weights(case.mode, FLAT, max_response_tokens=MAX_TOKENS), dtype=torch.float32)
+    ours = (loss_A * spread(weights_B, FLAT)).sum()
+    ours.backward()
+
+    if name not in ("cispo", "sapo"):  # with every branch of the clip in use
+        assert result.clipped_low_A.any()
+        assert result.clipped_high_A.any()
+    assert float(ours) == pytest.approx(float(theirs), abs=1e-5)
+    first, second = gradients(setup.ours.network), gradients(trainer.model)
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+    assert largest_relative_difference(first, second) < 1e-3
+    assert max(float(gradient.norm()) for gradient in first.values()) > 1e-3

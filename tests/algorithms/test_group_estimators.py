@@ -1,0 +1,75 @@
+"""Each group estimator by hand, and groups that say nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, rloo
+
+ESTIMATORS = [grpo, dr_grpo, rloo, reinforce_plus_plus]
+REWARDS = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.0]])
+
+
+def test_grpo_by_hand() -> None:
+    # row 0: mean 0.5, deviations -.5 .5 0, variance (.25 + .25) / 2 = .25, std .5
+    # row 1: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
+    expected = torch.tensor([[-1.0, 1.0, 0.0], [0.577350, 0.577350, -1.154701]])
+    torch.testing.assert_close(grpo(REWARDS), expected, atol=1e-5, rtol=0)
+
+
+def test_dr_grpo_by_hand() -> None:
+    expected = torch.tensor([[-0.5, 0.5, 0.0], [1 / 3, 1 / 3, -2 / 3]])
+    torch.testing.assert_close(dr_grpo(REWARDS), expected)
+
+
+def test_rloo_by_hand() -> None:
+    # row 0: 0 - (1 + .5)/2, 1 - (0 + .5)/2, .5 - (0 + 1)/2; row 1: 1 - (1 + 0)/2 twice, 0 - (1 + 1)/2
+    torch.testing.assert_close(rloo(REWARDS), torch.tensor([[-0.75, 0.75, 0.0], [0.5, 0.5, -1.0]]))
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # mean 3.5/6 = 7/12; deviations in twelfths -7 5 -1 5 5 -7, squares 49+25+1+25+25+49 = 174;
+    # variance 174/144/5 = .2416667, std .4915960; -7/12 / std = -1.186611, 5/12 / std = .847579, -1/12 / std = -.169516
+    expected = torch.tensor([[-1.186611, 0.847579, -0.169516], [0.847579, 0.847579, -1.186611]])
+    torch.testing.assert_close(reinforce_plus_plus(REWARDS), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@settings(max_examples=50, deadline=None)
+@given(st.floats(-10, 10, width=32), st.integers(1, 4), st.integers(2, 16))
+def test_equal_rewards_give_exactly_zero(estimator, reward: float, groups: int, n: int) -> None:  # type: ignore[no-untyped-def]
+    assert estimator(torch.full((groups, n), reward)).tolist() == [[0.0] * n] * groups
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
+def test_an_equal_group_is_zero_beside_one_with_signal(estimator) -> None:  # type: ignore[no-untyped-def]
+    advantages = estimator(torch.tensor([[0.1] * 5, [0.1, 0.9, 0.1, 0.9, 0.9]]))
+    assert advantages[0].tolist() == [0.0] * 5
+    assert (advantages[1] != 0).all()
+
+
+def test_reinforce_plus_plus_compares_across_groups() -> None:
+    advantages = reinforce_plus_plus(torch.tensor([[0.1, 0.1], [0.9, 0.9]]))
+    # mean .5, deviations +-.4, variance 4 * .16 / 3, std .4618802
+    torch.testing.assert_close(advantages, torch.tensor([[-0.866024] * 2, [0.866024] * 2]), atol=1e-5, rtol=0)
+
+
+def test_groups_of_one() -> None:
+    rewards = torch.tensor([[0.25], [1.0]])
+    assert grpo(rewards).tolist() == [[0.25], [1.0]]
+    assert dr_grpo(rewards).tolist() == [[0.25], [1.0]]
+    with pytest.raises(ValueError, match="groups of 1"):
+        rloo(rewards)
+    # mean .625, deviations -+.375, variance 2 * .140625, std .5303301
+    torch.testing.assert_close(reinforce_plus_plus(rewards), torch.tensor([[-0.707106], [0.707106]]), atol=1e-5, rtol=0)
+    assert reinforce_plus_plus(torch.tensor([[0.7]])).tolist() == [[0.0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=2, max_size=12))
+def test_rloo_is_dr_grpo_times_n_over_n_minus_one(rewards: list[float]) -> None:
+    group, n = torch.tensor([rewards]), len(rewards)
+    torch.testing.assert_close(rloo(group), dr_grpo(group) * n / (n - 1), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,158 @@
+"""GSPO, CISPO and SAPO: numbers by hand, gradients against the formula written naively, no dependence on packing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import exp
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
+
+Loss = Callable[[Tensor, Tensor, Tensor, Sequence[int]], PolicyLoss]
+
+
+def clip(lp: Tensor, old: Tensor, advantages: Tensor, _lengths: Sequence[int]) -> PolicyLoss:
+    return clipped_loss(lp, old, advantages, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+
+
+def cispo(lp: Tensor, old: Tensor, advantages: Tensor, _lengths: Sequence[int]) -> PolicyLoss:
+    return cispo_loss(lp, old, advantages, clip_low=0.2, clip_high=0.28)
+
+
+def sapo(lp: Tensor, old: Tensor, advantages: Tensor, _lengths: Sequence[int]) -> PolicyLoss:
+    return sapo_loss(lp, old, advantages, temperature_positive=1.0, temperature_negative=1.05)
+
+
+LOSSES: dict[str, Loss] = {
+    "clip": clip,
+    "gspo": partial(gspo_loss, clip_low=0.2, clip_high=0.28),
+    "cispo": cispo,
+    "sapo": sapo,
+}
+
+
+def test_gspo_by_hand() -> None:
+    # completion 0: log ratios .1 .3, mean .2, s = 1.221403 (inside); completion 1: .6, s = 1.822119, clipped at 1.28;
+    # completion 2: -.5 -.1 -.6, mean -.4, s = .670320, A < 0: clipped at .8
+    log_ratios = torch.tensor([0.1, 0.3, 0.6, -0.5, -0.1, -0.6])
+    advantages = torch.tensor([1.0, 1.0, 2.0, -1.0, -1.0, -1.0])
+    result = gspo_loss(log_ratios - 1, torch.full((6,), -1.0), advantages, [2, 1, 3], clip_low=0.2, clip_high=0.28)
+    torch.testing.assert_close(result.loss_A, torch.tensor([-1.221403, -1.221403, -2.56, 0.8, 0.8, 0.8]))
+    torch.testing.assert_close(result.ratio_A, torch.tensor([1.221403] * 2 + [1.822119] + [0.670320] * 3))
+    assert result.clipped_high_A.tolist() == [False, False, True, False, False, False]
+    assert result.clipped_low_A.tolist() == [False, False, False, True, True, True]
+
+
+def test_cispo_by_hand() -> None:
+    # weights: 1.5 capped at 1.28, 0.5 raised to 0.8, 1.1 as it is; L = -w A lp
+    ratios = torch.tensor([1.5, 0.5, 1.1])
+    lp = torch.tensor([-1.0, -2.0, -3.0])
+    result = cispo_loss(lp, lp - ratios.log(), torch.tensor([1.0, 0.5, -1.0]), clip_low=0.2, clip_high=0.28)
+    torch.testing.assert_close(result.loss_A, torch.tensor([1.28, 0.8, -3.3]))
+    assert result.clipped_high_A.tolist() == [True, False, False]
+    assert result.clipped_low_A.tolist() == [False, True, False]
+
+
+def test_cispo_without_a_lower_bound() -> None:
+    lp = torch.tensor([-2.0])
+    result = cispo_loss(lp, lp - math.log(0.01), torch.ones(1), clip_low=1.0, clip_high=0.28)
+    assert float(result.loss_A) == pytest.approx(0.02, rel=1e-4)
+    assert not result.clipped_low_A.any()
+
+
+def test_sapo_by_hand() -> None:
+    # A = 2, r = 1.5, tau 1: sigmoid(.5) = .6224593, times 4 = 2.489837, L = -4.979675
+    # A = -1, r = .5, tau 2: sigmoid(-1) = .2689414, times 4/2 = .5378828, L = .5378828
+    ratios = torch.tensor([1.5, 0.5])
+    result = sapo_loss(
+        ratios.log(), torch.zeros(2), torch.tensor([2.0, -1.0]), temperature_positive=1.0, temperature_negative=2.0
+    )
+    torch.testing.assert_close(result.loss_A, torch.tensor([-4.979675, 0.5378828]))
+    assert not (result.clipped_low_A | result.clipped_high_A).any()
+
+
+# The formulas once more, with one float at a time, for gradients by central differences. sg[.] takes its value from
+# `at`, the point of the derivative.
+def naive(name: str, lp: list[float], at: list[float], old: list[float], adv: list[float], lengths: list[int]) -> float:
+    total, start = 0.0, 0
+    for length in lengths:
+        span = range(start, start + length)
+        mean = sum(at[t] - old[t] for t in span) / length if length else 0.0
+        for t in span:
+            r, a = exp(lp[t] - old[t]), adv[t]
+            if name == "cispo":
+                total += -min(max(exp(at[t] - old[t]), 0.8), 1.28) * a * lp[t]
+            elif name == "sapo":
+                tau = 1.0 if a > 0 else 1.05
+                total += -a * 4 / tau / (1 + exp(-tau * (r - 1)))
+            else:
+                r = exp(mean) * exp(lp[t] - at[t]) if name == "gspo" else r
+                loss = max(-a * r, -a * min(max(r, 0.8), 1.28))
+                total += min(loss, -a * 3.0) if name == "clip" and a < 0 else loss
+        start += length
+    return total
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_those_of_the_naive_formula(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    lengths = [4, 1, 0, 7, 3]
+    lp, old, advantages = torch.randn(3, sum(lengths), generator=generator, dtype=torch.float64) * 0.7
+    lp.requires_grad_()
+    loss = LOSSES[name](lp, old, advantages, lengths).loss_A.sum()
+    loss.backward()
+    at, rest = lp.tolist(), (old.tolist(), advantages.tolist(), lengths)
+    assert float(loss.detach()) == pytest.approx(naive(name, at, at, *rest), rel=1e-9)
+    step = 1e-6
+    for t in range(len(at)):
+        up, down = ([*at[:t], at[t] + sign * step, *at[t + 1 :]] for sign in (1, -1))
+        slope = (naive(name, up, at, *rest) - naive(name, down, at, *rest)) / (2 * step)
+        assert lp.grad is not None
+        assert float(lp.grad[t]) == pytest.approx(slope, abs=1e-6)
+
+
+def test_gspo_mean_has_the_gradient_of_the_sequence_ratio() -> None:
+    lp = torch.tensor([-1.0, -0.7, -0.4], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.1, -0.6, -0.5], dtype=torch.float64)
+    gspo_loss(lp, old, torch.full((3,), 1.5), [3], clip_low=0.2, clip_high=0.28).loss_A.mean().backward()
+    plain = lp.detach().requires_grad_()
+    (-1.5 * (plain - old).mean().exp()).backward()
+    torch.testing.assert_close(lp.grad, plain.grad)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=50, deadline=None)
+@given(order=st.permutations(range(4)))
+def test_packing_order_changes_nothing(name: str, order: list[int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [3, 5, 1, 2]
+    parts = [x.split(lengths) for x in torch.randn(3, sum(lengths), generator=generator)]
+    packed = LOSSES[name](*(torch.cat([part[i] for i in order]) for part in parts), [lengths[i] for i in order])
+    alone = [LOSSES[name](*(part[i] for part in parts), [lengths[i]]).loss_A for i in order]
+    torch.testing.assert_close(packed.loss_A, torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_gradient_is_minus_the_advantage(name: str) -> None:
+    lp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages = torch.tensor([0.7, -1.3, 0.2])
+    LOSSES[name](lp, lp.detach(), advantages, [2, 1]).loss_A.sum().backward()
+    torch.testing.assert_close(lp.grad, -advantages)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("log_ratio", [-300.0, 300.0])
+def test_nothing_overflows(name: str, log_ratio: float) -> None:
+    lp = torch.tensor([log_ratio, log_ratio], requires_grad=True)
+    result = LOSSES[name](lp, torch.zeros(2), torch.tensor([1.0, -1.0]), [2])
+    result.loss_A.sum().backward()
+    assert torch.isfinite(result.loss_A).all()
+    assert lp.grad is not None
+    assert torch.isfinite(lp.grad).all()

@@ -1,0 +1,91 @@
+"""A step with something that is not finite is left out and counted, and says which samples did it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.config import Algorithm
+from fovea.errors import TrainError
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Batch
+from tests.policies import make_batch, make_policy
+from tests.tiny_models import tiny
+
+
+def named(batch: Batch) -> Batch:
+    return replace(batch, groups=tuple(replace(g, task_id=f"row {i}") for i, g in enumerate(batch.groups)))
+
+
+def with_advantage(batch: Batch, group: int, value: float) -> Batch:
+    groups = list(batch.groups)
+    samples = [replace(s, advantages_T=np.full_like(s.advantages_T, value)) for s in groups[group].samples]
+    groups[group] = replace(groups[group], samples=tuple(samples))
+    return replace(batch, groups=tuple(groups))
+
+
+def weights_of(policy: TorchPolicy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy._vlm.parameters()])
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 100])
+def test_a_loss_that_is_not_finite_skips_the_step(max_tokens: int) -> None:
+    """Cut into several rows, those that are fine do not step either: half a batch is another gradient."""
+    policy = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=max_tokens, lr_warmup_steps=0)
+    good = named(make_batch(tiny("qwen3_vl")))
+    before = weights_of(policy)
+    metrics = policy.update(with_advantage(good, 1, np.nan))
+    assert metrics["updates_skipped"] == 1
+    assert torch.equal(weights_of(policy), before)
+    assert policy.update(good)["updates_skipped"] == 0
+    assert not torch.equal(weights_of(policy), before)
+    assert weights_of(policy).isfinite().all()
+
+
+def test_too_many_in_a_row_stop_the_run_and_name_the_samples() -> None:
+    policy = make_policy(tiny("qwen3_vl"), max_skipped_updates=1, max_tokens_per_microbatch=100)
+    good = named(make_batch(tiny("qwen3_vl")))
+    bad = with_advantage(good, 1, np.inf)
+    policy.update(bad)
+    policy.update(good)  # the count starts again
+    policy.update(bad)
+    with pytest.raises(TrainError, match=r"at step 4, for the 2th time in a row, with the samples of row 1;"):
+        policy.update(bad)
+
+
+def test_a_gradient_that_is_not_finite_is_traced_to_its_group() -> None:
+    """The loss is finite: the gradient overflows on its way back."""
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts, max_skipped_updates=0)
+    batch = named(make_batch(parts))
+    image = next(i for i, group in enumerate(batch.groups) if group.prompt.images)
+
+    def overflow(_: object, gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(g * torch.inf if g is not None else g for g in gradients)
+
+    parts.network.get_submodule("model.visual.merger").register_full_backward_pre_hook(overflow)
+    with pytest.raises(TrainError, match=rf"with the samples of row {image}[,;]") as caught:
+        policy.update(batch)
+    without_images = [i for i, group in enumerate(batch.groups) if not group.prompt.images]
+    assert without_images
+    assert all(f"row {i}" not in str(caught.value) for i in without_images)
+
+
+def test_the_rest_of_an_update_is_left_out_too() -> None:
+    policy = make_policy(tiny("qwen3_vl"), algorithm=Algorithm(ppo_epochs=3))
+    metrics = policy.update(with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan))
+    assert (metrics["epochs_run"], metrics["updates_skipped"]) == (1, 1)
+
+
+def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
+    bad = with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan)
+    first, second = (make_policy(tiny("qwen3_vl"), max_skipped_updates=1) for _ in range(2))
+    first.update(bad)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    with pytest.raises(TrainError, match="2th time in a row"):
+        second.update(bad)

@@ -1,0 +1,205 @@
+"""PPO's value function: its loss and gradient, the layouts that must not change them, and what is trained when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.advantages import with_advantages
+from fovea.config import Algorithm
+from fovea.models.parts import ModelParts, config_of
+from fovea.models.trainable import policy_parameters, trainable_parameters, value_parameters
+from fovea.models.value_head import ValueHead
+from fovea.models.value_model import ValueModel
+from fovea.models.vlm import VLM
+from fovea.samples import replace_samples, with_old_logprobs, with_values
+from fovea.train.critic import Critic
+from fovea.train.optimizer import Optimizer
+from fovea.train.torch_policy import TorchPolicy
+from fovea.types import Batch
+from tests.policies import NUM_TOKENS, make_batch, train_settings
+from tests.reference import largest_relative_difference, reference_logprobs, reference_states
+from tests.tiny_models import FAMILIES, tiny
+
+PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, value_clip=None)
+
+
+def ppo_policy(
+    parts: ModelParts,
+    *,
+    separate: bool = False,
+    detach_trunk: bool = False,
+    algorithm: Algorithm = PPO,
+    warmup_steps: int = 0,
+    **train: object,
+) -> TorchPolicy:
+    """With a value head that is not 0, so that values differ."""
+    torch.manual_seed(7)
+    settings = train_settings(**{"lr_warmup_steps": 0, **train})
+    width = config_of(parts.network).text_config.hidden_size
+    head = None if separate else ValueHead(width, detach_trunk=detach_trunk)
+    vlm = VLM(parts, value_head=head)
+    model = ValueModel(copy.deepcopy(vlm)) if separate else None
+    linear = (model.head if model is not None else vlm.value_head).linear  # type: ignore[union-attr]
+    torch.nn.init.normal_(linear.weight, std=0.1)
+    values = value_parameters(vlm) if model is None else trainable_parameters(model)
+    critic = Critic(
+        optimizer=Optimizer(values, settings, peak_learning_rate=1e-2, max_steps=10),
+        model=model,
+        warmup_steps=warmup_steps,
+    )
+    return TorchPolicy(vlm, train=settings, algorithm=algorithm, temperature=0.9, max_steps=10, critic=critic)
+
+
+def with_rewards(batch: Batch) -> Batch:
+    rewards = iter([1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    return replace_samples(batch, lambda sample: replace(sample, reward=next(rewards)))
+
+
+def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Batch:
+    logprobs, values = policy.logprobs_and_values(batch)
+    batch = with_values(with_old_logprobs(with_rewards(batch), logprobs), values)
+    return with_advantages(batch, algorithm, 0.0)[0]
+
+
+def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
+    named = dict(policy._vlm.named_parameters())
+    if policy._critic is not None and policy._critic.model is not None:
+        named |= {f"critic.{name}": p for name, p in policy._critic.model.named_parameters()}
+    return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_values_are_the_head_on_transformers_own_states(parts: ModelParts, separate: bool) -> None:
+    """One row at a time through transformers; packed and shared prefixes change nothing."""
+    policy, batch = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=100), make_batch(parts)
+    critic = policy._critic
+    assert critic is not None
+    head = (policy._vlm.value_head if critic.model is None else critic.model.head).linear  # type: ignore[union-attr]
+    _, values = policy.logprobs_and_values(batch)
+    samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
+    for (prompt, sample), values_T in zip(samples, values, strict=True):
+        states_TE = reference_states(parts, prompt, sample.token_ids_T)
+        np.testing.assert_allclose(values_T, head(states_TE)[:, 0].detach(), atol=1e-5)
+
+
+def test_the_gradient_is_that_of_the_written_out_loss(parts: ModelParts) -> None:
+    """Policy loss at ratio 1 plus value_coef times half the squared error, token mean; through transformers."""
+    policy = ppo_policy(parts)
+    batch = scored(policy, make_batch(parts))
+    head = policy._vlm.value_head
+    assert head is not None
+    loss = torch.zeros(())
+    for group in batch.groups:
+        for sample in group.samples:
+            assert sample.advantages_T is not None
+            assert sample.returns_T is not None
+            logprobs_T = reference_logprobs(parts, group.prompt, sample.token_ids_T, temperature=0.9)
+            values_T = head.linear(reference_states(parts, group.prompt, sample.token_ids_T))[:, 0]
+            ratio_T = (logprobs_T - logprobs_T.detach()).exp()
+            loss = loss - (ratio_T * torch.from_numpy(sample.advantages_T)).sum()
+            loss = loss + 0.5 * 0.5 * (values_T - torch.from_numpy(sample.returns_T)).square().sum()
+    (loss / NUM_TOKENS).backward()
+    expected = {name: p.grad.clone() for name, p in policy._vlm.named_parameters() if p.grad is not None}
+    policy._vlm.zero_grad()
+    policy.update(batch)
+    assert largest_relative_difference(expected, gradients(policy)) < 1e-5
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_no_split_changes_gradient_or_metrics(separate: bool) -> None:
+    results = []
+    for max_tokens in (10_000, 300, 75):
+        parts = tiny("qwen3_vl")
+        policy = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=max_tokens)
+        metrics = policy.update(scored(policy, make_batch(parts)))
+        del metrics["memory/activations_gib"]
+        results.append((gradients(policy), metrics))
+    for gradient, metrics in results[1:]:
+        assert largest_relative_difference(results[0][0], gradient) < 1e-5
+        assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
+
+
+def changed(policy: TorchPolicy, change: Callable[[], object]) -> set[str]:
+    """Which parts move: the policy, the value function."""
+    critic = policy._critic
+    assert critic is not None
+    parts = {"policy": policy_parameters(policy._vlm), "value": critic.optimizer.parameters}
+    before = {part: [p.detach().clone() for p in named.values()] for part, named in parts.items()}
+    change()
+    return {
+        part
+        for part, named in parts.items()
+        if any(not torch.equal(a, b) for a, b in zip(before[part], named.values(), strict=True))
+    }
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_policy_waits_while_the_critic_warms_up(separate: bool) -> None:
+    parts = tiny("qwen3_vl")
+    policy = ppo_policy(parts, separate=separate, warmup_steps=1)
+    assert changed(policy, lambda: policy.update(scored(policy, make_batch(parts)))) == {"value"}
+    assert changed(policy, lambda: policy.update(scored(policy, make_batch(parts)))) == {"policy", "value"}
+
+
+@pytest.mark.parametrize(("separate", "detach"), [(False, False), (False, True), (True, False)])
+def test_a_value_loss_reaches_the_policy_through_a_shared_trunk_only(separate: bool, detach: bool) -> None:
+    parts = tiny("qwen3_vl")
+    policy = ppo_policy(parts, separate=separate, detach_trunk=detach)
+    batch = scored(policy, make_batch(parts))
+    no_advantage = replace_samples(batch, lambda s: replace(s, advantages_T=0 * s.advantages_T))
+    assert changed(policy, lambda: policy.update(no_advantage)) == (
+        {"value"} if separate or detach else {"policy", "value"}
+    )
+
+
+def test_values_learn_what_rewards_to_expect() -> None:
+    parts = tiny("qwen3_vl")
+    policy = ppo_policy(parts, learning_rate=1e-12)
+    batch = scored(policy, make_batch(parts))
+    errors = [policy.update(batch)["value_loss"] for _ in range(30)]
+    assert errors[-1] < 0.2 * errors[0]
+
+
+def test_an_update_ends_where_the_policy_has_gone_far_enough() -> None:
+    far = PPO.model_copy(update={"ppo_epochs": 8, "max_policy_kl": 1e-3})
+    parts = tiny("qwen3_vl")
+    policy = ppo_policy(parts, algorithm=far, learning_rate=1e-2)
+    metrics = policy.update(scored(policy, make_batch(parts)))
+    assert 1 < metrics["epochs_run"] < 8
+    free = ppo_policy(tiny("qwen3_vl"), algorithm=far.model_copy(update={"max_policy_kl": None}), learning_rate=1e-2)
+    assert free.update(scored(free, make_batch(parts)))["epochs_run"] == 8
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_policy_goes_on_bit_for_bit(family: str, separate: bool, tmp_path: Path) -> None:
+    batches = [make_batch(tiny(family), seed) for seed in range(4)]
+    whole, first, second = (ppo_policy(tiny(family, seed=s), separate=separate) for s in (0, 0, 9))
+    expected = [whole.update(scored(whole, batch)) for batch in batches]
+    for batch in batches[:2]:
+        first.update(scored(first, batch))
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert [second.update(scored(second, batch)) for batch in batches[2:]] == expected[2:]
+
+
+def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
+    parts = tiny("qwen3_vl")
+    policy = ppo_policy(parts, separate=True)
+    with torch.no_grad():
+        for parameter in parts.network.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    policy.start_here()
+    assert policy._critic is not None
+    assert policy._critic.model is not None
+    for (name, a), (_, b) in zip(
+        policy._vlm.named_parameters(), policy._critic.model.trunk.named_parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
