@@ -43,8 +43,10 @@ class Algorithm(Section):
 
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"clip_epsilon": ("clip_low", "clip_high")}
 
+    bundles: ClassVar[Mapping[str, Mapping[str, object]]] = DEFAULTS_OF
+
     name: AlgorithmName = "grpo"
-    """Where the defaults of this section come from (`fovea.bundles`); every one of them can be set beside it."""
+    """Sets the parts that its paper is known for (docs/algorithms.md); each can be set beside it."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "gae"] = "grpo"
     """grpo: less the group's mean, by its deviation; dr_grpo: less the mean; rloo: less the mean of the others;
     reinforce++: whitened over the step; gae: by a value function (PPO)."""
@@ -153,11 +155,6 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.kl_target={settings.kl_target:g} moves the weight of a KL in the reward, but kl_in="
             f"{settings.kl_in} and kl_coef={settings.kl_coef:g}; set kl_in=reward with a kl_coef, or kl_target=null"
-        )
-    if settings.dynamic_sampling and settings.max_groups_without_signal:
-        yield (
-            "algorithm.dynamic_sampling=true leaves every group without signal out, but max_groups_without_signal="
-            f"{settings.max_groups_without_signal}; set one of them to its default"
         )
     yield from _without_use(settings)
 

@@ -21,6 +21,8 @@ class Section(BaseModel):
 
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names that people know, and the settings that each stands for."""
+    bundles: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """By the section's `name`, the settings that choosing it sets."""
 
 
 def refuse(complaints: Iterable[str]) -> None:

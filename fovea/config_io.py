@@ -7,6 +7,7 @@ A layer is one recipe or one override; later layers win:
 * A layer that chooses another variant (`environment.name=geo3k`) drops what earlier layers set in that
   section: those keys belong to the other variant. Among overrides the choice comes first, wherever it is
   written, so that an override is never dropped.
+* A layer that chooses another `algorithm.name` drops what earlier layers set of the parts that the name stands for.
 * Values are YAML, read strictly: `"8"` in quotes is text and no number.
 """
 
@@ -165,7 +166,7 @@ class _Layers:
         """What of `current` the section starts from, its variant written out."""
         tag = field.discriminator
         if not isinstance(tag, str):
-            return current
+            return self._choose_bundle(section_of(field, current), current, new, key)
         old_name = current.get(tag, getattr(field.get_default(call_default_factory=True), tag))
         name = new.get(tag, old_name)
         variants = variants_of(field)
@@ -175,6 +176,17 @@ class _Layers:
             return {tag: name} | current
         self._forget_below(key)
         return {tag: name}
+
+    def _choose_bundle(self, section: type[Section], current: Tree, new: Tree, key: str) -> Tree:
+        """What of `current` stays when a layer chooses a name that stands for some of it."""
+        name = new.get("name")
+        if not section.bundles or name is None or name == current.get("name"):
+            return current
+        replaced = section.bundles.get(str(name), {})
+        for entry in replaced:
+            self._forget_below(f"{key}.{entry}")
+            self.sources.pop(f"{key}.{entry}", None)
+        return {entry: value for entry, value in current.items() if entry not in replaced}
 
     def _forget_below(self, key: str) -> None:
         for known in [known for known in self.sources if known.startswith(f"{key}.")]:
@@ -253,7 +265,9 @@ def _chooses_no_variant(override: Tree) -> bool:
     """Sort key: overrides that choose a variant go first."""
     for name, value in override.items():
         field = Config.model_fields.get(name)
-        if field is not None and isinstance(value, dict) and field.discriminator in value:
+        if field is None or not isinstance(value, dict):
+            continue
+        if field.discriminator in value or ("name" in value and any(x.bundles for x in sections_of(field))):
             return False
     return True
 

@@ -18,6 +18,8 @@ from fovea.algorithms.overlong import overlong_penalty
 from fovea.config import Algorithm
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup
 
+COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
+
 
 def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: int) -> tuple[Batch, Metrics]:
     """Samples of the groups that the update can learn from.
@@ -25,6 +27,8 @@ def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: 
     The weights count ALL completions of the step: a group without signal has no policy gradient, so that leaving it
     out saves its pass and changes nothing else.
     """
+    if not groups:
+        return Batch(groups=()), dict.fromkeys(COUNTS, 0.0)
     penalties = [[_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
     rewards = [
         [episode.score.reward + penalty for episode, penalty in zip(group.episodes, row, strict=True)]
@@ -34,11 +38,8 @@ def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: 
     signal_P = has_signal(torch.tensor(rewards))
     kept = _kept(torch.tensor(rewards), signal_P, settings)
     batch = Batch(groups=tuple(_sample_group(groups[index], rewards[index], weights[index]) for index in kept))
-    counts = {
-        "groups/with_signal": float(signal_P.sum()),
-        "groups/without_signal": float((~signal_P).sum()),
-        "groups/skipped": float(len(groups) - len(kept)),
-    }
+    numbers = (signal_P.sum(), (~signal_P).sum(), len(groups) - len(kept))
+    counts = dict(zip(COUNTS, map(float, numbers), strict=True))
     if settings.overlong_buffer_frac:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
     return batch, counts

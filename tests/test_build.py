@@ -129,7 +129,7 @@ def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path, algorithm={"kl_coef": 0.1})
     policy = run.policy
-    reference, trained = policy._reference, policy._vlm  # type: ignore[attr-defined]
+    reference, trained = policy._reference.vlm, policy._vlm  # type: ignore[attr-defined]
     assert reference is not trained
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert all(parameter.requires_grad for parameter in trained.parameters())

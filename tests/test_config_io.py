@@ -120,8 +120,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("rolout.tpo_p=1", "rolout.tpo_p: no such setting; did you mean rollout.top_p?"),
         (
             "learning_rate=1",
-            "learning_rate: no such setting; did you mean train.learning_rate or warmup.learning_rate or "
-            "critic.learning_rate?",
+            "learning_rate: no such setting; did you mean train.learning_rate or critic.learning_rate or "
+            "warmup.learning_rate?",
         ),
         ("xyz.abc=1", "xyz.abc: no such setting; `fovea config` lists them all"),
         ("a..b=1", "a..b: no such setting; `fovea config` lists them all"),

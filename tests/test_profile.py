@@ -81,7 +81,7 @@ def test_a_real_run_leaves_a_trace_and_a_table(tmp_path: Path) -> None:
 
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    phases = ("data", "rollout", "samples", "logprobs", "update", "sync")
+    phases = ("data", "rollout", "samples", "logprobs", "advantages", "update", "sync")
     assert [name for name in names if name in (*phases, "step")] == ["step", *phases], "one step, in its order"
     assert any(event["name"].startswith("aten::") for event in events)
 

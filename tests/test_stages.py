@@ -41,7 +41,7 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
 
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
     with run.metrics:
-        summary = finish(run, Standing(before=reading(0.1), after_warmup=reading(0.2)))
+        summary = finish(run, Standing(kl_coef=0.0, before=reading(0.1), after_warmup=reading(0.2)))
     figures = summary.to_json()
     assert figures["accuracy"] == {"before": 0.1, "warmup": 0.2, "final": 0.75}
     assert (figures["shuffled_images"], figures["blank_images"]) == (0.5, 0.25)

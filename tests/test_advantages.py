@@ -1,0 +1,123 @@
+"""From rewards to advantages of every action, with numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fovea.advantages import with_advantages
+from fovea.config import Algorithm
+from fovea.types import Batch, Prompt, Sample, SampleGroup
+
+PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def sample(reward: float, tokens: int = 2, **fields: object) -> Sample:
+    return Sample(
+        token_ids_T=np.arange(tokens),
+        rollout_logprobs_T=floats(*[-1.0] * tokens),
+        reward=reward,
+        weight=1.0,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def batch(*groups: tuple[Sample, ...]) -> Batch:
+    return Batch(groups=tuple(SampleGroup(prompt=PROMPT, samples=samples) for samples in groups))
+
+
+def advantages(of: Batch, coefficient: float = 0.0, **settings: object) -> list[list[float]]:
+    result, _ = with_advantages(of, Algorithm.model_validate(settings), coefficient)
+    return [[float(x) for x in s.advantages_T] for s in result.samples]  # type: ignore[union-attr]
+
+
+TWO_GROUPS = batch((sample(1.0), sample(0.0, 3)), (sample(0.5), sample(0.5)))
+
+
+def test_of_groups_every_token_has_the_same() -> None:
+    """dr_grpo: 1 - 0.5 and 0 - 0.5; the second group has no signal."""
+    assert advantages(TWO_GROUPS, name="dr_grpo") == [[0.5, 0.5], [-0.5, -0.5, -0.5], [0, 0], [0, 0]]
+
+
+def test_of_the_whole_step() -> None:
+    """Mean 0.5, unbiased deviation sqrt(0.5 / 3): the second group is compared with the first."""
+    by = 1 / math.sqrt(0.5 / 3)
+    found = advantages(TWO_GROUPS, advantage="reinforce++")
+    assert found[0] == pytest.approx([0.5 * by] * 2, rel=1e-4)
+    assert found[2] == [0, 0]
+
+
+def test_a_kl_in_the_reward_is_taken_off_in_sum() -> None:
+    """k1 of the first: (-1 + 2) + (-1 + 3) = 3, of the second 0. Rewards 1 - 0.1 * 3 = 0.7 and 0.5, mean 0.6."""
+    first = sample(1.0, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-2, -3))
+    second = sample(0.5, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-1, -1))
+    settings = {"advantage": "dr_grpo", "kl_in": "reward", "kl_estimator": "k1", "kl_coef": 0.1}
+    assert advantages(batch((first, second)), 0.1, **settings) == [
+        pytest.approx([0.1, 0.1], abs=1e-6),
+        pytest.approx([-0.1, -0.1], abs=1e-6),
+    ]
+    _, metrics = with_advantages(batch((first, second)), Algorithm.model_validate(settings), 0.1)
+    assert metrics["kl/reward"] == pytest.approx(3 / 4)
+    assert metrics["reward_kl"] == pytest.approx(0.3 / 2)
+    assert metrics["kl/coef"] == 0.1
+
+
+PPO = {"advantage": "gae", "gamma": 0.5, "gae_lambda": 0.5}
+
+
+def test_gae_of_a_completion_by_hand_whitened_over_the_step() -> None:
+    """Rewards 0, 1; values 0.2, 0.4: delta 1 = 1 - 0.4 = 0.6, delta 0 = 0.5 * 0.4 - 0.2 = 0, A = (0.15, 0.6).
+    The other: reward 0, value 0.5, A = -0.5. Mean 1/12, unbiased variance 0.306..; returns are A + V before that."""
+    first, second = sample(1.0, values_T=floats(0.2, 0.4)), sample(0.0, 1, values_T=floats(0.5))
+    result, metrics = with_advantages(batch((first,), (second,)), Algorithm.model_validate(PPO), 0.0)
+    raw = np.array([0.15, 0.6, -0.5])
+    expected = (raw - raw.mean()) / raw.std(ddof=1)
+    one, other = result.samples
+    np.testing.assert_allclose(one.advantages_T, expected[:2], atol=1e-5)  # type: ignore[arg-type]
+    np.testing.assert_allclose(other.advantages_T, expected[2:], atol=1e-5)  # type: ignore[arg-type]
+    np.testing.assert_allclose(one.returns_T, [0.35, 1.0], atol=1e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(other.returns_T, [0.0], atol=1e-6)  # type: ignore[arg-type]
+    assert metrics["value/mean"] == pytest.approx(1.1 / 3)
+    assert metrics["return/mean"] == pytest.approx(1.35 / 3)
+
+
+def test_a_kl_in_the_reward_falls_where_it_arises() -> None:
+    """With gamma = lambda = 1 and values 0 a token's return is what is still to come: -0.1 off at token 0 only."""
+    one = sample(1.0, values_T=floats(0, 0), old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-2, -1))
+    settings = Algorithm(advantage="gae", kl_in="reward", kl_estimator="k1", kl_coef=0.1)
+    result, _ = with_advantages(batch((one,)), settings, 0.1)
+    np.testing.assert_allclose(result.samples[0].returns_T, [0.9, 1.0], atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_neighbours_and_order_change_no_return() -> None:
+    alone = sample(1.0, values_T=floats(0.2, 0.4))
+    long = sample(0.3, 5, values_T=floats(1, 2, 3, 4, 5))
+    settings = Algorithm.model_validate(PPO)
+    for of in (batch((alone,), (long,)), batch((long,), (alone,)), batch((long, alone))):
+        result, _ = with_advantages(of, settings, 0.0)
+        (found,) = [s for s in result.samples if len(s.token_ids_T) == 2]
+        np.testing.assert_allclose(found.returns_T, [0.35, 1.0], atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_statistics_are_over_actions() -> None:
+    _, metrics = with_advantages(TWO_GROUPS, Algorithm(name="dr_grpo"), 0.0)
+    values = np.array([0.5, 0.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
+    assert metrics["advantage/mean"] == pytest.approx(values.mean(), abs=1e-6)
+    assert metrics["advantage/std"] == pytest.approx(values.std(), abs=1e-6)
+    assert metrics["advantage/max_abs"] == 0.5
+
+
+def test_an_empty_step_has_none() -> None:
+    assert with_advantages(Batch(groups=()), Algorithm(), 0.0) == (Batch(groups=()), {})
+
+
+def test_values_are_needed() -> None:
+    with pytest.raises(AssertionError, match="GAE needs the values"):
+        with_advantages(batch((replace(sample(1.0)),)), Algorithm(name="ppo"), 0.0)

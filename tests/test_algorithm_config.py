@@ -1,0 +1,100 @@
+"""Names of papers and what they set; combinations that cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from fovea.config import Algorithm, Config, Critic, Model
+from fovea.config_algorithm import DEFAULTS_OF
+from fovea.config_io import dump_config, load_config
+from fovea.errors import ConfigError
+
+RECIPE = "recipes/shapes.yaml"
+
+
+def settings(*overrides: str) -> Config:
+    return load_config([Path(RECIPE)], list(overrides))
+
+
+def test_each_name_sets_the_defaults_of_its_paper() -> None:
+    assert Algorithm(name="dr_grpo").aggregation == "seq-mean-token-sum-norm"
+    dapo = Algorithm(name="dapo")
+    assert (dapo.clip_low, dapo.clip_high, dapo.dynamic_sampling, dapo.overlong_buffer_frac) == (0.2, 0.28, True, 0.2)
+    gspo = Algorithm(name="gspo")
+    assert (gspo.loss, gspo.clip_low, gspo.clip_high, gspo.dual_clip) == ("gspo", 3e-4, 4e-4, None)
+    rloo = Algorithm(name="rloo")
+    assert (rloo.advantage, rloo.kl_in, rloo.kl_estimator) == ("rloo", "reward", "k1")
+    ppo = Algorithm(name="ppo")
+    assert (ppo.ppo_epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef) == (4, 0.2, 0.2, 0.5)
+    assert (ppo.entropy_coef, ppo.gamma, ppo.gae_lambda, ppo.value_clip) == (0.01, 0.99, 0.95, 0.5)
+    assert Algorithm() == Algorithm(name="grpo")
+
+
+@pytest.mark.parametrize("name", DEFAULTS_OF)
+def test_every_part_can_be_overridden_and_written_down(name: str, tmp_path: Path) -> None:
+    """A resolved config reads back to itself, whatever its name would set."""
+    config = settings(f"algorithm.name={name}", "algorithm.clip_high=0.33", "algorithm.kl_coef=0.02")
+    assert (config.algorithm.clip_high, config.algorithm.kl_coef) == (0.33, 0.02)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config([tmp_path / "config.yaml"], []) == config
+
+
+def test_a_name_replaces_what_the_recipe_set_of_its_parts_and_nothing_else() -> None:
+    """The recipe sets clip_high=0.28 and entropy_coef=0.08; order on the command line does not matter."""
+    gspo = settings("algorithm.name=gspo").algorithm
+    assert (gspo.clip_high, gspo.entropy_coef) == (4e-4, 0.08)
+    assert settings("algorithm.clip_high=0.1", "algorithm.name=gspo").algorithm.clip_high == 0.1
+    assert settings("algorithm.name=grpo").algorithm == settings().algorithm
+    assert settings("algorithm.name=ppo").algorithm.entropy_coef == 0.01
+
+
+def test_clip_epsilon_sets_both_bounds() -> None:
+    algorithm = settings("algorithm.clip_epsilon=0.1").algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.1, 0.1)
+    with pytest.raises(ConfigError, match="clip_epsilon stands for clip_low and clip_high, which are set beside it"):
+        settings("algorithm={clip_epsilon: 0.1, clip_low: 0.2}")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss": "gspo", "advantage": "gae"}, "every token an advantage of its own; set algorithm.loss=clip"),
+        ({"loss": "sapo", "dual_clip": 3.0}, "dual_clip is part of loss=clip"),
+        ({"kl_target": 0.1}, "set kl_in=reward with a kl_coef, or kl_target=null"),
+        ({"kl_target": 0.1, "kl_coef": 0.1}, "set kl_in=reward with a kl_coef"),
+        ({"gamma": 0.9}, "no value function; set algorithm.name=ppo, or drop gamma"),
+        ({"value_clip": None}, "no value function; set algorithm.name=ppo, or drop value_clip"),
+    ],
+)
+def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Algorithm.model_validate(given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
+        (["algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=1"],
+         "dynamic_sampling=true compares"),
+        (["critic.warmup_steps=3"], "critic is set, but algorithm.advantage=grpo has no value function"),
+        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1",
+          "algorithm.kl_horizon_samples=320"], "no more than the 320 completions of one step"),
+        (["algorithm.name=grop"], "algorithm.name"),
+        (["algorithm.ppo_epoch=2"], "did you mean algorithm.ppo_epochs?"),
+    ],
+)  # fmt: skip
+def test_what_a_run_is_told(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*overrides)
+    assert message in str(caught.value)
+
+
+def test_ppo_needs_no_groups() -> None:
+    config = Config(model=Model(path="folder"), algorithm=Algorithm(name="ppo"), critic=Critic(warmup_steps=2))
+    assert config.algorithm.needs_values
+    assert settings("algorithm.name=ppo", "rollout.samples_per_prompt=1")
