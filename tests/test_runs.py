@@ -11,9 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fovea.config_algorithm import DEFAULTS_OF
 from fovea.metrics import read_metrics
 from tests.tiny_models import FAMILIES
 
@@ -164,6 +166,31 @@ def test_every_setting_runs_for_three_steps(settings: list[str], tmp_path: Path)
     assert len(read_metrics(tmp_path / "run")) == 3
     assert "Warning" not in done.stderr
     assert not (tmp_path / "run" / "features").exists(), "spilled features go with the process"
+
+
+@pytest.mark.parametrize("name", DEFAULTS_OF)
+def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) -> None:
+    """As its users would call it: nothing of the recipe is in a name's way."""
+    small = [f"run_dir={tmp_path / 'run'}", *SMALL, "max_steps=3", f"algorithm.name={name}"]
+    done = fovea("train", "recipes/shapes.yaml", *small)
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["updates_skipped"] == 0 for row in rows)
+    assert ("explained_variance" in rows[-1]) == (name == "ppo")
+    assert ("kl/reward" in rows[-1]) == (name in ("rloo", "reinforce++"))
+    assert ("dynamic_sampling/batches" in rows[-1]) == (name == "dapo")
+
+
+@pytest.mark.parametrize(
+    ("family", "trunk"), [*((family, "shared") for family in FAMILIES), ("qwen2_5_vl", "separate")]
+)
+def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path: Path) -> None:
+    settings = [f"model.tiny.family={family}", f"critic.trunk={trunk}", "critic.warmup_steps=1"]
+    done = fovea("train", "recipes/shapes_ppo.yaml", f"run_dir={tmp_path / 'run'}", *SMALL, "max_steps=3", *settings)
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert all(np.isfinite(list(row.values())).all() for row in rows)
 
 
 @NEEDS_GEO3K

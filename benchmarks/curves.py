@@ -1,0 +1,109 @@
+"""Held-out accuracy of finished runs against the tokens that they generated, as a picture and a table.
+
+    python -m benchmarks.curves --out docs/ppo_and_grpo.png GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
+
+Each run needs dev readings (evaluate.every_steps) and its metrics.jsonl. One line per run, one colour per name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from fovea.config_io import load_config
+from fovea.metrics import read_metrics, write_atomically
+from fovea.report.curve import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
+
+COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")
+WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One run."""
+
+    name: str
+    folder: Path
+    tokens: list[float]
+    """Generated until each reading."""
+    accuracy: list[float]
+    entropy: list[float]
+    """Of the policy at each reading, nats per token."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
+    parser.add_argument("--out", type=Path, required=True, help="the picture, a PNG")
+    parser.add_argument("--entropy", action="store_true", help="a second panel with the policy's entropy")
+    options = parser.parse_args(arguments)
+    named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
+    curves = [read_curve(name, Path(folder)) for name, folders in named for folder in folders]
+    _draw(curves, options.out, with_entropy=options.entropy)
+    Console().print(_table(curves))
+
+
+def read_curve(name: str, folder: Path) -> Curve:
+    """The dev readings of a run. ValueError where there are none."""
+    rows = read_metrics(folder)
+    rollout = load_config([folder / "config.yaml"], []).rollout
+    completions = rollout.prompts_per_step * rollout.samples_per_prompt
+    generated = list(accumulate(row["response_tokens_mean"] * completions for row in rows))
+    read = [index for index, row in enumerate(rows) if "accuracy/dev" in row]
+    if not read:
+        raise ValueError(f"{folder} has no dev readings; set evaluate.every_steps")
+    return Curve(
+        name=name,
+        folder=folder,
+        tokens=[generated[index] for index in read],
+        accuracy=[rows[index]["accuracy/dev"] for index in read],
+        entropy=[rows[index].get("entropy", float("nan")) for index in read],
+    )
+
+
+def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
+    panels_wanted = 2 if with_entropy else 1
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES * panels_wanted), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(panels_wanted, 1, squeeze=False, sharex=True)[:, 0]
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    drawn: set[str] = set()
+    for curve in curves:
+        colour, label = COLOURS[names.index(curve.name)], None if curve.name in drawn else curve.name
+        thousands = [tokens / 1000 for tokens in curve.tokens]
+        panels[0].plot(thousands, curve.accuracy, color=colour, linewidth=1.3, label=label)
+        if with_entropy:
+            panels[1].plot(thousands, curve.entropy, color=colour, linewidth=1.3)
+        drawn.add(curve.name)
+    for panel, text in zip(panels, ("held-out accuracy (dev)", "entropy, nats per token"), strict=False):
+        tidy(panel)
+        panel.set_ylabel(text, color=TEXT_COLOUR)
+    panels[0].legend(frameon=False, loc="lower right", labelcolor=TEXT_COLOUR)
+    panels[-1].set_xlabel("thousand tokens generated", color=TEXT_COLOUR)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
+
+
+def _table(curves: Sequence[Curve]) -> Table:
+    table = Table(title="Held-out accuracy (dev)", title_justify="left")
+    for header in ("run", "first reading", "half way", "best", "last", "last entropy", "tokens"):
+        table.add_column(header, justify="left" if header == "run" else "right")
+    for curve in curves:
+        half = curve.accuracy[len(curve.accuracy) // 2]
+        numbers = (curve.accuracy[0], half, max(curve.accuracy), curve.accuracy[-1], curve.entropy[-1])
+        table.add_row(f"{curve.name} {curve.folder.name}", *(f"{x:.3f}" for x in numbers), f"{curve.tokens[-1]:,.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
