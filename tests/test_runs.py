@@ -34,7 +34,7 @@ SMALL = [
     "rollout.samples_per_prompt=4",
     "log.samples_every_steps=5",
 ]
-TIMING = ("seconds/", "tokens_per_second", "memory/")
+TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
 
 
 def command(*arguments: str) -> list[str]:
