@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.build import peak_tflops
@@ -27,15 +26,21 @@ def products(_sum: Sequence[int], left: Sequence[int], right: Sequence[int], **_
     return 2 * left[0] * left[1] * right[1]
 
 
-REGISTERED, ATEN = flop_counter.flop_registry, torch.ops.aten
+def scores_and_sums(query: Sequence[int], key: Sequence[int], *_: object, **__: object) -> int:
+    batch, heads, queries, width = query
+    return 2 * 2 * batch * heads * queries * key[2] * width
+
+
+def their_gradients(_gradient: object, query: Sequence[int], key: Sequence[int], *_: object, **__: object) -> int:
+    return 2 * scores_and_sums(query, key)
+
+
 NOT_COUNTED_BY_TORCH = {
-    ATEN.addmm_: products,
-    ATEN._scaled_dot_product_flash_attention_for_cpu: REGISTERED[ATEN._scaled_dot_product_flash_attention],
-    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: REGISTERED[
-        ATEN._scaled_dot_product_flash_attention_backward
-    ],
+    torch.ops.aten.addmm_: products,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: scores_and_sums,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: their_gradients,
 }
-"""Operators that it has no formula for, by the formulas of their like."""
+"""Operators that it has no formula for."""
 
 
 def group(*lengths: int) -> Group:
