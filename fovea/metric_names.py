@@ -251,7 +251,12 @@ CHAPTERS = (
             "Mean k3 estimate of the KL to the model that RL began with (Schulman, joschu.net/blog/kl-approx.html).",
             "Grows slowly to some tenths. Jumping: the policy has left what the reference can say.",
         ),
-        ("reference_kl", "nats", "`kl/reference` under its first name.", "As `kl/reference`."),
+        (
+            "kl/reward",
+            "nats",
+            "Mean estimate of the KL to the reference that the reward is charged for (`algorithm.kl_in=reward`).",
+            "As `kl/reference`; with a controller it comes near `algorithm.kl_target`.",
+        ),
         ("kl/coef", "", "Weight of the KL term, where a controller moves it.", "Settles."),
         (
             "kl/policy",

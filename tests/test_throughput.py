@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.build import peak_tflops
-from fovea.config import Config, Log, Model, TinyModel
+from fovea.config import Algorithm, Config, Log, Model, TinyModel
 from fovea.models.parts import ModelParts
 from fovea.report.progress import Progress
 from fovea.throughput import known_peak_tflops, rates
@@ -133,11 +133,13 @@ def batch_of(parts: ModelParts, lengths: tuple[int, ...]) -> Batch:
         Sample(
             token_ids_T=rng.integers(0, 250, n),
             rollout_logprobs_T=np.full(n, -5, dtype=np.float32),
+            reward=1.0,
+            weight=1 / sum(lengths),
             advantages_T=np.ones(n, dtype=np.float32),
         )
         for n in lengths
     )
-    return Batch(groups=(SampleGroup(prompt=prompt, samples=tuple(samples)),), normalizer_tokens=sum(lengths))
+    return Batch(groups=(SampleGroup(prompt=prompt, samples=tuple(samples)),))
 
 
 def matrices(parts: ModelParts, prefix: str) -> int:
@@ -150,7 +152,7 @@ def test_the_arithmetic_of_an_update_by_hand(epochs: int) -> None:
     """Twice the entries of a matrix for each token that it sees, and three times for all."""
     parts = tiny("qwen3_vl")
     batch = batch_of(parts, (4, 2))
-    found = make_policy(parts, epochs=epochs).update(batch)["update_tflop"] * ONE_TERATION
+    found = make_policy(parts, algorithm=Algorithm(ppo_epochs=epochs)).update(batch)["update_tflop"] * ONE_TERATION
     prompt = batch.groups[0].prompt.num_tokens
     tokens = prompt + 3 + 1  # of a completion all but the last token is read
     linear = 2 * matrices(parts, "model.language_model.layers") * tokens
