@@ -30,13 +30,12 @@ from benchmarks.machine import Rates, measure_rates
 from benchmarks.ours import share
 from fovea.config import TinyModel
 from fovea.models.row_attention import Kernel
+from fovea.throughput import known_peak_tflops
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0
 SHARES = {"parity": 0.1, "decoding": 0.2, "steps": 0.35, "trl": 0.35}
 GOALS = {"times": 5.0, "MFU": 0.45, "of floor": 0.6}
-DATA_SHEET_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0, "A100": 312.0}
-"""Dense bfloat16, by a part of the device's name."""
 VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.float32, "merged"),
     (torch.float32, "sdpa"),
@@ -99,11 +98,12 @@ def _setting(*, tiny: bool) -> Setting:
 def _with_peak(setting: Setting) -> Setting:
     """The data sheet's where it is known, else the measured rate; says which."""
     name = _device_name(setting)
-    known = [tflops for part, tflops in DATA_SHEET_TFLOPS.items() if part in name]
-    peak = known[0] * 1e12 if known else setting.rates.gemm
+    known = known_peak_tflops(name)
+    peak = setting.rates.gemm if known is None else known * 1e12
     print(f"{name}, torch {torch.__version__}")
     _print_rates(setting.rates)
-    print(f"MFU is a share of {peak / 1e12:,.2f} TFLOP/s, {'the data sheet' if known else 'the measured products'}")
+    source = "the measured products" if known is None else "the data sheet"
+    print(f"MFU is a share of {peak / 1e12:,.2f} TFLOP/s, {source}")
     return replace(setting, peak=peak)
 
 

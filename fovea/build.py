@@ -51,6 +51,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.setup import Tuning
 from fovea.run import Run, Sources
 from fovea.run_folder import open_run_folder
+from fovea.throughput import known_peak_tflops
 from fovea.train.critic import Critic
 from fovea.train.optimizer import Optimizer
 from fovea.train.supervised import SupervisedTrainer
@@ -106,6 +107,8 @@ def build(config: Config) -> Run:
         phases=Phases(),
         progress=progress,
         started=started,
+        peak_tflops=peak_tflops(config, next(vlm.parameters()).device, progress),
+        token_text=renderer.token_text,
         profile=profile or nullcontext,
     )
 
@@ -339,6 +342,19 @@ def make_profile(config: Config, folder: Path, start_step: int, progress: Progre
     if not config.profile or start_step >= config.max_steps:
         return None
     return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
+
+
+def peak_tflops(config: Config, device: torch.device, progress: Progress) -> float | None:
+    """What `mfu` is a share of, and a line that says so; None without a setting on a CPU or an unknown GPU."""
+    if config.log.peak_tflops is not None or device.type != "cuda":
+        return config.log.peak_tflops
+    name = torch.cuda.get_device_name(device)
+    peak = known_peak_tflops(name)
+    if peak is None:
+        progress.print(f"mfu: not reported, the peak of {name} is not known; set log.peak_tflops (dense bfloat16)")
+    else:
+        progress.print(f"mfu: a share of {peak:g} TFLOP/s, dense bfloat16 by the data sheet of {name}")
+    return peak
 
 
 def _model_table(parts: ModelParts, vlm: VLM) -> Table:

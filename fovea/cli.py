@@ -1,28 +1,23 @@
 """The command line. A `FoveaError` ends in one line and exit code 2, Ctrl-C in one line and 130.
 
-`train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These are
-the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
+`train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
+doctor.py are the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from fovea import __version__
 from fovea.config_docs import describe
 from fovea.config_io import load_config
+from fovea.doctor import check_parity, findings, probe
 from fovea.errors import ConfigError, DataError, FoveaError
 
 app = typer.Typer(
@@ -35,44 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-PACKAGES = {
-    "torch": "import torch",
-    "transformers": "from transformers import Qwen3VLForConditionalGeneration",
-    "peft": "import peft",
-}
-"""What a run needs, and an import that fails where the installation is broken (a bare `import transformers`
-loads nothing)."""
-
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
-
-EXTRAS = {"wandb": "log.wandb_project", "liger-kernel": "train.liger_kernels"}
-"""Optional packages, and the setting that needs each."""
-
-PROBE = """
-import json, sys
-broken = {}
-for name, statement in json.loads(sys.argv[1]).items():
-    try:
-        exec(statement)
-    except Exception as error:
-        broken[name] = f"{type(error).__name__}: {error}".split("\\n")[0]
-devices = []
-if "torch" not in broken:
-    import torch
-    for index in range(torch.cuda.device_count()):
-        of = torch.cuda.get_device_properties(index)
-        devices.append(f"cuda:{index} {of.name}, {of.total_memory / 2**30:.0f} GiB")
-print(json.dumps({"broken": broken, "devices": devices}))
-"""
-"""Runs in a process of its own, so that a broken installation cannot break the doctor."""
-
-
-class Found(NamedTuple):
-    """What the probe prints."""
-
-    broken: dict[str, str]
-    """Package to error."""
-    devices: list[str]
 
 
 def main() -> None:
@@ -171,21 +129,24 @@ def config(
         typer.echo(explain(prefix))
 
 
-@app.command()
-def doctor() -> None:
-    """Show versions, devices and optional packages, and what to install."""
-    with one_line_errors():
+@app.command(context_settings={"ignore_unknown_options": True})
+def doctor(
+    words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show versions, devices and optional packages, and what to install; with a recipe, pass its parity gate too.
+
+    The gate draws completions with the recipe's engine and scores them with its trainer: exit code 1 when they are
+    further apart than parity.max_abs_logprob_diff. Nothing is written to the run folder.
+    """
+    with one_line_errors(debug=debug):
+        sorted_words = sort_words(words, command="doctor") if words else None
         typer.echo("looking (this imports torch) ...", err=True)
-        found = _probe()
-        lines = {"fovea": __version__, "python": platform.python_version()}
-        lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
-        lines["devices"] = ", ".join(["cpu", *found.devices])
-        lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
-        for name, setting in EXTRAS.items():
-            lines[name] = _version(name) or f"not installed; {setting} needs it: pip install {name}"
-        for name, text in lines.items():
+        found = probe()
+        for name, text in findings(found).items():
             typer.echo(f"{name:<14}{text}")
-    if found.broken:
+        passed = not found.broken and (sorted_words is None or check_parity(*sorted_words))
+    if not passed:
         raise typer.Exit(1)
 
 
@@ -194,7 +155,7 @@ def explain(prefix: str) -> str:
     return "\n".join(f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix))
 
 
-def sort_words(words: list[str]) -> tuple[list[Path], list[str]]:
+def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], list[str]]:
     """Recipes and overrides; whatever is neither is told what it may have been meant as."""
     recipes, overrides = [], []
     for word in words:
@@ -208,7 +169,7 @@ def sort_words(words: list[str]) -> tuple[list[Path], list[str]]:
         else:
             recipes.append(Path(word))
     if not recipes:
-        raise ConfigError("no recipe given; write fovea train recipes/shapes.yaml [KEY=VALUE]...")
+        raise ConfigError(f"no recipe given; write fovea {command} recipes/shapes.yaml [KEY=VALUE]...")
     return recipes, overrides
 
 
@@ -233,34 +194,6 @@ def _is_key(word: str) -> bool:
         return bool(describe(word))
     except ConfigError:
         return False
-
-
-def _probe() -> Found:
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(PACKAGES)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Found({"torch": f"importing it ended Python with code {done.returncode}: {last}"}, [])
-    return Found(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _state(name: str, broken: str | None) -> str:
-    version = _version(name)
-    if version is None:
-        return f"not installed: pip install {name}"
-    return f"{version}, but broken: {broken}" if broken else version
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

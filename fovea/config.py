@@ -149,6 +149,14 @@ class Model(Section):
         return self
 
     @property
+    def name(self) -> str:
+        """What messages call the model."""
+        if self.path is not None:
+            return self.path
+        assert self.tiny is not None
+        return f"tiny {self.tiny.family}"
+
+    @property
     def trains_vision(self) -> bool:
         return not self.freeze_vision_tower and self.lora is None
 
@@ -315,6 +323,17 @@ class Evaluate(Section):
     """Also answer every question with another row's image and with a blank one: what the text alone gives."""
 
 
+class Parity(Section):
+    """The gate at the start of a run: the engine's log-probs of what it draws against the trainer's of the same."""
+
+    prompts: NonNegativeInt = 4
+    """First training rows that are drawn from and scored again, each with and without its images; 0: no gate."""
+    max_new_tokens: PositiveInt = 32
+    """Longest completion of the gate (never above rollout.max_new_tokens)."""
+    max_abs_logprob_diff: PositiveFloat = 0.1
+    """The run stops when the mean absolute difference, with or without images, is above this."""
+
+
 class Checkpoint(Section):
     """When a run is saved, so that it can go on bit for bit."""
 
@@ -339,6 +358,8 @@ class Log(Section):
     """Also log to this Weights & Biases project (extra: wandb)."""
     progress: bool = True
     """Live display in the terminal."""
+    peak_tflops: PositiveFloat | None = None
+    """What `mfu` is a share of; default: the data sheet's dense bfloat16 rate, where the GPU is a known one."""
 
 
 class Config(Section):
@@ -365,6 +386,7 @@ class Config(Section):
     critic: Critic = Field(default_factory=Critic)
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Field(default_factory=Evaluate)
+    parity: Parity = Field(default_factory=Parity)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     log: Log = Field(default_factory=Log)
 

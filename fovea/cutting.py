@@ -47,12 +47,16 @@ class Cost:
     passes: Passes
 
     def of(self, group: SampleGroup) -> float:
+        return self.operations(group) / (self.work.token * self.passes.linear)
+
+    def operations(self, group: SampleGroup) -> float:
+        """Floating point operations, the prompt once for all its samples."""
         prompt = group.prompt
         images = [image.grid_thw for image in prompt.images]
         total = self.work.prompt(prompt.num_tokens, images, self.passes)
         for sample in group.samples:
             total += self.work.completion(len(sample.token_ids_T), prompt.num_tokens, self.passes)
-        return total / (self.work.token * self.passes.linear)
+        return total
 
 
 def cut_by_cost(groups: Sequence[SampleGroup], cost: Cost, max_tokens: int) -> list[Row]:

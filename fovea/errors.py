@@ -32,6 +32,10 @@ class TrainError(FoveaError, RuntimeError):
     """A training step that cannot be taken: a batch that does not fit, a number that is not finite."""
 
 
+class ParityError(FoveaError, RuntimeError):
+    """Engine and trainer do not agree on the log-probs of the same tokens."""
+
+
 class MissingExtraError(FoveaError, ImportError):
     """An optional package that a setting needs and that is not installed."""
 

@@ -78,7 +78,7 @@ class PromptSource:
         """One row; None when it is bad and data.on_bad_row is skip."""
         cached = self._cache.get(index)
         if cached is None:
-            cached = self.read(index, lambda: self._render(self.tasks[index]))
+            cached = self.read(index, lambda: self.render(self.tasks[index]))
             if cached is not None:
                 self._cache.put(index, cached)
         return cached
@@ -105,8 +105,13 @@ class PromptSource:
             bad_rows_file=self._bad_rows_file,
         )
 
-    def _render(self, task: Task) -> PromptedTask:
-        prompt = self._renderer.prompt(self._environment.prompt(task), where=task.id)
+    def render(self, task: Task, messages: Sequence[Message] | None = None) -> PromptedTask:
+        """A task under the rules of this source, asked in its environment's words or in these; DataError when bad.
+
+        Nothing is remembered of it, neither the prompt nor that it was bad.
+        """
+        asked = self._environment.prompt(task) if messages is None else messages
+        prompt = self._renderer.prompt(asked, where=task.id)
         if prompt.num_tokens > self._max_prompt_tokens:
             raise DataError(
                 f"{task.id}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="

@@ -51,5 +51,9 @@ class Run:
     progress: Progress
     started: float
     """`perf_counter` at the start of `build`."""
+    peak_tflops: float | None = None
+    """Of the device, for `mfu`; None: not known, and not set."""
+    token_text: Callable[[int], str] = str
+    """How a message shows a token."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Entered around every step (`fovea.profile`)."""

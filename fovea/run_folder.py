@@ -13,7 +13,7 @@ from fovea.metrics import write_atomically
 
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
-    *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate", "profile"),
+    *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate", "parity", "profile"),
     # where and in what pieces things are computed, not what: the way out of a batch that does not fit
     *("model.device", "model.feature_cache_gib", "model.feature_spill_gib"),
     *("data.prompt_cache_gib", "rollout.max_batch_tokens", "rollout.reuse_gib", "model.attention"),

@@ -13,11 +13,13 @@ from fovea.config import Config
 from fovea.errors import TrainError
 from fovea.evaluate import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
 from fovea.metrics import peak_memory
+from fovea.parity import pass_parity_gate
 from fovea.prompts import PromptSource
 from fovea.report.html import write_report
 from fovea.report.samples import SampledAnswer, SampleRecord, png_bytes, write_samples
 from fovea.run import Run
 from fovea.summary import SUMMARY_FILE, Summary, controls_table, summary_table, write_summary
+from fovea.throughput import rates
 from fovea.types import Evaluation, Group, Metrics
 from fovea.warmup import warm_up
 
@@ -46,7 +48,7 @@ class Standing:
 
 
 def begin(run: Run) -> Standing:
-    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again."""
+    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both through the parity gate."""
     if run.resumed is not None:
         run.policy.load(run.resumed.folder)
         run.order.restore(run.resumed.state["order"])
@@ -55,8 +57,10 @@ def begin(run: Run) -> Standing:
         run.progress.print(f"resumed at step {standing.step} from {run.resumed.folder}")
         _say_what_a_new_end_changes(run, run.resumed.state["max_steps"])
         run.engine.load_weights(run.policy.weights(), version=standing.step)
+        pass_parity_gate(run, version=standing.step)
         return standing
     run.engine.load_weights(run.policy.weights(), version=0)
+    pass_parity_gate(run, version=0)
     run.progress.stage("looking for test images in the training split")
     standing = Standing(kl_coef=run.config.algorithm.kl_coef, started=run.started)
     # before the hours of training, not after them
@@ -99,10 +103,8 @@ def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metri
         kl_coef=_next_kl_coef(run.config, standing.kl_coef, metrics),
     )
     step, settings = standing.step, run.config
-    tokens = sum(len(episode.completion.token_ids_T) for group in groups for episode in group.episodes)
-    metrics = (
-        metrics | seconds | {"tokens_per_second": tokens / seconds["seconds/step"]} | run.phases.gib() | peak_memory()
-    )
+    metrics = metrics | seconds | run.phases.gib() | peak_memory()
+    metrics |= rates(groups, metrics, run.peak_tflops)
     sources = (run.sources.train, run.sources.dev, run.sources.test)
     metrics["data/rows_skipped"] = float(sum(len(source.bad_rows) for source in sources))
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:

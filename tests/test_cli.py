@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner, Result
 
-from fovea import __version__, cli
+from fovea import __version__, cli, doctor
 from fovea.config import Config
 from fovea.errors import TrainError
 
@@ -183,8 +183,8 @@ def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"typer": "import typer", "pydantic": "import pydantic.none", "nowhere": "import nowhere"}
-    monkeypatch.setattr(cli, "PACKAGES", packages)
-    monkeypatch.setattr(cli, "EXTRAS", {"absent": "log.absent"})
+    monkeypatch.setattr(doctor, "PACKAGES", packages)
+    monkeypatch.setattr(doctor, "EXTRAS", {"absent": "log.absent"})
     result = fovea("doctor")
     assert result.exit_code == 1
     lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())

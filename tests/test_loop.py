@@ -18,7 +18,7 @@ from fovea.stages import Standing, begin
 from fovea.types import Score
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 
-TIMING = ("seconds/", "tokens_per_second", "memory/")
+TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
 
 
 def at(step: int) -> Standing:

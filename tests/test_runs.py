@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fovea.config_algorithm import DEFAULTS_OF
+from fovea.metric_names import undefined
 from fovea.metrics import read_metrics
 from tests.tiny_models import FAMILIES
 
@@ -36,7 +37,7 @@ SMALL = [
     "rollout.samples_per_prompt=4",
     "log.samples_every_steps=5",
 ]
-TIMING = ("seconds/", "tokens_per_second", "memory/")
+TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
 
 
 def command(*arguments: str) -> list[str]:
@@ -118,6 +119,7 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
     done = train_shapes(run_dir, "max_steps=6", "evaluate.every_steps=3")
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "report.html", "reward_curve.png"):
         assert (run_dir / name).stat().st_size > 0, name
+    assert json.loads((run_dir / "parity.json").read_text())["passed"]
     assert list((run_dir / "tensorboard").iterdir())
     assert sorted(path.name for path in (run_dir / "samples").glob("*.jsonl")) == [
         "step-000001.jsonl",
@@ -163,7 +165,9 @@ def test_every_setting_runs_for_three_steps(settings: list[str], tmp_path: Path)
     small = [x for x in SMALL if not (x.startswith("warmup.") and "warmup=null" in settings)]
     done = fovea("train", "recipes/shapes.yaml", f"run_dir={tmp_path / 'run'}", *small, "max_steps=3", *settings)
     assert done.returncode == 0, done.stderr
-    assert len(read_metrics(tmp_path / "run")) == 3
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert undefined(key for row in rows for key in row) == []
     assert "Warning" not in done.stderr
     assert not (tmp_path / "run" / "features").exists(), "spilled features go with the process"
 

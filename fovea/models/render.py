@@ -73,6 +73,12 @@ class Renderer:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return (*ids, int(self._tokenizer.eos_token_id))
 
+    def token_text(self, index: int) -> str:
+        """What one token stands for, special ones by name."""
+        text = self._tokenizer.decode([index])
+        assert isinstance(text, str)
+        return text
+
     def _process(self, ref: ImageRef) -> PromptImage:
         image = self._open_image(ref)
         try:

@@ -25,6 +25,8 @@ class Tally:
     """For each step, of the gradients before clipping: the policy's, and the value function's where there is one."""
     passes: int = 0
     """Over a minibatch, whether a step was taken or not."""
+    operations: float = 0.0
+    """That the passes need, by the model's sizes."""
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     """[T] of every sample, by the last whole pass over the batch."""
     not_finite: list[str] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Tally:
             "actions_trained": self.sums["actions"],
             "reused_frac": reused,
             "reused_images": self.sums["reused_images"],
+            "update_tflop": self.operations / 1e12,
             "epochs_run": self.passes / num_minibatches,
             **self._mean_norms(),
         }

@@ -168,6 +168,7 @@ class TorchPolicy:
                 optimizer.forget_gradients()
             done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
             tally.add(done.sums)
+            tally.operations += sum(self._scorer.cost.operations(group) for group in groups)
             limit = self._algorithm.max_policy_kl
             too_far = limit is not None and done.policy_kl > limit
             if too_far or not self._step(groups, done, tally):

@@ -1,0 +1,64 @@
+"""How fast a step was, and which share of the machine's peak its update reached.
+
+A step's arithmetic comes from the policy (`update_tflop`): by the model's sizes, images included, not by its kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from fovea.types import Group, Metrics
+
+DENSE_BF16_TFLOPS: Mapping[str, float] = {
+    "B200": 2250,  # HGX B200 data sheet: 4.5 PFLOP/s with sparsity
+    "GB200": 2500,  # GB200 NVL72 data sheet: 5 with sparsity for each GPU
+    "H200 NVL": 835.5,  # H200 data sheet: 1,671 with sparsity
+    "H200": 989.5,  # the same, SXM: 1,979
+    "GH200": 989.5,  # GH200 data sheet: 990
+    "H100 NVL": 835.5,  # H100 data sheet: 1,671 with sparsity
+    "H100 PCIe": 756.5,  # H100 PCIe data sheet: 1,513
+    "H100": 989.5,  # H100 data sheet, SXM: 1,979
+    "A100": 312,  # A100 data sheet, PCIe and SXM alike
+    "A40": 149.7,  # A40 data sheet
+    "A30": 165,  # A30 data sheet
+    "A10": 125,  # A10 data sheet
+    "L40S": 362.05,  # L40S data sheet
+    "L40": 181.05,  # L40 data sheet
+    "L4": 121,  # L4 data sheet: 242 with sparsity
+    "RTX 5090": 209.5,  # RTX Blackwell architecture paper, appendix: float32 sums
+    "RTX 4090": 165.2,  # Ada architecture paper, appendix A: float32 sums
+    "RTX 3090": 71,  # Ampere GA102 architecture paper, appendix A: float32 sums
+}
+"""Dense matrix products in bfloat16, by words of the name that CUDA gives a device; NVIDIA's own figures, without 2:4
+sparsity."""
+SLOWER_SIBLINGS = {"laptop", "d", "ti", "mig", "max"}
+"""A word of these makes it another device than the one in the table, or a part of it."""
+
+
+def known_peak_tflops(device_name: str) -> float | None:
+    """Of a device as CUDA names it ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    words = set(re.split(r"[\s-]+", device_name.lower()))
+    if words & SLOWER_SIBLINGS:
+        return None
+    fitting = [name for name in DENSE_BF16_TFLOPS if set(name.lower().split()) <= words]
+    most_precise = max(fitting, key=lambda name: len(name.split()), default=None)
+    return None if most_precise is None else DENSE_BF16_TFLOPS[most_precise]
+
+
+def rates(groups: Sequence[Group], metrics: Mapping[str, float], peak_tflops: float | None) -> Metrics:
+    """Of the whole step: completions and their tokens a second. Of its update: arithmetic, as a share of the peak too.
+
+    `metrics` has the seconds of the phases, and `update_tflop` where the policy counts.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    tokens = sum(len(episode.completion.token_ids_T) for episode in episodes)
+    found = {
+        "samples_per_second": len(episodes) / metrics["seconds/step"],
+        "tokens_per_second": tokens / metrics["seconds/step"],
+    }
+    if "update_tflop" in metrics:
+        found["tflops_per_second"] = metrics["update_tflop"] / metrics["seconds/update"]
+        if peak_tflops is not None:
+            found["mfu"] = found["tflops_per_second"] / peak_tflops
+    return found
