@@ -38,8 +38,8 @@ def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: 
     signal_P = has_signal(torch.tensor(rewards))
     kept = _kept(torch.tensor(rewards), signal_P, settings)
     batch = Batch(groups=tuple(_sample_group(groups[index], rewards[index], weights[index]) for index in kept))
-    numbers = (signal_P.sum(), (~signal_P).sum(), len(groups) - len(kept))
-    counts = dict(zip(COUNTS, map(float, numbers), strict=True))
+    with_signal = float(signal_P.sum())
+    counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
     if settings.overlong_buffer_frac:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
     return batch, counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -183,3 +184,42 @@ def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
     run.policy.save = lambda folder: (saved.append(folder.name), save(folder))[1]  # type: ignore[method-assign, func-returns-value]
     train(run)
     assert saved == [".step-0.partial", ".step-10.partial", ".step-20.partial"]
+
+
+KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1", "kl_coef": 0.1}
+
+
+def test_a_kl_in_the_reward_keeps_the_policy_near(tmp_path: Path) -> None:
+    """The bandit sits at its reference to begin with; a strong KL holds it there, a weak one lets it go."""
+    ends = {}
+    for coefficient in (0.01, 3.0):
+        algorithm = KL_IN_REWARD | {"kl_coef": coefficient, "advantage": "dr_grpo"}
+        ends[coefficient] = train(bandit_run(tmp_path / str(coefficient), algorithm=algorithm))
+    rewards = {c: read_metrics(tmp_path / str(c))[-1]["reward"] for c in ends}
+    assert rewards[3.0] < 0.7 < 0.9 < rewards[0.01]
+
+
+def test_the_weight_of_the_kl_moves_towards_its_target_and_survives_a_resume(tmp_path: Path) -> None:
+    """From 0 to a KL far above the target: up by 1 + 0.2 * 64 / 640 = 1.02 a step once it is 1.2 times the target."""
+    algorithm = KL_IN_REWARD | {"kl_target": 1e-6, "kl_horizon_samples": 640}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(bandit_run(whole, algorithm=algorithm))
+    coefficients = [row["kl/coef"] for row in read_metrics(whole)]
+    assert coefficients[0] == 0.1
+    assert coefficients[1] == pytest.approx(0.1 * 0.98), "at the reference the KL is 0: down by the same"
+    ratios = {round(b / a, 6) for a, b in pairwise(coefficients[1:])}
+    assert ratios <= {1.02, 0.98}
+    assert coefficients[-1] > 0.1
+    train(bandit_run(broken, max_steps=10, algorithm=algorithm))
+    train(bandit_run(broken, resume=True, algorithm=algorithm))
+    assert untimed(read_metrics(broken)) == untimed(read_metrics(whole))
+
+
+def test_values_reach_the_update_and_no_group_is_left_out(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, max_steps=1, algorithm={"name": "ppo"})
+    train(run)
+    (batch,) = run.policy.batches  # type: ignore[attr-defined]
+    assert len(batch.groups) == 8
+    for sample in batch.samples:
+        assert sample.returns_T is not None
+        np.testing.assert_allclose(sample.returns_T, [sample.reward], rtol=1e-6)  # one action: the reward itself
