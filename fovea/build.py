@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.checkpoint import Checkpoints
-from fovea.config import Config, Geo3kEnvironment, Model
+from fovea.config import CaptionEnvironment, Config, Geo3kEnvironment, Model, VqaEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.shapes import Shapes
+from fovea.environments.vqa import Vqa
 from fovea.errors import ConfigError, DataError
 from fovea.evaluate import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
@@ -117,7 +118,30 @@ def make_environment(config: Config) -> Environment:
     """The task family that `environment.name` names."""
     if isinstance(config.environment, Geo3kEnvironment):
         return Geo3k(config.environment)
+    if isinstance(config.environment, VqaEnvironment):
+        return Vqa(config.environment)
+    if isinstance(config.environment, CaptionEnvironment):
+        return make_caption(config, config.environment)
     return Shapes(config.environment, config.seed)
+
+
+def make_caption(config: Config, settings: CaptionEnvironment) -> Environment:
+    """Captions, with the models that score them."""
+    from fovea.environments.caption import Caption, JudgedCaption
+
+    reward_model = None
+    if settings.reward_model is not None:
+        from fovea.environments.reward_model import RewardScorer
+
+        reward_model = RewardScorer(settings.reward_model)
+    caption = Caption(settings, reward_model)
+    if settings.judge is None:
+        return caption
+    from fovea.environments.judge import JudgeClient
+
+    opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
+    judge = JudgeClient(settings.judge)
+    return JudgedCaption(caption, judge, opener, scores_at_once=settings.judge.max_concurrency)
 
 
 def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VLM]:

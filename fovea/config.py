@@ -21,8 +21,31 @@ from fovea.config_base import (
     Section,
     refuse,
 )
+from fovea.config_environments import (
+    CaptionEnvironment,
+    EnvironmentConfig,
+    FileEnvironment,
+    Geo3kEnvironment,
+    Judge,
+    RewardModel,
+    ShapesEnvironment,
+    VqaEnvironment,
+)
 
-__all__ = ["Algorithm", "Critic", "Section"]  # part of the tree, from files of their own
+# part of the tree, from files of their own
+__all__ = [
+    "Algorithm",
+    "CaptionEnvironment",
+    "Critic",
+    "EnvironmentConfig",
+    "FileEnvironment",
+    "Geo3kEnvironment",
+    "Judge",
+    "RewardModel",
+    "Section",
+    "ShapesEnvironment",
+    "VqaEnvironment",
+]
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -159,45 +182,6 @@ class Model(Section):
     @property
     def trains_vision(self) -> bool:
         return not self.freeze_vision_tower and self.lora is None
-
-
-class ShapesEnvironment(Section):
-    """Rendered scenes with questions on number, colour, shape and existence."""
-
-    name: Literal["shapes"] = "shapes"
-    level: Annotated[int, Field(ge=1, le=3)] = 1
-    """1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all sizes."""
-    train_size: PositiveInt = 24_000
-    """Distinct training scenes, rendered when first used."""
-    dev_size: PositiveInt = 400
-    """Scenes for the stop rule of the warm-up and for readings while training."""
-    test_size: PositiveInt = 800
-    """Held-out scenes for the final table."""
-    image_side_px: Annotated[int, Field(ge=32)] = 48
-    """Width and height of a scene."""
-
-
-class Geo3kEnvironment(Section):
-    """Geometry problems with a diagram; the last boxed answer is graded (Geometry3K's public layouts)."""
-
-    name: Literal["geo3k"] = "geo3k"
-    train_files: tuple[str, ...]
-    """Parquet files to train on."""
-    test_files: tuple[str, ...]
-    """Parquet files held out; half of their rows serve as dev readings while training, all as the final test."""
-    prompt_key: str = "problem"
-    """Column of the question."""
-    answer_key: str = "answer"
-    """Column of the true answer."""
-    image_keys: tuple[str, ...] = ("images",)
-    """Columns of the images, in order."""
-    system_prompt: str | None = None
-    """Put before every question."""
-    format_weight: Fraction = 0.1
-    """Share of the reward for a boxed answer at all; 0 gives the binary reward."""
-
-
-EnvironmentConfig: TypeAlias = Annotated[ShapesEnvironment | Geo3kEnvironment, Field(discriminator="name")]
 
 
 class Data(Section):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fovea.errors import TrainError
 from fovea.rollout.collect import collect
 from fovea.run import Run
 from fovea.types import Group, Metrics, Sampling
 
 SAME_ACCURACY = 1e-6
+UNSCORED_FILE = "unscored.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +33,21 @@ async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
     answer gets, or a small one for the format, says nothing about the group.
     """
     wanted = run.config.rollout.prompts_per_step
-    groups = await _rollout(run, sampling, step, num_before=0)
+    unscored: list[str] = []
+    groups = await _rollout(run, sampling, step, 0, unscored)
     if not run.config.algorithm.dynamic_sampling:
-        return Drawn(groups=groups, to_train=groups, metrics={})
+        return Drawn(groups=groups, to_train=groups, metrics=note_unscored(run, step, groups, unscored))
     batches, differing = 1, [group for group in groups if _differs(group)]
     while len(differing) < wanted and batches < run.config.algorithm.max_gen_batches:
-        more = await _rollout(run, sampling, step, num_before=len(groups))
+        more = await _rollout(run, sampling, step, batches * wanted, unscored)
         groups, differing = groups + more, differing + [group for group in more if _differs(group)]
         batches += 1
     to_train = differing[:wanted]
     return Drawn(
         groups=groups,
         to_train=to_train,
-        metrics={
+        metrics=note_unscored(run, step, groups, unscored)
+        | {
             "dynamic_sampling/batches": float(batches),
             "dynamic_sampling/groups_dropped": float(len(groups) - len(to_train)),
             "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
@@ -49,7 +55,18 @@ async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
     )
 
 
-async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int) -> list[Group]:
+def note_unscored(run: Run, step: int, groups: Sequence[Group], reasons: Sequence[str]) -> Metrics:
+    """Count the groups that could not be scored, and write down why; TrainError when they are all that there is."""
+    if not reasons:
+        return {"groups/unscored": 0.0}
+    with (run.folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
+    if not groups:
+        raise TrainError(f"none of the {len(reasons)} groups of step {step} could be scored; the last: {reasons[-1]}")
+    return {"groups/unscored": float(len(reasons))}
+
+
+async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int, unscored: list[str]) -> list[Group]:
     rollout = run.config.rollout
     with run.phases("data"):
         prompted = run.sources.train.take(run.order, rollout.prompts_per_step)
@@ -62,6 +79,7 @@ async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int) -> 
             n=rollout.samples_per_prompt,
             seed=(run.config.seed, step),
             num_before=num_before,
+            unscored=unscored,
         )
 
 

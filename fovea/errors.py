@@ -36,6 +36,14 @@ class ParityError(FoveaError, RuntimeError):
     """Engine and trainer do not agree on the log-probs of the same tokens."""
 
 
+class ScoreError(FoveaError, RuntimeError):
+    """A completion that could not be scored: a judge that is away, slow, or says nothing that is a score."""
+
+
+class UnscoredError(ScoreError):
+    """The same where the settings say to leave its group out and to count it."""
+
+
 class MissingExtraError(FoveaError, ImportError):
     """An optional package that a setting needs and that is not installed."""
 

@@ -26,6 +26,7 @@ LEVELS = [
         "metric_docs",
         "config_base",
         "config_algorithm",
+        "config_environments",
     },
     {"algorithms", "data", "models"},
     {"environments", "samples", "advantages", "cutting", "packing", "prompts"},
@@ -47,6 +48,9 @@ LEVELS = [
 """From the bottom; a module imports its own level and those below."""
 
 STRANGERS = {
+    ("config_base", "config"),
+    ("config_base", "config_environments"),
+    ("config_environments", "config"),
     ("config", "config_docs"),
     ("config", "config_io"),
     ("config_docs", "config_io"),

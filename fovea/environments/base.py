@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from fovea.types import Message, Score, Task, Turn
 
@@ -27,4 +27,17 @@ class Environment(Protocol):
 
     def target(self, task: Task) -> str:
         """An answer that scores full marks: what supervised warm-up trains on."""
+        ...
+
+
+@runtime_checkable
+class WaitsToScore(Protocol):
+    """An environment whose `score` waits for something else, such as a server.
+
+    It is called from threads, so that drawing goes on meanwhile; which thread scores what changes no score.
+    """
+
+    @property
+    def scores_at_once(self) -> int:
+        """How many threads; at least 1."""
         ...

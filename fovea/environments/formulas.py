@@ -7,7 +7,7 @@ The grammar, loosest first (spaces matter in mixed numbers only):
     product  signed (("*" | "\cdot" | "\times" | "/" | "\div") signed | power)*   16(4 - \pi), 10 y
     signed   ("+" | "-")* power
     power    atom ["^" argument]                                                  no "^" inside an exponent
-    atom     number | mixed | letter | \pi | \sqrt | \frac | "(" sum ")" | "{" sum "}"
+    atom     number | mixed | letter | \pi | \sqrt | \frac | "(" sum ")" | "{" sum "}" | "|" sum "|"
     mixed    4 \frac{4}{11} | 4 4/11
 
 A letter stands for a fixed transcendental number, so that formulas in `y` are equal when they are one
@@ -27,12 +27,13 @@ _MAX_DIGITS = 15
 _TOLERANCE = 1e-12
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d\d?(?!\d))?"
-_TOKEN = re.compile(rf"\s*({_NUMBER}|\\?[A-Za-z]+|[-+*/^(){{}}:\[\]]|.)", re.ASCII | re.DOTALL)
+_TOKEN = re.compile(rf"\s*({_NUMBER}|\\?[A-Za-z]+|[-+*/^(){{}}:\[\]|]|.)", re.ASCII | re.DOTALL)
 _TIMES = ("*", r"\cdot", r"\times")
 _OVER = ("/", r"\div")
-# What an implicit product may go on with, besides a letter: never a digit, as in `6 0`.
+# What an implicit product may go on with, besides a letter; a digit only behind these, never as in `6 0`.
 _FACTOR_STARTS = ("(", "{", r"\pi", r"\sqrt", r"\frac")
-_CLOSING = {"(": ")", "{": "}"}
+_BEFORE_DIGITS = (r"\pi", ")")
+_CLOSING = {"(": ")", "{": "}", "|": "|"}
 
 
 class _NotAFormula(Exception):
@@ -118,6 +119,8 @@ class _Parser:
     def _goes_on(self) -> bool:
         # two letters side by side are the name of a segment or a word, not a product
         token, previous = self._peek(), self._tokens[self._at - 1]
+        if _is_number(token):
+            return previous in _BEFORE_DIGITS
         return token in _FACTOR_STARTS or (_is_letter(token) and not _is_letter(previous))
 
     def _signed(self) -> float:
@@ -154,7 +157,7 @@ class _Parser:
         if token in _CLOSING:
             value = self._sum()
             self._need(_CLOSING[token])
-            return value
+            return abs(value) if token == "|" else value
         if token == r"\pi":
             return math.pi
         if token == r"\sqrt":

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
-from fovea.environments.base import Environment
-from fovea.errors import DataError
+from fovea.environments.base import Environment, WaitsToScore
+from fovea.errors import DataError, UnscoredError
 from fovea.prompts import PromptedTask
 from fovea.rollout.base import Engine
 from fovea.types import Completion, Episode, Group, Sampling, Task, Turn
 
 
-async def collect(
+async def collect(  # noqa: PLR0913 (all of them are a rollout)
     engine: Engine,
     environment: Environment,
     prompted: Sequence[PromptedTask],
@@ -25,20 +26,45 @@ async def collect(
     n: int,
     seed: tuple[int, ...],
     num_before: int = 0,
+    unscored: list[str] | None = None,
 ) -> list[Group]:
     """n scored completions of every prompt; each is scored as soon as its group is drawn.
 
     A group's random numbers depend on `seed` and its place in the step, after `num_before` others, so that a resumed
-    run draws the same.
+    run draws the same. An environment that waits to score does so in threads while others are drawn; the order of
+    groups and episodes stays. A group that an environment leaves unscored is left out, and why is put into `unscored`
+    (None: it raises).
     """
+    threads = ThreadPoolExecutor(environment.scores_at_once) if isinstance(environment, WaitsToScore) else None
 
-    async def group(place: int, item: PromptedTask) -> Group:
+    async def group(place: int, item: PromptedTask) -> Group | None:
         own = replace(sampling, seed=request_seed(*seed, place))
         completions = await engine.generate(item.prompt, own, n)
-        episodes = tuple(_episode(environment, item.task, completion) for completion in completions)
+        try:
+            episodes = await _episodes(environment, item.task, completions, threads)
+        except UnscoredError as error:
+            if unscored is None:
+                raise
+            unscored.append(f"{item.task.id}: {error}")
+            return None
         return Group(prompt=item.prompt, episodes=episodes)
 
-    return await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted, num_before)))
+    try:
+        groups = await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted, num_before)))
+    finally:
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+    return [group for group in groups if group is not None]
+
+
+async def _episodes(
+    environment: Environment, task: Task, completions: Sequence[Completion], threads: ThreadPoolExecutor | None
+) -> tuple[Episode, ...]:
+    if threads is None:
+        return tuple(_episode(environment, task, completion) for completion in completions)
+    loop = asyncio.get_running_loop()
+    calls = [loop.run_in_executor(threads, _episode, environment, task, completion) for completion in completions]
+    return tuple(await asyncio.gather(*calls))
 
 
 def request_seed(*parts: int) -> int:

@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from fovea.config import Geo3kEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
-from fovea.environments.geo3k import Geo3k
+from fovea.environments.geo3k import Geo3k, grade
 from fovea.errors import DataError
 from fovea.types import ImageRef, Task, Turn
 
@@ -136,6 +137,67 @@ def test_reward_weighs_accuracy_and_format(text: str, accuracy: float, formatted
         assert score.reward == (1 - weight) * accuracy + weight * formatted
         assert score.accuracy == accuracy
         assert score.parts == {"answer": accuracy, "format": formatted}
+
+
+@pytest.mark.parametrize(
+    ("settings", "right", "wrong"),
+    [
+        ({}, 1.0, 0.1),
+        ({"format_weight": 0}, 1.0, 0.0),
+        ({"reward_max_val": 1, "reward_min_val": 0}, 1.0, 0.0),
+        ({"reward_max_val": 5}, 5.0, 0.0),
+        ({"reward_min_val": -1, "format_weight": 0}, 1.0, -1.0),
+    ],
+)
+def test_both_public_rewards(settings: dict[str, object], right: float, wrong: float, tmp_path: Path) -> None:
+    environment = geo3k(tmp_path, [row()], **settings)
+    (task,) = environment.tasks("test")
+    scores = [environment.score(task, [Turn(messages=(), text=text)]) for text in (r"\boxed{12}", r"\boxed{13}")]
+    assert [score.reward for score in scores] == [right, wrong]
+    assert [score.accuracy for score in scores] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"reward_max_val": 1, "format_weight": 0.1}, r"format_weight=0\.1 shares the reward, but .* make it binary"),
+        ({"reward_min_val": 0, "think_tags": True}, r"think_tags=true is about the form, which the binary reward"),
+        ({"reward_max_val": 1, "reward_min_val": 1}, r"reward_min_val=1 is not below reward_max_val=1"),
+        ({"reward_min_val": 2}, r"reward_min_val=2 is not below reward_max_val=1"),
+    ],
+)
+def test_rewards_that_contradict_each_other_are_refused(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        Geo3kEnvironment.model_validate({"train_files": ["a"], "test_files": ["a"], **settings})
+
+
+@pytest.mark.parametrize(
+    ("text", "accuracy", "formatted"),
+    [
+        (r"<think>6 + 6</think> \boxed{12}", 1, 1),
+        (r" <think>6 + 6</think>\boxed{13}", 0, 1),
+        (r"6 + 6</think> \boxed{12}", 1, 1),  # the chat template has written the opening tag
+        (r"\boxed{12}", 1, 0),
+        (r"<think>\boxed{12}</think>", 1, 0),
+        (r"<think></think>\boxed{12}", 1, 0),
+        (r"<think>6</think><think>6</think>\boxed{12}", 1, 0),
+        (r"<think>6 <think>6</think>\boxed{12}", 1, 0),
+        (r"<think>6 + 6</think> 12", 0, 0),
+    ],
+)
+def test_a_form_with_reasoning(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
+    environment = geo3k(tmp_path, [row()], think_tags=True)
+    (task,) = environment.tasks("test")
+    score = environment.score(task, [Turn(messages=(), text=text)])
+    assert score.parts == {"answer": accuracy, "format": formatted}
+    assert score.reward == pytest.approx(0.9 * accuracy + 0.1 * formatted)
+    assert environment.score(task, [Turn(messages=(), text=environment.target(task))]).reward == 1
+
+
+def test_a_grade_says_why() -> None:
+    assert grade(r"\boxed{6+6}", "12").reason == "boxed '6+6' equals '12'"
+    assert grade(r"\boxed{13}", "12").reason == "boxed '13' is not '12'"
+    assert grade("12", "12").reason == r"no \boxed{} that closes"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+r"""One spelling for one thing: answers in LaTeX, Unicode or plain words, made comparable.
+
+`normalised` removes what carries no meaning (fonts, spaces, dollar signs, degree signs, a trailing unit) and
+rewrites what has several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_MAX_WRAPPERS = 20
+# Digits of a repeating decimal; more would not fit a float64.
+_MAX_REPEATING = 6
+
+_SYMBOLS = {
+    **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}\N{RING OPERATOR}", r"\circ "),
+    **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
+    **dict.fromkeys("\N{MIDDLE DOT}\N{DOT OPERATOR}\N{ASTERISK OPERATOR}\N{BULLET}", r"\cdot "),
+    **dict.fromkeys("\N{DIVISION SIGN}\N{FRACTION SLASH}\N{DIVISION SLASH}", "/"),
+    **dict.fromkeys("\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}\ufeff", ""),
+    "\N{MULTIPLICATION SIGN}": r"\times ",
+    "\N{RATIO}": ":",
+    "\N{GREEK SMALL LETTER PI}": r"\pi ",
+    "\N{SQUARE ROOT}": r"\sqrt ",
+    "\N{ANGLE}": r"\angle ",
+    "\N{MEASURED ANGLE}": r"\angle ",
+    "\N{APPROXIMATELY EQUAL TO}": r"\cong ",
+    "\N{ALMOST EQUAL TO}": r"\approx ",
+    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+    "\N{NOT EQUAL TO}": r"\ne ",
+}
+_VULGAR = {
+    char: " " + unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/") for char in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
+_TABLE = str.maketrans(_SYMBOLS | _VULGAR)
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹", "₀₁₂₃₄₅₆₇₈₉"
+_SMALL = str.maketrans(_RAISED + _LOWERED, "0123456789" * 2)
+_SMALL_FRACTION = re.compile(f"([{_RAISED}]+)[/\N{FRACTION SLASH}]([{_LOWERED}]+)")
+_RAISED_DIGITS = re.compile(f"[⁻]?[{_RAISED}]+")
+
+_FONTS = r"text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|operatorname|[mf]?box|boxed|boldsymbol|bm"
+_COLOUR = r"(?:textcolor|color) ?\{[a-zA-Z]{1,20}\}"
+_WRAPPER = re.compile(rf"\\(?:{_FONTS}|ensuremath|underline|mathbin|mathrel|{_COLOUR})\s*\{{([^{{}}]*)\}}")
+# In this order; (?![A-Za-z]) ends a command, so that `\left(` goes and `\leftarrow` stays.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (r"\\(?:small|large|Large|LARGE|huge|Huge|bf|rm|it)(?![A-Za-z])", " "),
+        (r"\\[hv]space ?\{[^{}]*\}|\\(?:color) ?\{[a-zA-Z]{1,20}\}|\*\*|`|\\\\\s*$", " "),
+        (r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])", r"\\frac"),
+        (r"\\surd(?![A-Za-z])|(?<![A-Za-z\\])sqrt(?![A-Za-z])", r"\\sqrt"),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi"),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r" is (?:strictly )?less than ", " < "),
+        (r" is (?:strictly )?greater than ", " > "),
+        (r" is (?:less than or equal to|at most) ", r" \\le "),
+        (r" is (?:greater than or equal to|at least) ", r" \\ge "),
+        (r"<=|\\leq(?:slant)?(?![A-Za-z])", r"\\le "),
+        (r">=|\\geq(?:slant)?(?![A-Za-z])", r"\\ge "),
+        (r"\\simeq(?![A-Za-z])", r"\\approx "),
+        (r"\\(?:measured|spherical)angle(?![A-Za-z])", r"\\angle "),
+        (r"\\angle ?\{ ?(\w+) ?\}", r"\\angle \1 "),
+        (r"\\over(?:line|leftrightarrow|rightarrow) ?\{ ?([A-Z](?: ?[A-Z])*) ?\}", r" \1 "),
+        (r"\\colon(?![A-Za-z])|\{ ?: ?\}", ":"),
+        (r"\{,\}|,\\!", ","),
+        (r"\\[()\[\]]|\\?\$|\\(?:[,;:!> ]|q?quad(?![A-Za-z]))|~|\s", " "),
+        (r"(?:\^ *)?\\circ(?![A-Za-z])(?: *\{ *\})?|\^ *\{ *(?:\^ *)?(?:\\circ|o) *\}|\^ *o(?![A-Za-z])", " "),
+        (r"\\(?:text)?degree(?![A-Za-z])", " "),
+        (r"(?<![A-Za-z\\])deg(?:rees?|\.)?(?![A-Za-z])", " "),
+        (r" +", " "),
+        (r"(?<=[\d)}]) to (?=[\d(\\])", ":"),
+        (r"\{([^{}]*) ?\\over(?![A-Za-z]) ?([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"^([^{}]*) ?\\over(?![A-Za-z]) ?([^{}]*)$", r"\\frac{\1}{\2}"),
+        (r"\\frac ?(\d) ?(?=[\d{\\])", r"\\frac{\1}"),
+        (r"(\\frac ?\{[^{}]*\}) ?(\d)(?!\d)", r"\1{\2}"),
+        (r"\{ ?(\\frac ?\{[^{}]*\} ?\{[^{}]*\}) ?\}(?! ?\{)", r"\1"),
+    )
+]
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar) ?\{ ?(\d+) ?\}", re.ASCII)
+# 1,200 and 1 200; not in brackets, where a comma parts two numbers, nor before a slash: `4 100/111` is mixed.
+_GROUPED_DIGITS = re.compile(r"(?<![\d.,/(\[])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d/]|,\d)")
+_UNIT = re.compile(
+    r"(?:(?<=[\d)}.])| )\(?(?:(?:square|cubic|sq\.?) ?)?"
+    r"(?:units?|(?:milli|centi|kilo)?met(?:er|re)s?|inch(?:es)?|foot|feet|yards?|miles?|[mck]m|ft|in|yd|mi"
+    r"|(?<=[ \d])m|(?<=\d)(?:''|\"))\.?(?: ?\^ ?(?:[23]|\{ ?[23] ?\})| squared| cubed)?\)?$"
+)
+_ANSWER_IS = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:)(?: ?:)?|there is|there's|approximately|about) ", re.I)
+
+
+def normalised(answer: str) -> str:
+    """The one spelling of an answer, without unit, degree signs and introduction."""
+    answer = _SMALL_FRACTION.sub(lambda match: f" {match[1].translate(_SMALL)}/{match[2].translate(_SMALL)}", answer)
+    answer = _RAISED_DIGITS.sub(_exponent, answer)
+    # twice: NFKC makes new symbols (a bold pi becomes a pi), and destroys others (the degree sign's look-alike)
+    answer = _unwrapped(unicodedata.normalize("NFKC", answer.translate(_TABLE)).translate(_TABLE))
+    for pattern, replacement in _REWRITES:
+        answer = pattern.sub(replacement, answer)
+    answer = _REPEATING.sub(_fraction, answer)
+    answer = _GROUPED_DIGITS.sub(lambda match: re.sub("[, ]", "", match.group()), answer)
+    return without_unit(_ANSWER_IS.sub("", answer.strip()).rstrip(".,; "))
+
+
+def without_unit(answer: str) -> str:
+    """`36 square feet` is 36."""
+    return _UNIT.sub("", answer.strip()).strip()
+
+
+def _unwrapped(answer: str) -> str:
+    r"""`\text{...}` and its like replaced by what they hold, from the inside out."""
+    for _ in range(_MAX_WRAPPERS):
+        answer, count = _WRAPPER.subn(r" \1 ", answer)
+        if not count:
+            break
+    return answer
+
+
+def _exponent(match: re.Match[str]) -> str:
+    """NFKC would make 24 of a raised 4 behind a 2."""
+    exponent = match.group().replace("⁻", "-").translate(_SMALL)
+    return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
+
+
+def _fraction(match: re.Match[str]) -> str:
+    r"""`13.\overline{3}` is 40/3."""
+    whole, fixed, repeating = match.groups()
+    if len(whole + fixed + repeating) > _MAX_REPEATING:
+        return match.group()
+    over = int(whole + fixed + repeating) - int(whole + fixed or "0")
+    return rf"\frac{{{over}}}{{{10 ** len(fixed) * (10 ** len(repeating) - 1)}}}"

@@ -1,0 +1,92 @@
+"""Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice.
+
+What counts as the same answer is in `vqa_answers`, where an answer is looked for too; options are in `vqa_choices`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fovea.config import VqaEnvironment
+from fovea.environments.base import Split
+from fovea.environments.file_tasks import FileTasks
+from fovea.environments.grading import Grade, shown
+from fovea.environments.questions import plain_answer
+from fovea.environments.vqa_answers import found_answer, soft_accuracy, spelled
+from fovea.environments.vqa_choices import listed_options, options_of, picked_letter, true_letter
+from fovea.types import Message, Score, Task, Turn
+
+_LETTER = re.compile(r"\(?([A-Z])\)?\.?")
+
+
+class Vqa:
+    """The environment `vqa`; see `config.VqaEnvironment`."""
+
+    def __init__(self, config: VqaEnvironment) -> None:
+        self._config = config
+        self._files = FileTasks(config, read_answer=majority_answer)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._files.tasks(split)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        options = self._options(task)
+        if options:
+            true_letter(task.answer, options, task.id)  # a row whose answer is no option is a bad row
+            task = replace(task, question=f"{task.question}\n{listed_options(options)}")
+        return self._files.prompt(task)
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        options = self._options(task)
+        truths = [true_letter(task.answer, options, task.id)] if options else self._truths(task)
+        graded = grade(turns[-1].text, truths, options=options)
+        return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
+
+    def target(self, task: Task) -> str:
+        options = self._options(task)
+        return rf"\boxed{{{true_letter(task.answer, options, task.id) if options else task.answer}}}"
+
+    def _options(self, task: Task) -> tuple[str, ...]:
+        key = self._config.choices_key
+        return () if key is None else options_of(task.row.get(key), task.id)
+
+    def _truths(self, task: Task) -> list[str]:
+        key = self._config.answers_key
+        cell = task.row.get(key) if key is not None else None
+        return answers_of(cell, task.id) if isinstance(cell, list | tuple) and cell else [task.answer]
+
+
+def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str] = ()) -> Grade:
+    """A response against the true answer, or against those of several annotators (soft accuracy).
+
+    A truth that is one capital letter is an option's: its letter, or its text where `options` are known, is right.
+    """
+    truths = [truth] if isinstance(truth, str) else list(truth)
+    found = found_answer(prediction)
+    if truths and all(_LETTER.fullmatch(one.strip()) for one in truths):
+        picked = picked_letter(found, options)
+        found = found if picked is None else picked
+        truths = [one.strip().strip("().") for one in truths]
+    accuracy = soft_accuracy(found, truths)
+    expected = shown(truths[0]) if len(set(truths)) == 1 else f"what {len(truths)} annotators say"
+    verdict = "is" if accuracy == 1 else "is in part" if accuracy else "is not"
+    return Grade(
+        score=accuracy,
+        parts={"answer": accuracy},
+        reason=f"{shown(found)}, read as {shown(spelled(found))}, {verdict} {expected}",
+    )
+
+
+def majority_answer(cell: object, where: str) -> str:
+    """The answer of a cell; that of most annotators where it holds several, the first one in a tie."""
+    if isinstance(cell, list | tuple) and cell:
+        return Counter(answers_of(cell, where)).most_common(1)[0][0]
+    return plain_answer(cell, where)
+
+
+def answers_of(cell: Sequence[object], where: str) -> list[str]:
+    """The answers of all annotators, bare or in VQA's {answer, answer_id, answer_confidence}."""
+    return [plain_answer(one.get("answer") if isinstance(one, Mapping) else one, where) for one in cell]

@@ -1,0 +1,215 @@
+"""The environment `caption`: overlap with references, the judge beside it, a reward model, its settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from fovea.build import make_environment
+from fovea.config import CaptionEnvironment, Config, RewardModel
+from fovea.data.images import open_image
+from fovea.environments.base import WaitsToScore
+from fovea.environments.caption import Caption, JudgedCaption, bleu, chrf, grade
+from fovea.environments.cider import CiderD
+from fovea.environments.reward_model import RewardScorer
+from fovea.errors import DataError, ModelError
+from fovea.models.tiny import build_tokenizer
+from fovea.types import ImageRef, Turn
+from tests.environments.files import COLOURS, files, row
+
+TEXTS = ["A red square on white ground.", "Green, all green, with no border at all!", "blue"]
+ROWS = [row("Describe it.", text, colour) for text, colour in zip(TEXTS, COLOURS, strict=True)]
+ALL = {"cider": 1, "chrf": 1, "bleu": 2}
+
+
+def settings_of(folder: Path, rows: Sequence[dict[str, object]] = ROWS, **more: object) -> CaptionEnvironment:
+    return CaptionEnvironment.model_validate({"name": "caption", **files(folder, rows, **more)})
+
+
+def turns(text: str) -> list[Turn]:
+    return [Turn(messages=(), text=text)]
+
+
+def test_references_score_full_marks_and_the_mean_is_weighed(tmp_path: Path) -> None:
+    environment = Caption(settings_of(tmp_path, metric_weights=ALL))
+    for split in ("train", "dev", "test"):
+        for task in environment.tasks(split):  # type: ignore[arg-type]
+            score = environment.score(task, turns(environment.target(task)))
+            assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
+    task = environment.tasks("test")[0]
+    parts = environment.score(task, turns("<think>A red square on white ground.</think> a red ball")).parts
+    assert set(parts) == {"cider", "cider_d", "chrf", "bleu"}
+    assert 0 < parts["cider"] < 1 < parts["cider_d"] < 10
+    score = environment.score(task, turns("a red ball"))
+    assert score.reward == pytest.approx((parts["cider"] + parts["chrf"] + 2 * parts["bleu"]) / 4)
+    assert environment.score(task, turns("")).reward == 0
+
+
+def test_all_references_count(tmp_path: Path) -> None:
+    captions = ["a cat on a mat by the door", {"caption": "one cat lies here and sleeps"}]
+    rows = [
+        row("Describe it.", ["a cat on a mat by the door"], captions=["one cat lies here and sleeps"]) for _ in "12"
+    ]
+    environment = Caption(settings_of(tmp_path, rows, references_key="captions", metric_weights={"chrf": 1}))
+    task = environment.tasks("test")[0]
+    assert environment.references(task) == ["a cat on a mat by the door", "one cat lies here and sleeps"]
+    assert environment.score(task, turns("one cat lies here and sleeps")).reward == 1
+    assert captions[0] == environment.target(task)
+    with pytest.raises(DataError, match="the answer is"):
+        Caption(settings_of(tmp_path, [row("Describe it.", [None])])).tasks("test")[0]
+
+
+def test_a_word_that_every_reference_has_tells_nothing(tmp_path: Path) -> None:
+    """One row: every IDF is 0, and all that is left is equality."""
+    environment = Caption(settings_of(tmp_path, ROWS[:1]))
+    (task,) = environment.tasks("train")
+    assert [environment.score(task, turns(text)).reward for text in (TEXTS[0].upper(), "a red square")] == [1, 0]
+
+
+def test_overlaps_by_sacrebleu() -> None:
+    references = ["the cat sat on the mat", "a cat was on a mat"]
+    assert bleu("the cat sat on the mat", references) == chrf("a cat was on a mat", references) == 1
+    # 1-grams 5 of 6, 2-grams 3 of 5, 3-grams 2 of 4, 4-grams 1 of 3: (5/6 * 3/5 * 2/4 * 1/3) ** (1/4)
+    assert bleu("the cat sat on the rug", references[:1]) == pytest.approx((5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25)
+    assert bleu("", references) == chrf("", references) == 0
+    assert 0 < chrf("cats", references) < 0.5
+
+
+def test_grading_without_and_with_a_reference_set() -> None:
+    graded = grade("a cat on a mat", ["a cat on a mat", "a dog"])
+    assert (graded.score, set(graded.parts)) == (1.0, {"chrf", "bleu"})
+    cider = CiderD([["a cat on a mat"], ["the sun is low"]])
+    graded = grade("the sun", "a cat on a mat", cider=cider)
+    assert (graded.score, graded.parts["cider_d"]) == (0.0, 0.0)
+    assert "the score is cider" in graded.reason
+
+
+class Said:
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def score(self, images: Sequence[Image.Image], question: str, answer: str, references: Sequence[str]) -> float:
+        self.asked.append((images[0].getpixel((0, 0)), question, answer, list(references)))
+        return 0.5
+
+
+def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
+    judge = {"url": "http://localhost:1/v1", "model": "m"}
+    config = settings_of(tmp_path, metric_weights={"judge": 3, "chrf": 1}, judge=judge)
+    said = Said()
+
+    def opener(ref: ImageRef) -> Image.Image:
+        return open_image(ref, max_mib=1, max_megapixels=1)
+
+    environment = JudgedCaption(Caption(config), said, opener, scores_at_once=5)
+    assert isinstance(environment, WaitsToScore)
+    assert not isinstance(Caption(config), WaitsToScore)
+    task = environment.tasks("test")[1]
+    score = environment.score(task, turns(f"<think>x</think>\n{TEXTS[1]}"))
+    assert said.asked == [(COLOURS["green"], "Describe it.", TEXTS[1], [TEXTS[1]])]
+    assert (score.reward, score.parts) == ((3 * 0.5 + 1) / 4, {"judge": 0.5, "chrf": 1.0})
+    assert len(environment.prompt(task)) == 1
+    assert environment.target(task) == TEXTS[1]
+
+
+def test_build_makes_what_the_settings_name(tmp_path: Path) -> None:
+    def made(**more: object) -> object:
+        environment = {"name": "caption", **files(tmp_path, ROWS, **more)}
+        return make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": environment}))
+
+    assert isinstance(made(), Caption)
+    judge = {"url": "http://localhost:1/v1", "model": "m", "max_concurrency": 3}
+    judged = made(judge=judge, metric_weights={"judge": 1})
+    assert isinstance(judged, JudgedCaption)
+    assert judged.scores_at_once == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"metric_weights": {}}, "metric_weights is empty"),
+        ({"metric_weights": {"judge": 1}}, r"environment\.judge and environment\.metric_weights\.judge go together"),
+        ({"judge": {"url": "http://a/v1", "model": "m"}}, r"environment\.judge and .* go together"),
+        ({"reward_model": {"path": "x"}}, r"environment\.reward_model and .* go together"),
+        ({"judge": {"url": "ftp://a", "model": "m"}}, "pattern"),
+        ({"judge": {"url": "http://a", "model": "m", "prompt": "?"}}, r"judge\.prompt has no {answer}"),
+        ({"metric_weights": {"rouge": 1}}, "rouge"),
+    ],
+)
+def test_settings_that_do_not_go_together(more: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        CaptionEnvironment.model_validate({"name": "caption", "train_files": ["a"], "test_files": ["a"], **more})
+
+
+def save_reward_model(folder: Path, *, num_labels: int = 1) -> LlamaForSequenceClassification:
+    tokenizer = build_tokenizer(TEXTS * 10, 300)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(num_labels=num_labels, **sizes, **ids)).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_a_reward_model_gives_the_logistic_of_its_output(tmp_path: Path) -> None:
+    model = save_reward_model(tmp_path / "rm")
+    scorer = RewardScorer(RewardModel(path=str(tmp_path / "rm")))
+    tokenizer = build_tokenizer(TEXTS * 10, 300)
+    text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nblue<|im_end|>\n"
+    with torch.no_grad():
+        logit = model(**tokenizer(text, return_tensors="pt")).logits.item()
+    assert scorer.score("q", "blue") == pytest.approx(1 / (1 + torch.tensor(-logit).exp().item()), abs=1e-6)
+    config = settings_of(tmp_path, metric_weights={"reward_model": 1}, reward_model={"path": str(tmp_path / "rm")})
+    environment = Caption(config, scorer)
+    task = environment.tasks("test")[0]
+    assert environment.score(task, turns("blue")).reward == scorer.score("Describe it.", "blue")
+    with pytest.raises(RuntimeError, match="reads 64 tokens"):
+        scorer.score("q", "blue " * 99)
+
+
+def test_a_folder_that_is_no_reward_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no \*\.safetensors"):
+        RewardScorer(RewardModel(path=str(tmp_path)))
+    save_reward_model(tmp_path / "two", num_labels=2)
+    with pytest.raises(ModelError, match="has 2 outputs"):
+        RewardScorer(RewardModel(path=str(tmp_path / "two")))
+    (tmp_path / "two" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        RewardScorer(RewardModel(path=str(tmp_path / "two")))
+
+
+CIDER = CiderD([["a cat on a mat"], ["the sun is low"]])
+
+
+def check_any_caption(text: str, truth: str) -> None:
+    graded = grade(text, truth, cider=CIDER)
+    assert all(0 <= value <= 10 + 1e-9 for value in graded.parts.values())
+    assert 0 <= graded.score <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_any_caption_is_graded(text: str, truth: str) -> None:
+    check_any_caption(text, truth)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.text(max_size=40), min_size=20, max_size=20), st.text(max_size=40))
+def test_twenty_thousand_captions_are_graded_in_time(texts: list[str], truth: str) -> None:
+    for text in texts:
+        start = time.process_time()
+        check_any_caption(text, truth)
+        assert time.process_time() - start < 1

@@ -1,0 +1,139 @@
+"""The environment `vqa`: rows of all question types, several annotators, options; a run; the real rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from fovea.build import build, make_environment
+from fovea.config import Config, VqaEnvironment
+from fovea.config_io import load_config
+from fovea.data.order import kinds_of
+from fovea.environments.vqa import Vqa
+from fovea.errors import DataError
+from fovea.loop import train
+from fovea.types import ImageRef, Score, Task, Turn
+from tests.environments.files import COLOURS, files, row
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "vqa"
+RECIPE = Path(__file__).parents[2] / "recipes" / "vqa.yaml"
+ROWS = [
+    question
+    for colour in COLOURS
+    for question in (
+        row("What colour is the square?", colour, colour, question_type="attribute"),
+        row("How many squares are there?", 1, colour, question_type="counting"),
+        row("Is there a red square?", "yes" if colour == "red" else "no", colour, question_type="existence"),
+        row(
+            'Is this true? "The square is blue."',
+            "yes" if colour == "blue" else "no",
+            colour,
+            question_type="statement",
+        ),
+    )
+]
+
+
+def vqa(folder: Path, rows: list[dict[str, object]], **settings: object) -> Vqa:
+    return Vqa(VqaEnvironment.model_validate({"name": "vqa", **files(folder, rows, **settings)}))
+
+
+def score(environment: Vqa, task: Task, text: str) -> Score:
+    return environment.score(task, [Turn(messages=(), text=text)])
+
+
+def test_question_types_are_kinds(tmp_path: Path) -> None:
+    tasks = vqa(tmp_path, [{**one, "answer": str(one["answer"])} for one in ROWS], kind_key="question_type").tasks(
+        "train"
+    )
+    assert list(kinds_of(tasks)) == ["attribute", "counting", "existence", "statement"] * 3
+    assert [task.kind for task in tasks] == list(kinds_of(tasks))
+
+
+def test_answers_of_several_annotators(tmp_path: Path) -> None:
+    answers = [{"answer": answer, "answer_id": n} for n, answer in enumerate(["red"] * 6 + ["maroon"] * 3 + ["brown"])]
+    rows = [row("What colour?", "red", answers=answers), row("What colour?", "blue", answers=[])]
+    environment = vqa(tmp_path, rows, answers_key="answers")
+    task, single = environment.tasks("test")
+    assert (task.answer, environment.target(task)) == ("red", r"\boxed{red}")
+    assert [score(environment, task, text).reward for text in ("Red", "maroon", "brown", "blue")] == pytest.approx(
+        [1.0, 0.9, 0.3, 0.0]
+    )
+    assert [score(environment, single, text).accuracy for text in ("blue", "red")] == [1, 0]
+
+
+def test_a_list_as_answer_is_its_majority(tmp_path: Path) -> None:
+    (task,) = vqa(tmp_path, [row("What colour?", ["a", "b", "b"])]).tasks("test")
+    assert task.answer == "b"
+
+
+def test_options_stand_under_the_question_and_one_letter_is_right(tmp_path: Path) -> None:
+    rows = [row("Which colour?", "blue", choices=["red", "blue"]), row("Which colour?", "A", choices=["red", "blue"])]
+    environment = vqa(tmp_path, rows, choices_key="choices")
+    task, by_letter = environment.tasks("test")
+    (message,) = environment.prompt(task)
+    assert isinstance(message.parts[0], ImageRef)
+    assert message.parts[1:] == ("Which colour?\nA. red\nB. blue",)
+    assert [environment.target(one) for one in (task, by_letter)] == [r"\boxed{B}", r"\boxed{A}"]
+    texts = ("B", "(b)", "blue", r"\boxed{B}", "A", "red", "A or B")
+    assert [score(environment, task, text).reward for text in texts] == [1, 1, 1, 1, 0, 0, 0]
+
+
+def test_an_answer_that_is_no_option_is_a_bad_row(tmp_path: Path) -> None:
+    environment = vqa(tmp_path, [row("Which?", "pink", choices=["red", "blue"])], choices_key="choices")
+    with pytest.raises(DataError, match=r"test/0: the answer 'pink' is none of the 2 options"):
+        environment.prompt(environment.tasks("test")[0])
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(
+        ValidationError, match=r"answers_key=a asks for soft accuracy, which environment\.choices_key=c"
+    ):
+        VqaEnvironment(train_files=("a",), test_files=("a",), answers_key="a", choices_key="c")
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    small = ["model.path=null", "model.tiny={}", "model.dtype=float32", "train.gradient_checkpointing=false"]
+    small += ["max_steps=2", "rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
+    small += [
+        f"run_dir={folder / 'run'}",
+        "log.progress=false",
+        "log.tensorboard=false",
+        "evaluate.image_controls=false",
+    ]
+    return load_config([RECIPE], [*small, *overrides])
+
+
+def test_the_recipe_runs_on_rows_of_this_test(tmp_path: Path) -> None:
+    settings = files(tmp_path, [{**one, "answer": str(one["answer"])} for one in ROWS])
+    path = settings["train_files"][0]  # type: ignore[index]
+    config = config_of(tmp_path, f"environment.train_files=[{path}]", f"environment.test_files=[{path}]")
+    summary = train(build(config))
+    assert set(summary.final.accuracies) == {"attribute", "counting", "existence", "statement"}
+    assert summary.steps == 2
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_on_real_rows(tmp_path: Path) -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"the shared VQA rows are not here ({SHARED})")
+    names = [f"environment.{split}_files=[{SHARED / f'fixture_{split}.parquet'}]" for split in ("train", "test")]
+    summary = train(build(config_of(tmp_path, *names)))
+    assert (summary.final.num_rows, len(summary.final.accuracies)) == (48, 4)
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("fixture_train", 96), ("fixture_test", 48), ("nlvr_vqa_train", 3956)])
+def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int) -> None:
+    file = SHARED / f"{name}.parquet"
+    if not file.exists():
+        pytest.skip(f"the shared VQA rows are not here ({SHARED})")
+    settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "kind_key": "question_type"}
+    environment = make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": settings}))
+    tasks = environment.tasks("train")
+    assert len(tasks) == num_rows
+    assert set(kinds_of(tasks)) == {"attribute", "counting", "existence", "statement"}
+    for task in tasks:
+        for text in (environment.target(task), task.answer, f"The answer is {task.answer}."):
+            assert environment.score(task, [Turn(messages=(), text=text)]).reward == 1.0, (task.id, text)

@@ -1,0 +1,144 @@
+"""Scoring that waits: in threads, beside drawing, in the order of the requests; what cannot be scored is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fovea.errors import ScoreError, TrainError, UnscoredError
+from fovea.loop import train
+from fovea.metrics import read_metrics
+from fovea.prompts import PromptedTask
+from fovea.rollout.collect import collect
+from fovea.rollout.wait import wait_for
+from fovea.run import Run
+from fovea.types import Completion, Group, Prompt, Sampling, Score, Task, Turn
+from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run
+
+NUM_GROUPS, NUM_COMPLETIONS, AT_ONCE = 5, 3, 4
+WAIT_SECONDS = 0.05
+
+
+class Slow(BanditEnvironment):
+    """Waits before it scores, and notes who runs meanwhile; some tasks cannot be scored."""
+
+    scores_at_once = AT_ONCE
+
+    def __init__(self, error: Exception | None = None, bad: Sequence[str] = ()) -> None:
+        self.error, self.bad = error, bad
+        self.lock = threading.Lock()
+        self.running = self.most_running = 0
+        self.threads: set[int] = set()
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        with self.lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            self.threads.add(threading.get_ident())
+        # the first to begin is the last to end
+        time.sleep(WAIT_SECONDS * (1 + (task.id == "train/0")))
+        with self.lock:
+            self.running -= 1
+        if self.error is not None and task.id in self.bad:
+            raise self.error
+        return super().score(task, turns)
+
+
+class Ticking:
+    """Draws one group after the other, and notes the time: scoring must not hold it up."""
+
+    def __init__(self) -> None:
+        self.drawn_at: list[float] = []
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
+        place = int(prompt.token_ids_L[0])
+        await asyncio.sleep(0.002 * (place + 1))
+        self.drawn_at.append(time.perf_counter())
+        ids, logprobs = np.array([place]), np.zeros(1, dtype=np.float32)
+        return [
+            Completion(token_ids_T=ids, logprobs_T=logprobs, text="abcd"[k % 4], finish="stop", version=0)
+            for k in range(n)
+        ]
+
+
+def collected(environment: BanditEnvironment, engine: Ticking, unscored: list[str] | None = None) -> list[Group]:
+    tasks = environment.tasks("train")[:NUM_GROUPS]
+    renderer = BanditRenderer()
+    prompted = [PromptedTask(task=task, prompt=renderer.prompt(environment.prompt(task))) for task in tasks]
+    sampling = Sampling(max_new_tokens=1)
+    return wait_for(
+        collect(engine, environment, prompted, sampling=sampling, n=NUM_COMPLETIONS, seed=(0,), unscored=unscored)  # type: ignore[arg-type]
+    )
+
+
+def told(groups: Sequence[Group]) -> list[tuple[str, list[str], list[float]]]:
+    return [
+        (
+            group.episodes[0].task.id,
+            [episode.completion.text for episode in group.episodes],
+            [episode.score.reward for episode in group.episodes],
+        )
+        for group in groups
+    ]
+
+
+def test_threads_change_neither_order_nor_scores() -> None:
+    slow = Slow()
+    assert told(collected(slow, Ticking())) == told(collected(BanditEnvironment(), Ticking()))
+    assert 1 < slow.most_running <= AT_ONCE
+    assert threading.get_ident() not in slow.threads
+
+
+def test_drawing_goes_on_while_scoring_waits() -> None:
+    engine = Ticking()
+    started = time.perf_counter()
+    collected(Slow(), engine)
+    all_scored = time.perf_counter()
+    in_turn = NUM_GROUPS * NUM_COMPLETIONS * WAIT_SECONDS
+    assert max(engine.drawn_at) < all_scored - WAIT_SECONDS / 2, "the last group was drawn before scoring had ended"
+    assert all_scored - started < in_turn
+
+
+def test_a_group_that_cannot_be_scored_is_left_out_and_named() -> None:
+    slow = Slow(UnscoredError("the judge is away"), bad=("train/1", "train/3"))
+    unscored: list[str] = []
+    groups = collected(slow, Ticking(), unscored)
+    assert [group.episodes[0].task.id for group in groups] == ["train/0", "train/2", "train/4"]
+    assert sorted(unscored) == ["train/1: the judge is away", "train/3: the judge is away"]
+
+
+def test_without_a_list_or_with_another_error_it_raises() -> None:
+    with pytest.raises(UnscoredError):
+        collected(Slow(UnscoredError("away"), bad=("train/1",)), Ticking())
+    with pytest.raises(ScoreError, match="broken"):
+        collected(Slow(ScoreError("broken"), bad=("train/1",)), Ticking(), [])
+
+
+def with_environment(run: Run, environment: Slow) -> Run:
+    return replace(run, environment=environment)
+
+
+def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:
+    environment = Slow(UnscoredError("away"), bad=("train/2",))
+    run = bandit_run(
+        tmp_path, max_steps=2, rollout={"prompts_per_step": 16, "samples_per_prompt": 2, "max_new_tokens": 1}
+    )
+    train(with_environment(run, environment))
+    assert [row["groups/unscored"] for row in read_metrics(tmp_path)] == [1, 1]
+    noted = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert noted == [{"step": step, "reason": "train/2: away"} for step in (0, 1)]
+
+
+def test_a_step_in_which_nothing_is_scored_stops_the_run(tmp_path: Path) -> None:
+    environment = Slow(UnscoredError("away"), bad=[f"train/{n}" for n in range(16)])
+    run = with_environment(bandit_run(tmp_path, max_steps=1), environment)
+    with pytest.raises(TrainError, match=r"none of the 8 groups of step 0 could be scored; the last: train/\d+: away"):
+        train(run)
