@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
 
@@ -32,8 +32,8 @@ class Setting(NamedTuple):
 def describe(prefix: str = "") -> list[Setting]:
     """Every key at or below `prefix`, those of all variants and optional sections too."""
     chosen = [
-        setting._replace(doc=f"[{variant}] {setting.doc}") if variant else setting
-        for variant, setting in _walk(Config, "")
+        setting._replace(doc=f"[{_joined(variants)}] {setting.doc}") if variants else setting
+        for setting, variants in _settings().items()
         if is_at_or_below(setting.key, prefix)
     ]
     if not chosen:
@@ -43,19 +43,33 @@ def describe(prefix: str = "") -> list[Setting]:
 
 def unknown_key(key: str) -> str:
     """What is wrong with a key that its section lacks, and which one may be meant."""
-    owners = {setting.key: variant for variant, setting in _walk(Config, "")}
+    owners = {setting.key: variants for setting, variants in _settings().items()}
     if key in owners:
-        return f"{key}: a setting of {owners[key]} only; drop it, or add {owners[key]}"
+        return f"{key}: a setting of {_joined(owners[key])} only; drop it, or add {owners[key][0]}"
     known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
     if not near:
         likeness = {other: max(_ratio(key, other), _ratio(name, _last(other))) for other in known}
-        best = max(known, key=likeness.__getitem__)
+        best = max(known, key=lambda other: (likeness[other], _ratio(key, other)))
         near = [best] if likeness[best] >= CLOSE_ENOUGH else []
     if not near:
         return f"{key}: no such setting; `fovea config` lists them all"
     return f"{key}: no such setting; did you mean {' or '.join(near[:3])}?"
+
+
+def _settings() -> dict[Setting, list[str]]:
+    """Every setting, with the variants that have it where not all do: some share a setting."""
+    found: dict[Setting, list[str]] = {}
+    for variant, setting in _walk(Config, ""):
+        found.setdefault(setting, []).extend([variant] if variant else [])
+    return found
+
+
+def _joined(variants: Sequence[str]) -> str:
+    """`environment.name=geo3k | vqa`."""
+    tag = variants[0].partition("=")[0]
+    return f"{tag}={' | '.join(variant.partition('=')[2] for variant in variants)}"
 
 
 def _last(key: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fovea.environments.base import WaitsToScore
 from fovea.errors import TrainError
 from fovea.rollout.collect import collect
 from fovea.run import Run
@@ -56,11 +57,15 @@ async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
 
 
 def note_unscored(run: Run, step: int, groups: Sequence[Group], reasons: Sequence[str]) -> Metrics:
-    """Count the groups that could not be scored, and write down why; TrainError when they are all that there is."""
-    if not reasons:
-        return {"groups/unscored": 0.0}
-    with (run.folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
+    """Count the groups that could not be scored, and write down why; TrainError when they are all that there is.
+
+    For environments that wait to score; the others always do.
+    """
+    if not isinstance(run.environment, WaitsToScore):
+        return {}
+    if reasons:
+        with (run.folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
     if not groups:
         raise TrainError(f"none of the {len(reasons)} groups of step {step} could be scored; the last: {reasons[-1]}")
     return {"groups/unscored": float(len(reasons))}
