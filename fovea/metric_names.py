@@ -116,6 +116,12 @@ CHAPTERS = (
         ),
         ("groups/without_signal", "groups", "Groups of equal rewards.", "Grows as questions are mastered."),
         (
+            "groups/unscored",
+            "groups",
+            "Groups that a judge gave no score, and that were left out by `environment.judge.on_failure`.",
+            "0; `unscored.jsonl` in the run folder says why there are any.",
+        ),
+        (
             "groups/skipped",
             "groups",
             "Groups without signal that were left out of the update; the loss is divided by all tokens all the same.",
