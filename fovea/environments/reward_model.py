@@ -56,6 +56,9 @@ class RewardScorer:
 
     def _encoded(self, question: str, answer: str) -> BatchEncoding:
         if self._tokenizer.chat_template is None:
-            return self._tokenizer(question, answer, return_tensors="pt")
-        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return self._tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
+            encoded = self._tokenizer(question, answer, return_tensors="pt")
+        else:
+            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            encoded = self._tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
+        assert isinstance(encoded, BatchEncoding), type(encoded)
+        return encoded
