@@ -21,8 +21,9 @@ from fovea.config_base import (
     Section,
     refuse,
 )
+from fovea.config_stages import Curriculum, GeoSpotEnvironment
 
-__all__ = ["Algorithm", "Critic", "Section"]  # part of the tree, from files of their own
+__all__ = ["Algorithm", "Critic", "Curriculum", "GeoSpotEnvironment", "Section"]  # part of the tree, from files of their own
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -197,7 +198,9 @@ class Geo3kEnvironment(Section):
     """Share of the reward for a boxed answer at all; 0 gives the binary reward."""
 
 
-EnvironmentConfig: TypeAlias = Annotated[ShapesEnvironment | Geo3kEnvironment, Field(discriminator="name")]
+EnvironmentConfig: TypeAlias = Annotated[
+    ShapesEnvironment | Geo3kEnvironment | GeoSpotEnvironment, Field(discriminator="name")
+]
 
 
 class Data(Section):
@@ -379,6 +382,7 @@ class Config(Section):
     """Write where the time of a few steps goes to profile/ of the run folder: phases, operators, a trace of one."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
+    curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None
     rollout: Rollout = Field(default_factory=Rollout)

@@ -56,7 +56,7 @@ async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int) -> 
     with run.phases("rollout"):
         return await collect(
             run.engine,
-            run.environment,
+            run.curriculum.environment,
             prompted,
             sampling=sampling,
             n=rollout.samples_per_prompt,
