@@ -23,7 +23,8 @@ from fovea.config_base import (
 )
 from fovea.config_stages import Curriculum, GeoSpotEnvironment
 
-__all__ = ["Algorithm", "Critic", "Curriculum", "GeoSpotEnvironment", "Section"]  # part of the tree, from files of their own
+# parts of the tree, from files of their own
+__all__ = ["Algorithm", "Critic", "Curriculum", "GeoSpotEnvironment", "Section"]
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -87,7 +87,7 @@ class Curriculum:
             self._stage = self._by_success() if self._settings.advance == "success" else self._by_step(step)
         if self._stage == before and step > 0:
             return None
-        return self.describe() if len(self._stages) > 1 else None
+        return self.describe() if self._says_something else None
 
     def end_step(self, reward: float) -> None:
         """Note the mean reward of a step."""
@@ -95,7 +95,7 @@ class Curriculum:
 
     def metrics(self) -> Metrics:
         """The stage (from 1) and its facts; empty where there is one stage only."""
-        if len(self._stages) == 1:
+        if not self._says_something:
             return {}
         facts = {f"curriculum/{name}": value for name, value in self._stages[self._stage].facts.items()}
         levels = {f"curriculum/level_weight_{level}": weight for level, weight in self.level_weights.items()}
@@ -119,6 +119,10 @@ class Curriculum:
             )
         self._stage = state["stage"] if self._settings.enabled else len(self._stages) - 1
         self._recent.extend(state["recent_rewards"])
+
+    @property
+    def _says_something(self) -> bool:
+        return len(self._stages) > 1 or bool(self._settings.level_weights)
 
     def _by_step(self, step: int) -> int:
         return sum(start <= step for start in self._starts)

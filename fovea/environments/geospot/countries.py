@@ -68,7 +68,7 @@ def _lookup(text: str) -> str | None:
     if _CODE.fullmatch(code) and code not in WORDS_IN_LOWER_CASE and code.upper() in _codes():
         return _codes()[code.upper()]
     name = _HEDGES.sub("", fold(bare))
-    foreign = {} if bare.isascii() and name in FOREIGN_WORDS else _foreign_names()
+    foreign: Mapping[str, str] = {} if bare.isascii() and name in FOREIGN_WORDS else _foreign_names()
     known = (_known_names().get(form) or foreign.get(form) for form in _forms(bare, name))
     return next((code for code in known if code is not None), None)
 
