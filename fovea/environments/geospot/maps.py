@@ -67,11 +67,11 @@ class _View:
 
     def towns(self, world: World) -> list[tuple[float, float]]:
         """The largest towns in view."""
-        dlon_P = (world.lon_P - self._west + 180) % 360 - 180
-        x_P, y_P = dlon_P / self._lon_per_pixel, (self._north - world.lat_P) / self._lat_per_pixel
-        seen = np.flatnonzero((x_P >= 0) & (x_P < self._side) & (y_P >= 0) & (y_P < self._side))
-        largest = seen[np.argsort(-world.population_P[seen], kind="stable")[:_TOWNS_PER_MAP]]
-        return [(float(x_P[place]), float(y_P[place])) for place in largest]
+        lat_P, lon_P = world.lat_P[world.largest_P], world.lon_P[world.largest_P]
+        dlon_P = (lon_P - self._west + 180) % 360 - 180
+        x_P, y_P = dlon_P / self._lon_per_pixel, (self._north - lat_P) / self._lat_per_pixel
+        seen = np.flatnonzero((x_P >= 0) & (x_P < self._side) & (y_P >= 0) & (y_P < self._side))[:_TOWNS_PER_MAP]
+        return [(float(x_P[place]), float(y_P[place])) for place in seen]
 
 
 def _tinted(country_YX: NDArray[np.int16]) -> NDArray[np.uint8]:

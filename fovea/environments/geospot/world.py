@@ -23,6 +23,7 @@ _REACH_IN_SPACINGS = 1.4
 _NEIGHBOURHOOD_DEGREES = 1
 _KM_PER_DEGREE = 111.2
 _MIN_POPULATION = 1000
+_NUM_TOWNS = 10_000
 _NO_PLACE = -1
 
 
@@ -35,9 +36,10 @@ class World:
     country_YX: NDArray[np.int16]
     """-1 is sea."""
     lat_P: NDArray[np.float32]
-    """Of every place, with `lon_P` and `population_P`."""
+    """Of every place, with `lon_P`."""
     lon_P: NDArray[np.float32]
-    population_P: NDArray[np.int64]
+    largest_P: NDArray[np.int64]
+    """The numbers of the largest places, the largest first."""
 
 
 def load_world() -> World:
@@ -55,7 +57,7 @@ def load_world() -> World:
         country_YX=np.where(is_land_YX, country_P[nearest_YX], np.int16(_NO_PLACE)),
         lat_P=lat_P,
         lon_P=lon_P,
-        population_P=np.array([place["population"] for place in places]),
+        largest_P=np.argsort([-place["population"] for place in places], kind="stable")[:_NUM_TOWNS],
     )
 
 

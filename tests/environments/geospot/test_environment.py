@@ -32,7 +32,7 @@ PARIS = {"country": "France", "region": "Île-de-France", "city": "Paris", "lat"
 
 @pytest.fixture(scope="module")
 def maps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_maps(tmp_path_factory.mktemp("maps"), num_rows=60, seed=0, image_side_px=64)
+    return write_maps(tmp_path_factory.mktemp("maps"), num_rows=40, seed=0, image_side_px=64)
 
 
 def png() -> bytes:
@@ -62,7 +62,7 @@ def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) ->
     )
     assert isinstance(environment, GeoSpot)
     train_tasks, test_tasks = list(environment.tasks("train")), list(environment.tasks("test"))
-    assert (len(train_tasks), len(test_tasks)) == (60, 6)
+    assert (len(train_tasks), len(test_tasks)) == (40, 4)
     check_gold(environment, train_tasks + test_tasks)
     assert set(levels_of(environment.tasks("train")) or ()) == {"wide", "medium", "close"}
     assert set(kinds_of(environment.tasks("dev"))) == {"all"}
@@ -143,7 +143,7 @@ def test_settings_that_cannot_work(settings: dict[str, object], message: str) ->
 
 
 def test_maps_are_equal_for_one_seed_and_share_no_place(maps: tuple[Path, Path], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["data", "geospot", "--out", str(tmp_path), "--rows", "60", "--seed", "0"])
+    result = CliRunner().invoke(app, ["data", "geospot", "--out", str(tmp_path), "--rows", "40", "--seed", "0"])
     assert result.exit_code == 0, result.output
     for file in maps:
         assert pq.read_table(tmp_path / file.name).equals(pq.read_table(file))
