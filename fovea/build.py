@@ -16,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.checkpoint import Checkpoints
-from fovea.config import CaptionEnvironment, Config, Geo3kEnvironment, Model, VqaEnvironment
+from fovea.config import CaptionEnvironment, Config, Geo3kEnvironment, GeoSpotEnvironment, Model, VqaEnvironment
 from fovea.data.images import open_image
-from fovea.data.order import Order, kinds_of
+from fovea.data.order import Order, kinds_of, levels_of
 from fovea.environments.base import Environment
+from fovea.environments.curriculum import Curriculum
 from fovea.environments.geo3k import Geo3k
+from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.shapes import Shapes
 from fovea.environments.vqa import Vqa
 from fovea.errors import ConfigError, DataError
@@ -90,7 +92,13 @@ def build(config: Config) -> Run:
         folder=folder,
         environment=environment,
         sources=sources,
-        order=Order(kinds_of(sources.train.tasks), weights=config.data.kind_weights, seed=config.seed),
+        order=Order(
+            kinds_of(sources.train.tasks),
+            weights=config.data.kind_weights,
+            seed=config.seed,
+            levels=levels_of(sources.train.tasks),
+        ),
+        curriculum=Curriculum(environment, config.curriculum),
         engine=engine,
         policy=make_policy(config, vlm),
         warmup=make_warmup(config, vlm, environment, sources.train, renderer),
@@ -122,6 +130,8 @@ def make_environment(config: Config) -> Environment:
         return Vqa(config.environment)
     if isinstance(config.environment, CaptionEnvironment):
         return make_caption(config, config.environment)
+    if isinstance(config.environment, GeoSpotEnvironment):
+        return GeoSpot(config.environment)
     return Shapes(config.environment, config.seed)
 
 

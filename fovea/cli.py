@@ -6,19 +6,18 @@ doctor.py are the only imports inside functions besides those of build.py (tests
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fovea import __version__
+from fovea.cli_errors import one_line_errors
 from fovea.config_docs import describe
 from fovea.config_io import load_config
+from fovea.data_command import app as data_app
 from fovea.doctor import check_parity, findings, probe
-from fovea.errors import ConfigError, DataError, FoveaError
+from fovea.errors import ConfigError, DataError
 
 app = typer.Typer(
     name="fovea",
@@ -29,34 +28,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_app, name="data")
 
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
 
 
 def main() -> None:
     app()
-
-
-@contextmanager
-def one_line_errors(*, debug: bool = False) -> Iterator[None]:
-    """The way out of every command."""
-    try:
-        yield
-    except FoveaError as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:  # a full disk, a folder without permission
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        if debug:
-            traceback.print_exc()
-        typer.echo("stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one", err=True)
-        raise typer.Exit(130) from None
 
 
 def _print_version(wanted: bool) -> None:

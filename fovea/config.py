@@ -31,15 +31,18 @@ from fovea.config_environments import (
     ShapesEnvironment,
     VqaEnvironment,
 )
+from fovea.config_stages import Curriculum, GeoSpotEnvironment
 
 # part of the tree, from files of their own
 __all__ = [
     "Algorithm",
     "CaptionEnvironment",
     "Critic",
+    "Curriculum",
     "EnvironmentConfig",
     "FileEnvironment",
     "Geo3kEnvironment",
+    "GeoSpotEnvironment",
     "Judge",
     "RewardModel",
     "Section",
@@ -363,6 +366,7 @@ class Config(Section):
     """Write where the time of a few steps goes to profile/ of the run folder: phases, operators, a trace of one."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
+    curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None
     rollout: Rollout = Field(default_factory=Rollout)

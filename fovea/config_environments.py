@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from fovea.config_base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config_stages import GeoSpotEnvironment
 
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
 JUDGE_PROMPT = """\
@@ -197,5 +198,6 @@ class CaptionEnvironment(FileEnvironment):
 
 
 EnvironmentConfig: TypeAlias = Annotated[
-    ShapesEnvironment | Geo3kEnvironment | VqaEnvironment | CaptionEnvironment, Field(discriminator="name")
+    ShapesEnvironment | Geo3kEnvironment | VqaEnvironment | CaptionEnvironment | GeoSpotEnvironment,
+    Field(discriminator="name"),
 ]

@@ -78,7 +78,7 @@ async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int, uns
     with run.phases("rollout"):
         return await collect(
             run.engine,
-            run.environment,
+            run.curriculum.environment,
             prompted,
             sampling=sampling,
             n=rollout.samples_per_prompt,

@@ -13,7 +13,7 @@ from fovea.samples import (
     with_reference_logprobs,
     with_values,
 )
-from fovea.stages import Standing, begin, finish, record
+from fovea.stages import Standing, begin, finish, record, start_stage
 from fovea.summary import Summary
 from fovea.types import Batch, Group, Metrics, Sampling
 
@@ -32,6 +32,7 @@ def train(run: Run) -> Summary:
 async def take_step(run: Run, standing: Standing) -> tuple[list[Group], Metrics]:
     """Rows in, new weights out. `standing.step` counts from 0 and is the version of the policy that draws."""
     settings, phases = run.config, run.phases
+    start_stage(run, standing.step)
     drawn = await draw(run, sampling_of(run), standing.step)
     with phases("samples"):
         batch, counts = make_batch(drawn.to_train, settings.algorithm, max_new_tokens=settings.rollout.max_new_tokens)

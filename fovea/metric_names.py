@@ -166,6 +166,18 @@ CHAPTERS = (
             "0; above it the step trained on what there was.",
         ),
         (
+            "curriculum/stage",
+            "stage",
+            "The stage that scored the step; 1 is the first.",
+            "Rises by its schedule. The reward falls where it rises: the next stage asks for more.",
+        ),
+        (
+            "curriculum/<fact>",
+            "of the fact",
+            "What the stage asks for: weights of the parts, tolerance, weights of levels.",
+            "As declared; the tolerance falls from stage to stage.",
+        ),
+        (
             "data/rows_skipped",
             "rows",
             "Rows of all splits that could not become a prompt, so far (`data.on_bad_row=skip`); see bad_rows.jsonl.",

@@ -11,6 +11,7 @@ from fovea.checkpoint import Checkpoint, Checkpoints
 from fovea.config import Config
 from fovea.data.order import Order
 from fovea.environments.base import Environment
+from fovea.environments.curriculum import Curriculum
 from fovea.evaluate import Evaluator, OpenImage
 from fovea.metrics import MetricsLog, Phases
 from fovea.prompts import PromptSource
@@ -38,6 +39,7 @@ class Run:
     environment: Environment
     sources: Sources
     order: Order
+    curriculum: Curriculum
     engine: Engine
     policy: Policy
     warmup: Warmup | None

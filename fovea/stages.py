@@ -52,6 +52,8 @@ def begin(run: Run) -> Standing:
     if run.resumed is not None:
         run.policy.load(run.resumed.folder)
         run.order.restore(run.resumed.state["order"])
+        run.curriculum.restore(run.resumed.state["curriculum"])
+        run.order.weigh_levels(run.curriculum.level_weights)
         standing = _standing_from_json(run.resumed.step, run.resumed.state["standing"])
         standing = replace(standing, started=run.started)
         run.progress.print(f"resumed at step {standing.step} from {run.resumed.folder}")
@@ -93,6 +95,14 @@ def _warmed_up(run: Run, standing: Standing) -> Standing:
     return replace(standing, after_warmup=evaluate_test(run, run.sources.test), warmup_seconds=seconds)
 
 
+def start_stage(run: Run, step: int) -> None:
+    """The curriculum's stage of a step, said where it is another than before, and the rows that go with it."""
+    change = run.curriculum.begin_step(step)
+    if change is not None:
+        run.progress.print(f"step {step}: {change}")
+        run.order.weigh_levels(run.curriculum.level_weights)
+
+
 def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metrics) -> Standing:
     """Metrics, samples, dev readings and checkpoints of the step just taken."""
     seconds = run.phases.seconds()
@@ -105,6 +115,8 @@ def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metri
     step, settings = standing.step, run.config
     metrics = metrics | seconds | run.phases.gib() | peak_memory()
     metrics |= rates(groups, metrics, run.peak_tflops)
+    metrics |= run.curriculum.metrics()
+    run.curriculum.end_step(metrics["reward"])
     sources = (run.sources.train, run.sources.dev, run.sources.test)
     metrics["data/rows_skipped"] = float(sum(len(source.bad_rows) for source in sources))
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
@@ -182,6 +194,7 @@ def save_checkpoint(run: Run, standing: Standing) -> None:
     """Everything that `begin` needs to go on as if never stopped."""
     state = {
         "order": run.order.state(),
+        "curriculum": run.curriculum.state(),
         "standing": _standing_to_json(standing),
         "max_steps": run.config.max_steps,
     }

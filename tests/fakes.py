@@ -13,6 +13,7 @@ from PIL import Image
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
+from fovea.environments.curriculum import Curriculum
 from fovea.evaluate import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases
 from fovea.prompts import PromptSource
@@ -187,6 +188,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         environment=environment,
         sources=Sources(train=train, dev=source("dev"), test=source("test")),
         order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
+        curriculum=Curriculum(environment, config.curriculum),
         engine=engine,
         policy=BanditPolicy(),
         warmup=None,

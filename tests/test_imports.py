@@ -27,6 +27,7 @@ LEVELS = [
         "config_base",
         "config_algorithm",
         "config_environments",
+        "config_stages",
     },
     {"algorithms", "data", "models"},
     {"environments", "samples", "advantages", "cutting", "packing", "prompts"},
@@ -43,7 +44,7 @@ LEVELS = [
         "throughput",
     },
     {"evaluate", "warmup", "run", "draw", "parity", "stages", "loop"},
-    {"build", "doctor", "cli", "__main__"},
+    {"build", "doctor", "cli", "cli_errors", "data_command", "__main__"},
 ]
 """From the bottom; a module imports its own level and those below."""
 
@@ -69,6 +70,7 @@ SINGLE_FILE_BACKENDS = {"vllm", "sglang"}
 LATE_IMPORTS = {
     "fovea/build.py": None,
     "fovea/cli.py": {"train", "report"},
+    "fovea/data_command.py": {"geospot"},
     "fovea/doctor.py": {"check_parity"},
 }
 """Files that may import inside functions, and inside which (None: any). The command line starts without

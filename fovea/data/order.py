@@ -15,6 +15,7 @@ from fovea.types import Task
 # Kinds are drawn in blocks, each from a generator of its own, so that a position is one number.
 _BLOCK = 4096
 _KIND_STREAM, _ROW_STREAM = 0, 1
+_LEVEL_SETTING = "curriculum.level_weights"
 
 
 @runtime_checkable
@@ -25,17 +26,39 @@ class HasKinds(Protocol):
     def kinds(self) -> Sequence[str]: ...
 
 
+@runtime_checkable
+class HasLevels(Protocol):
+    """Tasks of several levels of difficulty, known without making the tasks."""
+
+    @property
+    def levels(self) -> Sequence[str] | None:
+        """None: there are none."""
+        ...
+
+
 class LazyTasks(Sequence[Task]):
     """Tasks made when asked for: `make(i)` for each i of `indices`; a slice is lazy too."""
 
-    def __init__(self, make: Callable[[int], Task], indices: Sequence[int], *, kind_of: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], Task],
+        indices: Sequence[int],
+        *,
+        kind_of: Callable[[int], str],
+        level_of: Callable[[int], str] | None = None,
+    ) -> None:
         self._make = make
         self._indices = indices
         self._kind_of = kind_of
+        self._level_of = level_of
 
     @property
     def kinds(self) -> Sequence[str]:
         return [self._kind_of(index) for index in self._indices]
+
+    @property
+    def levels(self) -> Sequence[str] | None:
+        return None if self._level_of is None else [self._level_of(index) for index in self._indices]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -46,13 +69,18 @@ class LazyTasks(Sequence[Task]):
     def __getitem__(self, index: slice) -> LazyTasks: ...
     def __getitem__(self, index: int | slice) -> Task | LazyTasks:
         if isinstance(index, slice):
-            return LazyTasks(self._make, self._indices[index], kind_of=self._kind_of)
+            return LazyTasks(self._make, self._indices[index], kind_of=self._kind_of, level_of=self._level_of)
         return self._make(self._indices[index])
 
 
 def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
     """The kind of every task, without making the tasks where they know it."""
     return tasks.kinds if isinstance(tasks, HasKinds) else [task.kind for task in tasks]
+
+
+def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
+    """The level of every task, where there are levels."""
+    return tasks.levels if isinstance(tasks, HasLevels) else None
 
 
 class OrderState(TypedDict):
@@ -68,7 +96,8 @@ class Order:
 
     The kind of each draw is random, with a probability proportional to (rows of that kind x its weight). The
     rows of one kind come in a shuffled order, none twice until all were drawn; then they are shuffled anew.
-    How many are taken at once does not change the order.
+    How many are taken at once does not change the order. With levels, what is said of a kind holds for each level
+    of it (`counting/hard`), and the weight is that of the kind times that of the level.
     """
 
     def __init__(
@@ -78,15 +107,18 @@ class Order:
         weights: Mapping[str, float],
         seed: int,
         setting: str = "data.kind_weights",
+        levels: Sequence[str] | None = None,
     ) -> None:
         if not kinds:
             raise DataError("there are no rows to draw from; give the data set at least one row")
-        counts = Counter(kinds)
-        self._names = sorted(counts)
-        _check_weights(weights, self._names, setting)
-        self._rows = [np.flatnonzero(np.asarray(kinds) == name) for name in self._names]
-        shares = np.array([counts[name] * weights.get(name, 1.0) for name in self._names])
-        self._bounds = np.cumsum(shares / shares.sum())[:-1]
+        _check_weights(weights, sorted(set(kinds)), setting)
+        strata = [(kind, "") for kind in kinds] if levels is None else list(zip(kinds, levels, strict=True))
+        counts = Counter(strata)
+        self._strata = sorted(counts)
+        self._names = [f"{kind}/{level}" if level else kind for kind, level in self._strata]
+        self._rows = _rows_of(strata, self._strata)
+        self._shares = np.array([counts[each] * weights.get(each[0], 1.0) for each in self._strata])
+        self._bounds = np.cumsum(self._shares / self._shares.sum())[:-1]
         self._seed = seed
         self._num_drawn = 0
         self._num_drawn_of_kind = [0] * len(self._names)
@@ -103,6 +135,21 @@ class Order:
         self._num_drawn += n
         taken: list[int] = rows.tolist()
         return taken
+
+    def weigh_levels(self, weights: Mapping[str, float]) -> None:
+        """From here on draw rows of each level this often, relative to their share; 1 where none is named, 0: never."""
+        levels = sorted({level for _, level in self._strata if level})
+        if weights and not levels:
+            raise ConfigError(f"{_LEVEL_SETTING} is set, but the rows have no levels; remove it")
+        _check_names(weights, levels, _LEVEL_SETTING, "level")
+        shares = self._shares * [weights.get(level, 1.0) for _, level in self._strata]
+        if not shares.sum() > 0:
+            raise ConfigError(
+                f"{_LEVEL_SETTING}={dict(weights)} leaves no row to draw; give one of {', '.join(levels)} a weight"
+            )
+        ends = np.cumsum(shares)
+        self._bounds = (ends / ends[-1])[:-1]
+        self._kind_blocks.clear()  # drawn with the weights before
 
     def state(self) -> OrderState:
         """The position, small whatever the number of rows."""
@@ -156,9 +203,20 @@ class Order:
         return known[1]
 
 
+def _rows_of(strata: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]]) -> list[NDArray[np.int64]]:
+    number = {name: index for index, name in enumerate(names)}
+    stratum_of_row = np.array([number[stratum] for stratum in strata])
+    return [np.flatnonzero(stratum_of_row == index) for index in range(len(names))]
+
+
 def _check_weights(weights: Mapping[str, float], names: Sequence[str], setting: str) -> None:
+    _check_names(weights, names, setting, "kind")
     for name, weight in weights.items():
-        if name not in names:
-            raise ConfigError(f"{setting} weighs {name!r}, but no row is of that kind; use one of {', '.join(names)}")
         if not weight > 0:
             raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")
+
+
+def _check_names(weights: Mapping[str, float], names: Sequence[str], setting: str, what: str) -> None:
+    for name in weights:
+        if name not in names:
+            raise ConfigError(f"{setting} weighs {name!r}, but no row is of that {what}; use one of {', '.join(names)}")

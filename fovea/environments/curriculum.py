@@ -1,0 +1,158 @@
+"""Stages of a run: which one a step belongs to, what is logged of it, what a checkpoint keeps.
+
+An environment with stages is `Staged`: `at(stage)` gives the environment as that stage scores it. It stays stateless;
+the curriculum is what moves. Rows with levels (`data.order.HasLevels`) are drawn by the stage's level weights. Without
+either there is one stage. Held-out rows are always scored by the environment itself, that is, by its last stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypedDict, runtime_checkable
+
+from fovea import config
+from fovea.environments.base import Environment
+from fovea.errors import ConfigError, DataError
+from fovea.types import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a log says of a stage."""
+
+    name: str
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Its weights and tolerances, by name."""
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """An environment that grows harder; it is itself as its last stage."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """From the easiest to the last."""
+        ...
+
+    @property
+    def default_starts(self) -> Sequence[int]:
+        """Steps at which the second and later stages begin."""
+        ...
+
+    def at(self, stage: int) -> Environment:
+        """The environment as a stage scores it; 0 is the first."""
+        ...
+
+
+class CurriculumState(TypedDict):
+    """All that a checkpoint keeps; JSON-serialisable."""
+
+    stage: int
+    recent_rewards: list[float]
+
+
+class Curriculum:
+    """Where a run is in its stages."""
+
+    def __init__(self, environment: Environment, settings: config.Curriculum | None = None) -> None:
+        self._settings = settings or config.Curriculum()
+        self._environment = environment
+        self._stages = _stages_of(environment, self._settings)
+        self._starts = _starts_of(environment, self._settings, len(self._stages))
+        self._recent: deque[float] = deque(maxlen=self._settings.success_window_steps)
+        self._stage = 0 if self._settings.enabled else len(self._stages) - 1
+
+    @property
+    def stage(self) -> int:
+        """Counts from 0."""
+        return self._stage
+
+    @property
+    def environment(self) -> Environment:
+        """As the present stage scores it."""
+        return self._environment.at(self._stage) if isinstance(self._environment, Staged) else self._environment
+
+    @property
+    def level_weights(self) -> Mapping[str, float]:
+        """How often rows of each level are drawn; a level that is not named: 1."""
+        tables = self._settings.level_weights
+        return tables[self._stage] if tables else {}
+
+    def begin_step(self, step: int) -> str | None:
+        """Go on to the stage of a step, which counts from 0; a line for the log when it is another one."""
+        before = self._stage
+        if self._settings.enabled:
+            self._stage = self._by_success() if self._settings.advance == "success" else self._by_step(step)
+        if self._stage == before and step > 0:
+            return None
+        return self.describe() if self._says_something else None
+
+    def end_step(self, reward: float) -> None:
+        """Note the mean reward of a step."""
+        self._recent.append(reward)
+
+    def metrics(self) -> Metrics:
+        """The stage (from 1) and its facts; empty where there is one stage only."""
+        if not self._says_something:
+            return {}
+        facts = {f"curriculum/{name}": value for name, value in self._stages[self._stage].facts.items()}
+        levels = {f"curriculum/level_weight_{level}": weight for level, weight in self.level_weights.items()}
+        return {"curriculum/stage": float(self._stage + 1)} | facts | levels
+
+    def describe(self) -> str:
+        """`stage 2 of 5, country refined: tolerance_km 200, weight_country 1`."""
+        stage, levels = self._stages[self._stage], self.level_weights
+        facts = [f"{name} {value:.3g}" for name, value in (*stage.facts.items(), *levels.items())]
+        return f"stage {self._stage + 1} of {len(self._stages)}, {stage.name}: {', '.join(facts) or 'no weights'}"
+
+    def state(self) -> CurriculumState:
+        return {"stage": self._stage, "recent_rewards": list(self._recent)}
+
+    def restore(self, state: CurriculumState) -> None:
+        """Go on from a checkpoint."""
+        if not 0 <= state["stage"] < len(self._stages):
+            raise DataError(
+                f"the checkpoint is in stage {state['stage'] + 1}, but there are {len(self._stages)}; resume with the "
+                "curriculum and environment that the run began with"
+            )
+        self._stage = state["stage"] if self._settings.enabled else len(self._stages) - 1
+        self._recent.extend(state["recent_rewards"])
+
+    @property
+    def _says_something(self) -> bool:
+        return len(self._stages) > 1 or bool(self._settings.level_weights)
+
+    def _by_step(self, step: int) -> int:
+        return sum(start <= step for start in self._starts)
+
+    def _by_success(self) -> int:
+        full = len(self._recent) == self._recent.maxlen
+        done = full and sum(self._recent) / len(self._recent) >= self._settings.success_rate
+        if not done or self._stage == len(self._stages) - 1:
+            return self._stage
+        self._recent.clear()  # the next stage is judged by its own steps
+        return self._stage + 1
+
+
+def _stages_of(environment: Environment, settings: config.Curriculum) -> Sequence[Stage]:
+    tables = settings.level_weights
+    own = environment.stages if isinstance(environment, Staged) else ()
+    if own and tables and len(own) != len(tables):
+        raise ConfigError(
+            f"curriculum.level_weights has {len(tables)} tables, but the environment has {len(own)} stages; write one "
+            "table for each"
+        )
+    return own or [Stage(name=f"levels {number}") for number in range(1, len(tables) + 1)] or [Stage(name="all")]
+
+
+def _starts_of(environment: Environment, settings: config.Curriculum, num_stages: int) -> Sequence[int]:
+    own = environment.default_starts if isinstance(environment, Staged) else ()
+    starts = own if settings.starts is None else settings.starts
+    if settings.enabled and settings.advance == "step" and len(starts) != num_stages - 1:
+        raise ConfigError(
+            f"curriculum.starts has {len(starts)} steps for {num_stages} stages, but every stage after the first needs "
+            f"one; write {num_stages - 1}"
+        )
+    return starts

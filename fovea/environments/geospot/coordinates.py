@@ -1,0 +1,103 @@
+"""Latitudes and longitudes in the ways in which people and models write them.
+
+`-33.87`, `−33,87`, `33.87° S`, `S 33.87`, `33°52′10″S`, `33 52 10 S`, `33.87 degrees south`. A letter decides the
+sign; what is out of range, or names the other axis, is no coordinate.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+from fovea.environments.geospot.gazetteer import LatLon
+
+Axis: TypeAlias = Literal["lat", "lon"]
+
+_MAX_CHARS = 500
+_LIMITS: Mapping[Axis, float] = {"lat": 90.0, "lon": 180.0}
+_SIGNS = str.maketrans({"−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "﹣": "-", "₋": "-", "⁻": "-"})
+_MARKS = str.maketrans(
+    {"º": "°", "˚": "°", "∘": "°", "’": "'", "′": "'", "`": "'", "´": "'", "‘": "'", "ʹ": "'", "″": '"'}
+)
+_MORE_MARKS = str.maketrans({"”": '"', "“": '"', "ʺ": '"', "˝": '"', "٫": ".", "·": ".", "，": ","})
+_NUMBER = r"\d{1,3}(?:[.,]\d{1,20})?"
+_SIXTIETHS = r"\d{1,2}(?:[.,]\d{1,20})?"
+_HEMISPHERE = r"(?:north|south|east|west|[nsew])(?![^\W\d_])"
+_COORDINATE = re.compile(
+    rf"""(?<![\w.])(?<!\d-)(?:(?P<before>{_HEMISPHERE})[\s:]{{0,3}})?
+    (?P<sign>[-+])?\s?(?P<degrees>{_NUMBER})(?!\.?\d)
+    (?:
+      \s{{0,3}}(?:°|degrees?\b|deg\b|d(?=\s{{0,3}}\d))
+      (?:\s{{0,3}}(?P<minutes>{_SIXTIETHS})\s{{0,3}}(?:'(?!')|minutes?\b|min\b|m(?![^\W\d_]))
+        (?:\s{{0,3}}(?P<seconds>{_SIXTIETHS})\s{{0,3}}(?:"|''|seconds?\b|sec\b|s(?=\s{{0,3}}[nsew])))?
+      )?
+    | [\s:](?P<bare_minutes>\d{{1,2}})[\s:](?P<bare_seconds>{_SIXTIETHS})(?=\s?[nsew](?![^\W\d_]))
+    )?
+    (?(before)|(?:\s{{0,3}}(?P<after>{_HEMISPHERE}))?)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+class _Found(NamedTuple):
+    degrees: float
+    axis: Axis | None
+    """None where no letter tells."""
+    end: int
+
+
+def parse_degrees(text: str, axis: Axis) -> float | None:
+    """The first coordinate in a text, if it can be one of that axis."""
+    found = next(_coordinates(text), None)
+    if found is None or found.axis not in (None, axis) or abs(found.degrees) > _LIMITS[axis]:
+        return None
+    return found.degrees
+
+
+def parse_point(text: str) -> LatLon | None:
+    """Two coordinates, latitude first unless letters say otherwise; None for any other number of them."""
+    found = list(_coordinates(text))
+    if len(found) != 2:
+        return None
+    first, second = found
+    if first.axis == "lon" or second.axis == "lat":
+        first, second = second, first
+    if first.axis == "lon" or second.axis == "lat" or abs(first.degrees) > 90 or abs(second.degrees) > 180:
+        return None
+    return LatLon(first.degrees, second.degrees)
+
+
+def plain(text: str) -> str:
+    """The text in ASCII signs and marks, as far as coordinates need them."""
+    marked = text.translate(_MARKS).translate(_MORE_MARKS)  # before NFKC, which takes º for the letter o
+    return unicodedata.normalize("NFKC", marked).translate(_SIGNS)
+
+
+def _coordinates(text: str) -> Iterator[_Found]:
+    if len(text) > _MAX_CHARS:
+        return
+    for match in _COORDINATE.finditer(plain(text)):
+        found = _read(match)
+        if found is not None:
+            yield found
+
+
+def _read(match: re.Match[str]) -> _Found | None:
+    degrees = _number(match["degrees"])
+    minutes = _number(match["minutes"] or match["bare_minutes"] or "0")
+    seconds = _number(match["seconds"] or match["bare_seconds"] or "0")
+    if minutes >= 60 or seconds >= 60:
+        return None
+    degrees += minutes / 60 + seconds / 3600
+    letter = (match["after"] or match["before"] or "").lower()[:1]
+    if match["sign"] == "-" or letter in ("s", "w"):
+        degrees = -degrees
+    axis: Axis | None = None
+    if letter:
+        axis = "lat" if letter in "ns" else "lon"
+    return _Found(degrees, axis, match.end())
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", "."))

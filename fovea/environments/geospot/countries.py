@@ -1,0 +1,139 @@
+"""Which country a text names, as an ISO 3166-1 alpha-2 code. Exact after folding: a near miss is no country.
+
+Names come from our own table, then ISO 3166 (pycountry) and CLDR in English (Babel), then CLDR in some seventy other
+languages. A foreign name that two countries share is none. Kosovo, which ISO does not list, is XK.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+
+import pycountry
+from babel import Locale
+
+from fovea.environments.geospot.country_names import (
+    ALIASES,
+    EXTRA_CODES,
+    FOREIGN_WORDS,
+    LANGUAGES,
+    LONG_FORMS,
+    WORDS_IN_LOWER_CASE,
+)
+from fovea.environments.geospot.folding import fold
+
+_MAX_CHARS = 200
+_CODE = re.compile(r"[A-Za-z]{2,3}")
+_PARTS = re.compile(r"[,()\[\];/|?!]|\s[-–—]+\s|[–—]|:\s|\.\s|\b(?:or|and|aka|a\.k\.a\.|i\.e\.|formerly)\b")
+_NAME_FIELDS = ("name", "common_name", "official_name")
+_FLAG = re.compile("[\U0001f1e6-\U0001f1ff]{2}")
+_FIRST_LETTER_OF_FLAGS = 0x1F1E6
+_HEDGES = re.compile(r"^(?:most |very |quite )?(?:likely|probably|possibly|perhaps|maybe|presumably|i think|it is)\s+")
+_SHARED_WITH_A_STATE = {"GE", "US"}
+"""Georgia, USA: the state; no other name of a country is also one of its neighbour's regions."""
+
+
+@lru_cache(maxsize=20_000)
+def country_code(text: str) -> str | None:
+    """`"Côte d’Ivoire"`, `"CIV"`, `"Ivory Coast (West Africa)"` give `"CI"`; what names no or two countries, None."""
+    if len(text) > _MAX_CHARS:
+        return None
+    whole = _lookup(_FLAG.sub("", text))
+    if whole is not None:
+        return whole
+    found = {code for part in _PARTS.split(text) if (code := _lookup(part))}
+    found |= {code for flag in _FLAG.findall(text) if (code := _codes().get(_letters(flag)))}
+    if found == _SHARED_WITH_A_STATE and _lookup(text.rpartition(",")[2]) == "US":
+        return "US"
+    return found.pop() if len(found) == 1 else None
+
+
+@cache
+def country_name(code: str) -> str:
+    """The English name of a country that `country_code` knows."""
+    name: str = Locale("en").territories[code]
+    return name
+
+
+@cache
+def country_codes() -> frozenset[str]:
+    """All countries: those of ISO 3166-1, and Kosovo."""
+    return frozenset({country.alpha_2 for country in pycountry.countries} | {"XK"})
+
+
+def _lookup(text: str) -> str | None:
+    bare = text.strip(" \t\r\n.*_\"'`’‘“”")
+    code = bare.replace(".", "")
+    if _CODE.fullmatch(code) and code not in WORDS_IN_LOWER_CASE and code.upper() in _codes():
+        return _codes()[code.upper()]
+    name = _HEDGES.sub("", fold(bare))
+    foreign: Mapping[str, str] = {} if bare.isascii() and name in FOREIGN_WORDS else _foreign_names()
+    known = (_known_names().get(form) or foreign.get(form) for form in _forms(bare, name))
+    return next((code for code in known if code is not None), None)
+
+
+def _forms(bare: str, name: str) -> Iterator[str]:
+    """The folded name, the right way round (`Congo, Republic of the`), and without what says it is a country."""
+    yield name
+    own, comma, kind = bare.rpartition(",")
+    if comma:
+        yield fold(f"{kind} {own}")
+    yield name.removesuffix(" the")
+    yield from (
+        name.removeprefix(form).strip().removeprefix("the ") for form in LONG_FORMS if name.startswith(f"{form} ")
+    )
+
+
+def _letters(flag: str) -> str:
+    return "".join(chr(ord(char) - _FIRST_LETTER_OF_FLAGS + ord("A")) for char in flag)
+
+
+@cache
+def _codes() -> Mapping[str, str]:
+    codes = {code: country.alpha_2 for country in pycountry.countries for code in (country.alpha_2, country.alpha_3)}
+    return codes | {"XK": "XK"} | EXTRA_CODES
+
+
+@cache
+def _known_names() -> Mapping[str, str]:
+    """Folded name to code."""
+    return dict(_unambiguous(_english_names())) | dict(_unambiguous(_own_names()))
+
+
+@cache
+def _foreign_names() -> Mapping[str, str]:
+    """Read when a name is not English; takes a second or two."""
+    pairs = ((name, code) for language in LANGUAGES for name, code in _names_in(language) if _is_long(name))
+    return _unambiguous(pairs)
+
+
+def _is_long(name: str) -> bool:
+    """A short one such as Áo folds to what may be a code or a word."""
+    return len(name) > 3 or not fold(name).isascii()
+
+
+def _unambiguous(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    codes: dict[str, set[str]] = {}
+    for name, code in pairs:
+        codes.setdefault(fold(name), set()).add(code)
+    return {name: found.pop() for name, found in codes.items() if name and len(found) == 1}
+
+
+def _own_names() -> Iterator[tuple[str, str]]:
+    for code, names in ALIASES.items():
+        for name in names:
+            yield name, code
+
+
+def _english_names() -> Iterator[tuple[str, str]]:
+    for country in pycountry.countries:
+        fields = dict(country)  # asked for an absent field by name, pycountry warns and gives another one
+        yield from ((fields[key], country.alpha_2) for key in _NAME_FIELDS if key in fields)
+    yield from _names_in("en")
+
+
+def _names_in(language: str) -> Iterator[tuple[str, str]]:
+    for code, name in Locale.parse(language).territories.items():
+        if code in country_codes():
+            yield name, code

@@ -1,0 +1,143 @@
+"""Pictures and where they were taken, from Parquet files: a table of your own, or OSV-5M's layout.
+
+Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and `region` where there is one. What a row
+leaves empty is not asked for; only the country must be there, because every stage asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from fovea.config import GeoSpotEnvironment
+from fovea.data.order import LazyTasks
+from fovea.data.rows import ParquetRows, image_refs
+from fovea.environments.base import Split
+from fovea.environments.curriculum import Stage
+from fovea.environments.geospot.countries import country_name
+from fovea.environments.geospot.parsing import parse_answer
+from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, grade_answer, place_of
+from fovea.errors import DataError
+from fovea.types import Message, Score, Task, Turn
+
+KIND = "all"
+_SKIP = "or set data.on_bad_row=skip"
+
+
+class GeoSpot:
+    """The environment `geospot`; see `config.GeoSpotEnvironment`. `at` gives it as an earlier stage sees it."""
+
+    default_starts = STARTS
+
+    def __init__(self, config: GeoSpotEnvironment, *, stage: int = len(STAGES) - 1) -> None:
+        self._config = config
+        self._stages = [
+            GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
+            for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
+        ]
+        self._stage = self._stages[stage]
+        self._weights: Mapping[str, float] = dict(config.weights)
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return [Stage(name=stage.name, facts=self._facts(stage)) for stage in self._stages]
+
+    def at(self, stage: int) -> GeoSpot:
+        return GeoSpot(self._config, stage=stage)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        rows = self._train_rows if split == "train" else self._test_rows
+        indices = range(0, len(rows), 2) if split == "dev" else range(len(rows))
+        key = self._config.level_key
+        levels = None if key is None else rows.column(key)
+        return LazyTasks(
+            lambda index: self._task(split, rows, index),
+            indices,
+            kind_of=lambda _: KIND,
+            level_of=None if levels is None else lambda index: str(levels[index]),
+        )
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        question = Message(role="user", parts=(*task.images, task.question))
+        if self._config.system_prompt is None:
+            return (question,)
+        return (Message(role="system", parts=(self._config.system_prompt,)), question)
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """Accuracy is that of the country, in every stage, so that its curve means one thing."""
+        grade = grade_answer(parse_answer(turns[-1].text), self._place(task.row, task.id), self._stage, self._weights)
+        return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=grade.parts)
+
+    def target(self, task: Task) -> str:
+        place = self._place(task.row, task.id)
+        lines = {"City": place.city, "Region": place.region, "Country": self._country(task.row, place)}
+        if place.at is not None:
+            lines |= {"Latitude": _degrees(place.at.lat), "Longitude": _degrees(place.at.lon)}
+        return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
+
+    @cached_property
+    def _train_rows(self) -> ParquetRows:
+        return self._open(self._config.train_files, "environment.train_files")
+
+    @cached_property
+    def _test_rows(self) -> ParquetRows:
+        return self._open(self._config.test_files, "environment.test_files")
+
+    def _open(self, files: Sequence[str], setting: str) -> ParquetRows:
+        names = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
+        wanted = [(f"environment.{name}", getattr(self._config, name)) for name in names]
+        return ParquetRows(files, columns=[(name, key) for name, key in wanted if key is not None], setting=setting)
+
+    def _task(self, split: Split, rows: ParquetRows, index: int) -> Task:
+        row, where = rows[index], rows.where(index)
+        place = self._place(row, where)
+        if place.country is None:
+            raise DataError(f"{where}: the country is empty, so the first stages have nothing to ask for; {_SKIP}")
+        images = image_refs(self._image(row, where), where=where, folder=rows.folder(index))
+        if not images:
+            raise DataError(f"{where}: there is no picture, so there is nothing to look at; {_SKIP}")
+        known = (place.city, place.region, self._country(row, place), *(f"{x:.4f}" for x in place.at or ()))
+        return Task(
+            id=f"{split}/{index}",
+            question=self._config.prompt,
+            answer=", ".join(each for each in known if each is not None),
+            images=images,
+            kind=KIND,
+            row=row,
+        )
+
+    def _image(self, row: Mapping[str, object], where: str) -> object:
+        keys = [self._config.image_key] if self._config.image_key is not None else ["image", "image_url"]
+        key = next((key for key in keys if key in row), None)
+        if key is None:
+            raise DataError(
+                f"{where}: no column image or image_url among {', '.join(row)}; set environment.image_key to one"
+            )
+        return row[key]
+
+    def _place(self, row: Mapping[str, object], where: str) -> Place:
+        config = self._config
+        keys = (config.country_key, config.region_key or "region", config.city_key, config.lat_key, config.lon_key)
+        try:
+            return place_of(row, keys, where)
+        except DataError as error:
+            raise DataError(f"{error}, {_SKIP}") from error
+
+    def _country(self, row: Mapping[str, object], place: Place) -> str | None:
+        """As the row writes it, but a code as a name."""
+        cell = row.get(self._config.country_key)
+        is_code = isinstance(cell, str) and len(cell.strip()) <= 3
+        return country_name(place.country) if is_code and place.country else str(cell) if cell is not None else None
+
+    def _facts(self, stage: GeoStage) -> Mapping[str, float]:
+        """What a log says of a stage: its tolerance, and the weights as they count in it."""
+        total = sum(self._weights[part] for part in stage.asks)
+        weights = {f"weight_{part}": self._weights[part] / total for part in stage.asks}
+        return {"tolerance_km": stage.tolerance_km, **weights}
+
+
+def _degrees(value: float) -> str:
+    """All digits, and no exponent."""
+    return np.format_float_positional(value, trim="-")

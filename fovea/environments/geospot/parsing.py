@@ -1,0 +1,195 @@
+"""What a model's response says of a place: JSON, labelled lines, or "city, region, country, lat, lon".
+
+The last statement of a field counts, so that thinking aloud neither helps nor hurts. Time is linear in the length, and
+of long responses only the end is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fovea.environments.geospot.coordinates import parse_degrees, parse_point, plain
+from fovea.environments.geospot.countries import country_code
+from fovea.environments.geospot.gazetteer import LatLon
+
+_MAX_CHARS = 20_000
+_MAX_JSON_TRIES = 30
+_MAX_LINES = 40
+_MAX_LINE_CHARS = 300
+
+_LABELS = {
+    "city": "city city_name town village municipality locality place city/town town/city nearest_city",
+    "region": "region state province state/province province/state region/state state/region state_or_province county "
+    "prefecture department territory oblast administrative_region admin1 region/province region_name state_name "
+    "region/state/province state/province/region",
+    "country": "country nation country_name country_code country/territory",
+    "lat": "latitude lat",
+    "lon": "longitude lon lng long",
+    "point": "coordinates coordinate coords gps gps_coordinates latlon lat_lon lat,lon lat/lon lat/long lat/lng "
+    "lat_long latitude_and_longitude latitude,longitude latitude/longitude approximate_coordinates "
+    "estimated_coordinates",
+    "line": "location answer final_answer place_name address guess prediction final_guess my_guess",
+}
+_FIELD_OF = {label.replace("_", " "): field for field, labels in _LABELS.items() for label in labels.split()}
+_LABEL = re.compile(
+    r"(?<![^\W_])(?P<label>"
+    + "|".join(re.escape(label).replace(r"\ ", r"[\s_]?") for label in sorted(_FIELD_OF, key=len, reverse=True))
+    + r")(?:\s{0,3}\([^()\n]{1,40}\))?[*_`\"'\s]{0,8}(?:[:：=]|\|(?!\|))[*_`]{0,3}",
+    re.IGNORECASE,
+)
+_THINKING = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
+_MARKUP = " \t\r\n*_`\"'“”‘’«»|<>#[]{}"
+_EDGES = _MARKUP + ".,;:，；。"
+_NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null"}
+_NOTHING |= {"unknown", "not sure", "unclear", "undetermined", "unspecified"}
+_BULLET = re.compile(r"^\s*(?:[-*•·–—>#+]\s*|\d{1,2}[.)]\s+)+")
+_BOX = re.compile(r"\\boxed\s*\{(?:\\text\s*\{)?([^{}]*)\}")
+_COORDINATE_START = re.compile(r"[-+]?\d|\b[NSEW]\s?\d")
+_STATE_CODES = """
+    AL AK AZ AR CA CO CT DE FL GA HI ID IL IN IA KS KY LA ME MD MA MI MN MS MO MT NE NV NH NJ NM NY NC ND
+    OH OK OR PA RI SC SD TN TX UT VT VA WA WV WI WY
+"""
+_US_STATES = frozenset(_STATE_CODES.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The fields of an answer as they were written; None for what is missing or cannot be read."""
+
+    country: str | None = None
+    region: str | None = None
+    city: str | None = None
+    at: LatLon | None = None
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An answer while it is read; `lat` and `lon` are text until both are there."""
+
+    fields: dict[str, str]
+
+    def take(self, field: str, value: str) -> None:
+        if field in ("lat", "lon"):
+            self.fields.pop("point", None)
+        elif field == "point":
+            self.fields.pop("lat", None)
+            self.fields.pop("lon", None)
+        self.fields[field] = value
+
+
+def parse_answer(text: str) -> Answer:
+    """The place that a response names. Raises nothing, whatever the text."""
+    text = _THINKING.split(text)[-1][-_MAX_CHARS:]
+    tagged = _ANSWER_TAG.findall(text)
+    text = tagged[-1] if tagged else text
+    draft = _Draft({})
+    for field, value in (*_labelled(text), *_from_json(text)):
+        draft.take(field, value)
+    boxed = _BOX.findall(text)
+    line = draft.fields.pop("line", None) or (boxed[-1] if boxed else None)
+    answer = _finish(draft)
+    if line is not None:
+        return _filled(answer, _from_line(line) or Answer())
+    return answer if draft.fields else (_from_lines(text) or answer)
+
+
+def _finish(draft: _Draft) -> Answer:
+    fields = draft.fields
+    at = parse_point(fields["point"]) if "point" in fields else None
+    if "lat" in fields and "lon" in fields:
+        lat, lon = parse_degrees(fields["lat"], "lat"), parse_degrees(fields["lon"], "lon")
+        at = None if lat is None or lon is None else LatLon(lat, lon)
+    return Answer(country=fields.get("country"), region=fields.get("region"), city=fields.get("city"), at=at)
+
+
+def _filled(answer: Answer, other: Answer) -> Answer:
+    """What the labels leave open, from a line."""
+    return replace(
+        answer,
+        country=answer.country or other.country,
+        region=answer.region or other.region,
+        city=answer.city or other.city,
+        at=answer.at or other.at,
+    )
+
+
+def _labelled(text: str) -> Iterator[tuple[str, str]]:
+    """`City: Paris`, with what may stand around it; a value goes on to the next label or the end of its line."""
+    labels = list(_LABEL.finditer(text))
+    ends = [*(label.start() for label in labels), len(text)][1:]
+    for label, end in zip(labels, ends, strict=True):
+        field = _FIELD_OF[re.sub(r"[\s_]+", " ", label["label"].lower())]
+        value = _clean(_first_line(text[label.end() : end][:_MAX_LINE_CHARS]))
+        if value is not None:
+            yield field, value
+
+
+def _first_line(text: str) -> str:
+    """Of a value; a label may stand on a line of its own, above it."""
+    return next((line for line in text.splitlines()[:3] if line.strip(_EDGES)), "")
+
+
+def _clean(value: str) -> str | None:
+    """Without bullets, bold, quotes; None for `unknown` and the like."""
+    bare = _BULLET.sub("", value) if not _COORDINATE_START.match(value.strip(_MARKUP)) else value
+    bare = bare.replace("**", "").strip(_EDGES)
+    return None if bare.casefold() in _NOTHING else bare
+
+
+def _from_json(text: str) -> Iterator[tuple[str, str]]:
+    """The last JSON object that names a field."""
+    decoder = json.JSONDecoder()
+    starts = [match.start() for match in re.finditer(r"\{", text)]
+    for start in reversed(starts[-_MAX_JSON_TRIES:]):
+        try:
+            found, _ = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        pairs = list(_json_fields(found))
+        if any(field in ("country", "region", "city") for field, _ in pairs):
+            yield from pairs
+            return
+
+
+def _json_fields(found: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+    if not isinstance(found, Mapping) or depth > 2:
+        return
+    for key, value in found.items():
+        field = _FIELD_OF.get(re.sub(r"[\s_]+", " ", str(key).strip().lower()))
+        if isinstance(value, Mapping):
+            yield from _json_fields(value, depth + 1)
+        elif field is not None:
+            written = ", ".join(map(str, value[:3])) if isinstance(value, list) else str(value)
+            cleaned = _clean(written) if value is not None else None
+            if cleaned is not None:
+                yield field, cleaned
+
+
+def _from_lines(text: str) -> Answer | None:
+    """The last line that ends in a country, or in one and its coordinates."""
+    lines = [line for line in text.splitlines() if line.strip()][-_MAX_LINES:]
+    found = (_from_line(line) for line in reversed(lines))
+    return next((answer for answer in found if answer is not None), None)
+
+
+def _from_line(line: str) -> Answer | None:
+    """`Paris, Île-de-France, France, 48.86, 2.35`; fewer parts name the country, or city and country."""
+    line = _BULLET.sub("", plain(line)).strip(_EDGES + "()")
+    if len(line) > _MAX_LINE_CHARS:
+        return None
+    number = _COORDINATE_START.search(line)
+    names = line[: number.start()] if number else line
+    at = parse_point(line[number.start() :]) if number else None
+    parts = [part for part in (_clean(each) for each in names.strip(_EDGES + "()-").split(",")) if part]
+    if not parts or (len(parts) == 2 and parts[-1] in _US_STATES) or country_code(parts[-1]) is None:
+        return None
+    return Answer(
+        country=parts[-1],
+        region=parts[-2] if len(parts) > 2 else None,
+        city=parts[0] if len(parts) > 1 else None,
+        at=at,
+    )

@@ -1,0 +1,206 @@
+"""Tables of places: gold answers of every row and stage, columns by config, rows that are no places, drawn maps."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from fovea.build import build
+from fovea.cli import app
+from fovea.config import Config, GeoSpotEnvironment
+from fovea.config_io import load_config
+from fovea.data.images import open_image
+from fovea.data.order import kinds_of, levels_of
+from fovea.environments.base import Environment
+from fovea.environments.geospot.environment import GeoSpot
+from fovea.environments.geospot.rendered import write_maps
+from fovea.errors import ConfigError, DataError
+from fovea.loop import train
+from fovea.metrics import read_metrics
+from fovea.types import Task, Turn
+
+ROOT = Path(__file__).parents[3]
+OSV5M = ROOT.parent / "shared" / "data" / "geospot" / "osv5m_fixture24.parquet"
+PARIS = {"country": "France", "region": "Île-de-France", "city": "Paris", "lat": 48.86, "lon": 2.35}
+
+
+@pytest.fixture(scope="module")
+def maps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_maps(tmp_path_factory.mktemp("maps"), num_rows=40, seed=0, image_side_px=64)
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 40), (1, 2, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def geospot(folder: Path, rows: list[dict[str, object]], **settings: object) -> GeoSpot:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    files = (str(folder / "rows.parquet"),)
+    return GeoSpot(GeoSpotEnvironment.model_validate({"train_files": files, "test_files": files, **settings}))
+
+
+def check_gold(environment: GeoSpot, tasks: list[Task]) -> None:
+    for task in tasks:
+        turn = Turn(messages=tuple(environment.prompt(task)), text=environment.target(task))
+        for stage in range(5):
+            score = environment.at(stage).score(task, [turn])
+            assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, stage, turn.text)
+            assert set(score.parts.values()) == {1.0}
+
+
+def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) -> None:
+    environment: Environment = GeoSpot(
+        GeoSpotEnvironment(train_files=(str(maps[0]),), test_files=(str(maps[1]),), level_key="level")
+    )
+    assert isinstance(environment, GeoSpot)
+    train_tasks, test_tasks = list(environment.tasks("train")), list(environment.tasks("test"))
+    assert (len(train_tasks), len(test_tasks)) == (40, 4)
+    check_gold(environment, train_tasks + test_tasks)
+    assert set(levels_of(environment.tasks("train")) or ()) == {"wide", "medium", "close"}
+    assert set(kinds_of(environment.tasks("dev"))) == {"all"}
+
+
+def test_gold_answers_of_photos_score_full_marks() -> None:
+    if not OSV5M.exists():
+        pytest.skip(f"the shared photos are not here ({OSV5M})")
+    environment = GeoSpot(GeoSpotEnvironment(train_files=(str(OSV5M),), test_files=(str(OSV5M),)))
+    tasks = list(environment.tasks("test"))
+    assert len(tasks) == 24
+    check_gold(environment, tasks)
+    assert min(open_image(tasks[0].images[0], max_mib=9, max_megapixels=9).size) > 100
+
+
+def test_a_users_own_table(tmp_path: Path) -> None:
+    """`image_url` without a region, as in the public workflow."""
+    (tmp_path / "a.png").write_bytes(png())
+    row = {"image_url": "a.png", "country": "France", "city": "Paris", "lat": 48.86, "lon": 2.35}
+    environment = geospot(tmp_path, [row], system_prompt="You know the world.", prompt="Where?")
+    (task,) = environment.tasks("test")
+    assert environment.target(task) == "City: Paris\nCountry: France\nLatitude: 48.86\nLongitude: 2.35"
+    assert task.answer == "Paris, France, 48.8600, 2.3500"
+    assert [message.role for message in environment.prompt(task)] == ["system", "user"]
+    assert environment.prompt(task)[1].parts == (task.images[0], "Where?")
+    check_gold(environment, [task])
+
+
+def test_columns_by_other_names(tmp_path: Path) -> None:
+    row = {"photo": png(), "land": "FR", "state": "IDF", "town": "Paris", "y": 48.86, "x": 2.35}
+    keys = {"image_key": "photo", "country_key": "land", "region_key": "state", "city_key": "town"}
+    environment = geospot(tmp_path, [row], **keys, lat_key="y", lon_key="x")
+    check_gold(environment, list(environment.tasks("train")))
+    with pytest.raises(DataError, match=r"environment\.city_key: rows\.parquet has no column 'city'"):
+        geospot(tmp_path, [row], **{**keys, "city_key": "city"}, lat_key="y", lon_key="x").tasks("train")
+
+
+@pytest.mark.parametrize(
+    ("cells", "problem"),
+    [
+        ({"country": "Atlantis"}, "'Atlantis' is no country we know"),
+        ({"country": None}, "the country is empty, so the first stages have nothing to ask for"),
+        ({"lat": 95.0}, "lat is 95, beyond 90 degrees"),
+        ({"lon": None}, "one of lat and lon is empty"),
+        ({"image": None}, "there is no picture"),
+    ],
+)
+def test_rows_that_are_no_places(cells: dict[str, object], problem: str, tmp_path: Path) -> None:
+    good: dict[str, object] = {"image": png(), **PARIS}
+    tasks = geospot(tmp_path, [good, good | cells]).tasks("train")
+    assert tasks[0].answer.startswith("Paris")
+    with pytest.raises(DataError) as error:
+        tasks[1]
+    assert str(error.value).startswith("rows.parquet row 1: ")
+    assert problem in str(error.value)
+    assert str(error.value).endswith("or set data.on_bad_row=skip")
+
+
+def test_a_wrong_answer_says_which_part_is_wrong(tmp_path: Path) -> None:
+    environment = geospot(tmp_path, [{"image": png(), **PARIS}])
+    (task,) = environment.tasks("test")
+    score = environment.score(task, [Turn(messages=(), text="Lyon, Île-de-France, France, 48.86, 2.35")])
+    assert score.reward == pytest.approx(0.8)
+    assert score.accuracy == 1.0
+    assert score.parts == {"country": 1.0, "region": 1.0, "city": 0.0, "coordinates": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tolerances_km": [500, 200, 200, 50, 25]}, "each stage must be stricter than the one before it"),
+        ({"weights": {"country": 0}}, "environment.weights.country=0"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GeoSpotEnvironment.model_validate({"train_files": ["a"], "test_files": ["b"], **settings})
+
+
+def test_maps_are_equal_for_one_seed_and_share_no_place(maps: tuple[Path, Path], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["data", "geospot", "--out", str(tmp_path), "--rows", "40", "--seed", "0"])
+    assert result.exit_code == 0, result.output
+    for file in maps:
+        assert pq.read_table(tmp_path / file.name).equals(pq.read_table(file))
+    train_rows, test_rows = (
+        pq.read_table(file, columns=["country", "city", "lat", "lon"]).to_pylist() for file in maps
+    )
+    assert not [row for row in test_rows if row in train_rows]
+
+
+def test_maps_show_land_of_several_countries_and_a_mark(maps: tuple[Path, Path]) -> None:
+    rows = pq.read_table(maps[0]).to_pylist()
+    for row in rows:
+        image = Image.open(io.BytesIO(row["image"]["bytes"]))
+        colours = {tuple(map(int, colour)) for _, colour in image.getcolors(64 * 64) or []}
+        assert image.size == (64, 64)
+        assert any(red > 180 and green < 90 and blue < 100 for red, green, blue in colours), "no mark"
+        assert len(colours) > 20
+    assert len({row["image"]["bytes"] for row in rows}) == len(rows)
+    assert len({row["country"] for row in rows}) > 20
+
+
+def test_the_recipe_takes_two_steps(maps: tuple[Path, Path], tmp_path: Path) -> None:
+    overrides = [
+        f"environment.train_files=[{maps[0]}]",
+        f"environment.test_files=[{maps[1]}]",
+        f"run_dir={tmp_path}",
+        "max_steps=2",
+        "warmup=null",
+        "curriculum.starts=[1,2,3,4]",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "rollout.max_new_tokens=4",
+        "log.tensorboard=false",
+        "log.progress=false",
+    ]
+    config = load_config([ROOT / "recipes" / "geospot.yaml"], overrides)
+    assert isinstance(config, Config)
+    train(build(config))
+    rows = read_metrics(tmp_path)
+    assert [(row["curriculum/stage"], row["curriculum/tolerance_km"]) for row in rows] == [(1, 500), (2, 200)]
+    assert {"reward/country", "reward/city", "reward/coordinates"} <= rows[0].keys()
+
+
+def test_level_weights_need_levels(maps: tuple[Path, Path], tmp_path: Path) -> None:
+    config = load_config(
+        [ROOT / "recipes" / "geospot.yaml"],
+        [
+            f"environment.train_files=[{maps[0]}]",
+            f"environment.test_files=[{maps[1]}]",
+            "environment.level_key=null",
+            f"run_dir={tmp_path}",
+            "max_steps=1",
+            "warmup=null",
+            "log.tensorboard=false",
+            "log.progress=false",
+            "rollout.max_new_tokens=1",
+        ],
+    )
+    with pytest.raises(ConfigError, match="the rows have no levels; remove it"):
+        train(build(config))

@@ -1,0 +1,197 @@
+"""Stages by step and by success, what is logged, what a checkpoint brings back, and rows by level."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fovea import config
+from fovea.data.order import LazyTasks, Order, levels_of
+from fovea.environments.curriculum import Curriculum, Stage, Staged
+from fovea.environments.geospot.environment import GeoSpot
+from fovea.errors import ConfigError, DataError
+from fovea.loop import train
+from fovea.metrics import read_metrics
+from fovea.run import Run
+from fovea.types import Score, Task, Turn
+from tests.fakes import BanditEnvironment, bandit_run
+
+
+class StagedBandit(BanditEnvironment):
+    """Stage k pays (k + 1) / 3 for a right answer."""
+
+    def __init__(self, stage: int = 2) -> None:
+        self.stage = stage
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return [Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)]
+
+    @property
+    def default_starts(self) -> Sequence[int]:
+        return (2, 5)
+
+    def at(self, stage: int) -> StagedBandit:
+        return StagedBandit(stage)
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        plain = super().score(task, turns)
+        return Score(reward=plain.reward * (self.stage + 1) / 3, accuracy=plain.accuracy)
+
+
+def staged_run(folder: Path, environment: BanditEnvironment, *, resume: bool = False, **settings: object) -> Run:
+    run = bandit_run(folder, resume=resume, **settings)
+    object.__setattr__(run, "curriculum", Curriculum(environment, run.config.curriculum))
+    return run
+
+
+def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:
+    stages = []
+    for step in steps:
+        curriculum.begin_step(step)
+        stages.append(curriculum.stage)
+    return stages
+
+
+def geospot() -> GeoSpot:
+    return GeoSpot(config.GeoSpotEnvironment(train_files=("a",), test_files=("b",)))
+
+
+def test_geospot_goes_through_its_stages_by_step() -> None:
+    curriculum = Curriculum(geospot())
+    assert isinstance(geospot(), Staged)
+    steps = (0, 99, 100, 299, 300, 599, 600, 999, 1000, 10**6)
+    assert stages_of(curriculum, steps) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert stages_of(Curriculum(geospot(), config.Curriculum(enabled=False)), steps) == [4] * 10
+    own = config.Curriculum(starts=(1, 2, 3, 4))
+    assert stages_of(Curriculum(geospot(), own), range(6)) == [0, 1, 2, 3, 4, 4]
+
+
+def test_a_change_is_said_once_and_is_a_metric() -> None:
+    curriculum = Curriculum(geospot())
+    said = {step: line for step in range(302) if (line := curriculum.begin_step(step)) is not None}
+    assert said == {
+        0: "stage 1 of 5, country: tolerance_km 500, weight_country 1",
+        100: "stage 2 of 5, country refined: tolerance_km 200, weight_country 1",
+        300: "stage 3 of 5, country and region: tolerance_km 100, weight_country 0.6, weight_region 0.4",
+    }
+    assert curriculum.metrics() == {
+        "curriculum/stage": 3.0,
+        "curriculum/tolerance_km": 100.0,
+        "curriculum/weight_country": pytest.approx(0.6),
+        "curriculum/weight_region": pytest.approx(0.4),
+    }
+
+
+def test_an_environment_without_stages_has_nothing_to_say() -> None:
+    environment = BanditEnvironment()
+    curriculum = Curriculum(environment)
+    assert curriculum.begin_step(0) is None
+    assert curriculum.environment is environment
+    assert curriculum.metrics() == {}
+
+
+def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
+    settings = config.Curriculum(advance="success", success_rate=0.8, success_window_steps=3)
+    curriculum = Curriculum(StagedBandit(), settings)
+    stages = []
+    for step, reward in enumerate([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]):
+        curriculum.begin_step(step)
+        stages.append(curriculum.stage)
+        curriculum.end_step(reward)
+    assert stages == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_the_loop_scores_by_stage_logs_it_and_evaluates_at_the_last(tmp_path: Path) -> None:
+    summary = train(staged_run(tmp_path, StagedBandit(), max_steps=7))
+    rows = read_metrics(tmp_path)
+    assert [row["curriculum/stage"] for row in rows] == [1, 1, 2, 2, 2, 3, 3]
+    pay = [1 / 3, 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1]
+    assert [row["curriculum/pay"] for row in rows] == pytest.approx(pay)
+    assert [row["reward"] for row in rows] == pytest.approx(
+        [share * row["accuracy"] for share, row in zip(pay, rows, strict=True)]
+    )
+    assert summary.final.num_rows == 16
+
+
+def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
+    settings = {
+        "curriculum": {"advance": "success", "success_rate": 0.2, "success_window_steps": 4},
+        "checkpoint": {"every_steps": 5},
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(staged_run(whole, StagedBandit(), max_steps=12, **settings))
+    train(staged_run(parts, StagedBandit(), max_steps=5, **settings))
+    train(staged_run(parts, StagedBandit(), resume=True, max_steps=12, **settings))
+    expected, found = ([(row["curriculum/stage"], row["reward"]) for row in read_metrics(x)] for x in (whole, parts))
+    assert found == expected
+    assert len({stage for stage, _ in expected}) > 1
+
+
+def test_a_checkpoint_of_more_stages_is_refused() -> None:
+    with pytest.raises(DataError, match="the checkpoint is in stage 5, but there are 3; resume with the curriculum"):
+        Curriculum(StagedBandit()).restore({"stage": 4, "recent_rewards": []})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"starts": [5]}, "curriculum.starts has 1 steps for 3 stages, .* write 2"),
+        ({"level_weights": [{}]}, "curriculum.level_weights has 1 tables, but the environment has 3 stages"),
+    ],
+)
+def test_schedules_that_do_not_fit(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Curriculum(StagedBandit(), config.Curriculum.model_validate(settings))
+
+
+class LevelledBandit(BanditEnvironment):
+    """Every other row is hard."""
+
+    def tasks(self, split: str) -> LazyTasks:  # type: ignore[override]
+        tasks = super().tasks(split)
+        return LazyTasks(
+            tasks.__getitem__, range(16), kind_of=lambda i: tasks[i].kind, level_of=lambda i: ("easy", "hard")[i % 2]
+        )
+
+
+def test_rows_are_drawn_by_the_levels_of_the_stage(tmp_path: Path) -> None:
+    """Hard rows have the answers b and d; the first stage never draws them, the second nothing else."""
+    weights = [{"hard": 0}, {"easy": 0}]
+    run = staged_run(tmp_path, LevelledBandit(), max_steps=4, curriculum={"starts": [2], "level_weights": weights})
+    tasks = LevelledBandit().tasks("train")
+    levels = levels_of(tasks)
+    order = Order(tasks.kinds, weights={}, seed=0, levels=levels)
+    object.__setattr__(run, "order", order)
+    drawn: list[list[str]] = []
+    take = order.take
+    order.take = lambda n: (rows := take(n), drawn.append([levels[row] for row in rows]))[0]  # type: ignore[method-assign, index]
+    train(run)
+    assert [set(step) for step in drawn] == [{"easy"}, {"easy"}, {"hard"}, {"hard"}]
+    assert [row["curriculum/stage"] for row in read_metrics(tmp_path)] == [1, 1, 2, 2]
+
+
+def test_level_weights_are_relative_to_the_share_of_rows() -> None:
+    levels = ["easy", "hard", "hard", "hard"]
+    order = Order(["all"] * 4, weights={}, seed=0, levels=levels)
+    order.weigh_levels({"easy": 3})
+    counts = Counter(levels[row] for row in order.take(4000))
+    assert counts["easy"] == pytest.approx(2000, abs=150)
+    order.weigh_levels({})
+    assert Counter(levels[row] for row in order.take(4000))["easy"] == pytest.approx(1000, abs=150)
+
+
+@pytest.mark.parametrize(
+    ("levels", "weights", "message"),
+    [
+        (None, {"easy": 1}, "curriculum.level_weights is set, but the rows have no levels; remove it"),
+        (["easy"], {"hard": 1}, "curriculum.level_weights weighs 'hard', but no row is of that level; use one of easy"),
+        (["easy"], {"easy": 0}, "leaves no row to draw; give one of easy a weight"),
+    ],
+)
+def test_level_weights_that_do_not_fit(levels: list[str] | None, weights: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Order(["all"], weights={}, seed=0, levels=levels).weigh_levels(weights)
