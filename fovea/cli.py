@@ -1,4 +1,4 @@
-"""The command line. A `FoveaError` ends in one line and exit code 2, Ctrl-C in one line and 130.
+"""The command line; `eval` and `export` have files of their own.
 
 `train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
 doctor.py are the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
@@ -6,19 +6,19 @@ doctor.py are the only imports inside functions besides those of build.py (tests
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fovea import __version__
+from fovea.cli_errors import one_line_errors
+from fovea.cli_eval import evaluate
+from fovea.cli_export import export
 from fovea.config_docs import describe
 from fovea.config_io import load_config
 from fovea.doctor import check_parity, findings, probe
-from fovea.errors import ConfigError, DataError, FoveaError
+from fovea.errors import ConfigError, DataError
 
 app = typer.Typer(
     name="fovea",
@@ -30,33 +30,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command("eval")(evaluate)
+app.command()(export)
+
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
 
 
 def main() -> None:
     app()
-
-
-@contextmanager
-def one_line_errors(*, debug: bool = False) -> Iterator[None]:
-    """The way out of every command."""
-    try:
-        yield
-    except FoveaError as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:  # a full disk, a folder without permission
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        if debug:
-            traceback.print_exc()
-        typer.echo("stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one", err=True)
-        raise typer.Exit(130) from None
 
 
 def _print_version(wanted: bool) -> None:

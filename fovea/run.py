@@ -11,7 +11,8 @@ from fovea.checkpoint import Checkpoint, Checkpoints
 from fovea.config import Config
 from fovea.data.order import Order
 from fovea.environments.base import Environment
-from fovea.evaluate import Evaluator, OpenImage
+from fovea.evaluation.controls import OpenImage
+from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import MetricsLog, Phases
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress

@@ -13,7 +13,7 @@ from PIL import Image
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
-from fovea.evaluate import Evaluator
+from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress
