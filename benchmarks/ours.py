@@ -17,7 +17,7 @@ from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
-from fovea.evaluate import Evaluator
+from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import sampling_of, take_step
 from fovea.metrics import MetricsLog, Phases
 from fovea.models.features import FeatureCache

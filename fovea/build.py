@@ -26,7 +26,7 @@ from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.shapes import Shapes
 from fovea.environments.vqa import Vqa
 from fovea.errors import ConfigError, DataError
-from fovea.evaluate import Evaluator
+from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
 from fovea.models.features import FeatureCache
 from fovea.models.fused import TORCH_KERNELS, Kernels
@@ -156,15 +156,26 @@ def make_caption(config: Config, settings: CaptionEnvironment) -> Environment:
 
 def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VLM]:
     """The model on its device, with what is trained chosen."""
+    parts = make_parts(config, environment)
+    return parts, make_vlm(config, parts)
+
+
+def make_parts(config: Config, environment: Environment) -> ModelParts:
+    """The model as it is made or loaded."""
+    settings = config.model
+    if settings.tiny is None:
+        return load_pretrained(settings)
+    parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
+    for parameter in parts.network.parameters():  # not the frequencies of rotary positions: those stay float32
+        parameter.data = parameter.data.to(DTYPES[settings.dtype])
+    return parts
+
+
+def make_vlm(config: Config, parts: ModelParts) -> VLM:
+    """The model on its device, with what is trained chosen."""
     settings = config.model
     device = pick_device(settings.device)
     kernels = _liger_kernels(device) if config.train.liger_kernels else TORCH_KERNELS
-    if settings.tiny is not None:
-        parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
-        for parameter in parts.network.parameters():  # not the frequencies of rotary positions: those stay float32
-            parameter.data = parameter.data.to(DTYPES[settings.dtype])
-    else:
-        parts = load_pretrained(settings)
     choose_trainable(parts.network, settings, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
@@ -177,7 +188,7 @@ def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VL
         kernels=kernels,
         value_head=make_value_head(config, parts),
     )
-    return parts, vlm.to(device)
+    return vlm.to(device)
 
 
 def make_value_head(config: Config, parts: ModelParts) -> ValueHead | None:

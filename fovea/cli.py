@@ -1,4 +1,4 @@
-"""The command line. A `FoveaError` ends in one line and exit code 2, Ctrl-C in one line and 130.
+"""The command line; `eval` and `export` have files of their own.
 
 `train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
 doctor.py are the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
@@ -13,6 +13,8 @@ import typer
 
 from fovea import __version__
 from fovea.cli_errors import one_line_errors
+from fovea.cli_eval import evaluate
+from fovea.cli_export import export
 from fovea.config_docs import describe
 from fovea.config_io import load_config
 from fovea.data_command import app as data_app
@@ -29,6 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+
+app.command("eval")(evaluate)
+app.command()(export)
 
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
 

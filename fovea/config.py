@@ -135,6 +135,8 @@ class Model(Section):
 
     path: str | None = None
     """Folder or hub id of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     tiny: TinyModel | None = None
     """Make a tiny model instead of loading one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -164,6 +166,11 @@ class Model(Section):
         if (self.path is None) == (self.tiny is None):
             raise ValueError(
                 "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
+            )
+        if self.revision is not None and self.tiny is not None:
+            raise ValueError(
+                f"model.revision={self.revision}, but model.tiny is made here and has no revisions; set "
+                "model.revision=null"
             )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
@@ -308,6 +315,10 @@ class Evaluate(Section):
     """Test images that are also in the training split: count them at the end, or stop with an error."""
     image_controls: bool = True
     """Also answer every question with another row's image and with a blank one: what the text alone gives."""
+    samples_per_prompt: NonNegativeInt = 0
+    """In `fovea eval`: this many answers to each row, drawn as the rollout draws, for pass@k and majority; 0: none."""
+    image_type_key: str | None = None
+    """In `fovea eval`: the key of a row that says of which type its images are, to tell accuracies apart by."""
 
 
 class Parity(Section):

@@ -57,7 +57,7 @@ class GeoSpotEnvironment(Section):
     )
     """The question, the same for every picture."""
     system_prompt: str | None = None
-    """Put before the question."""
+    """Put before every question."""
     weights: GeoSpotWeights = Field(default_factory=GeoSpotWeights)
     """Of the parts of the reward."""
     tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)

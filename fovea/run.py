@@ -12,7 +12,8 @@ from fovea.config import Config
 from fovea.data.order import Order
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
-from fovea.evaluate import Evaluator, OpenImage
+from fovea.evaluation.controls import OpenImage
+from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import MetricsLog, Phases
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress

@@ -11,12 +11,12 @@ from typing import Any
 from fovea.algorithms.kl import KlController
 from fovea.config import Config
 from fovea.errors import TrainError
-from fovea.evaluate import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
 from fovea.metrics import peak_memory
 from fovea.parity import pass_parity_gate
 from fovea.prompts import PromptSource
 from fovea.report.html import write_report
-from fovea.report.samples import SampledAnswer, SampleRecord, png_bytes, write_samples
+from fovea.report.samples import SampleRecord, png_bytes, sampled_answer, write_samples
 from fovea.run import Run
 from fovea.summary import SUMMARY_FILE, Summary, controls_table, summary_table, write_summary
 from fovea.throughput import rates
@@ -264,14 +264,5 @@ def _sample_record(run: Run, group: Group, num_answers: int) -> SampleRecord:
         truth=task.answer,
         kind=task.kind,
         images=tuple(png_bytes(run.open_image(ref)) for ref in task.images),
-        answers=tuple(
-            SampledAnswer(
-                text=episode.completion.text,
-                reward=episode.score.reward,
-                accuracy=episode.score.accuracy,
-                parts=episode.score.parts,
-                finish=episode.completion.finish,
-            )
-            for episode in group.episodes[:num_answers]
-        ),
+        answers=tuple(map(sampled_answer, group.episodes[:num_answers])),
     )

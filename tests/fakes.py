@@ -14,7 +14,7 @@ from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.curriculum import Curriculum
-from fovea.evaluate import Evaluator
+from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases
 from fovea.prompts import PromptSource
 from fovea.report.progress import Progress

@@ -166,12 +166,15 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
             "model.lora={} takes the defaults, `fovea config model.lora` lists them",
         ),
         ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
-        ("environment.name=maze", 'environment.name: "maze" does not fit; allowed: shapes | geo3k | vqa | caption'),
+        (
+            "environment.name=maze",
+            'environment.name: "maze" does not fit; allowed: shapes | geo3k | vqa | caption | geospot',
+        ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
             "environment.train_files=[a]",
-            "environment.train_files: a setting of environment.name=geo3k | vqa | caption only; drop it, or add "
-            "environment.name=geo3k",
+            "environment.train_files: a setting of environment.name=geo3k | vqa | caption | geospot only; drop "
+            "it, or add environment.name=geo3k",
         ),
         (
             "model.path=folder",
@@ -328,7 +331,7 @@ def test_every_setting_is_described() -> None:
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.dual_clip", "number > 1 or null", "3.0"),
-        ("environment.name", "shapes | geo3k | vqa | caption", "shapes"),
+        ("environment.name", "shapes | geo3k | vqa | caption | geospot", "shapes"),
         ("environment.train_files", "list of text", "must be set"),
     ],
 )
@@ -341,7 +344,7 @@ def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.level")
     assert setting.doc.startswith("[environment.name=shapes] 1: one kind of object")
     (shared,) = describe("environment.train_files")
-    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption] ")
+    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | geospot] ")
 
 
 def test_a_prefix_is_whole_words() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fovea.draw import Drawn, draw
+from fovea.environments.curriculum import Curriculum
 from fovea.loop import sampling_of, train
 from fovea.metrics import read_metrics
 from fovea.rollout.wait import wait_for
@@ -26,11 +27,11 @@ class FormatOnly(BanditEnvironment):
         return Score(reward=right + 0.1 * (turns[-1].text == "b"), accuracy=0.0)
 
 
-def drawn(folder: Path, *, sure: float = 0.0, environment: object = None) -> Drawn:
+def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | None = None) -> Drawn:
     """`sure`: preference of the policy for the right answer."""
     run = bandit_run(folder, algorithm=DYNAMIC)
     if environment is not None:
-        run = replace(run, environment=environment)
+        run = replace(run, environment=environment, curriculum=Curriculum(environment))
     begin(run)
     run.policy.table[:] = sure * np.eye(4)  # type: ignore[attr-defined]
     run.engine.load_weights(run.policy.weights(), 0)

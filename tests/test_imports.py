@@ -42,9 +42,11 @@ LEVELS = [
         "wandb_sink",
         "profile",
         "throughput",
+        "evaluation",
     },
-    {"evaluate", "warmup", "run", "draw", "parity", "stages", "loop"},
-    {"build", "doctor", "cli", "cli_errors", "data_command", "__main__"},
+    {"warmup", "run", "draw", "parity", "stages", "loop"},
+    {"build", "doctor", "targets", "side_by_side", "export", "export_check", "model_card", "cli", "__main__"}
+    | {"cli_errors", "data_command", "cli_eval", "cli_export"},
 ]
 """From the bottom; a module imports its own level and those below."""
 
@@ -71,6 +73,8 @@ LATE_IMPORTS = {
     "fovea/build.py": None,
     "fovea/cli.py": {"train", "report"},
     "fovea/data_command.py": {"geospot"},
+    "fovea/cli_eval.py": {"evaluate"},
+    "fovea/cli_export.py": {"export"},
     "fovea/doctor.py": {"check_parity"},
 }
 """Files that may import inside functions, and inside which (None: any). The command line starts without
@@ -80,6 +84,7 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "liger_kernel": "liger-kernel",
     "typing_extensions": "typing-extensions",
+    "huggingface_hub": "huggingface-hub",
     "yaml": "pyyaml",
 }
 """Import name to distribution name, where they differ."""
@@ -180,7 +185,7 @@ def test_an_extra_is_imported_in_one_file(package: str, file: str) -> None:
     assert {found.file for found in ALL_IMPORTS if part(found.module, 0) == package} == {file}
 
 
-def test_only_build_and_three_commands_import_inside_functions() -> None:
+def test_only_build_and_commands_import_inside_functions() -> None:
     late = [found for found in ALL_IMPORTS if found.function is not None]
     wrong = [
         f"{found.file}: {found.function} imports {found.module}"

@@ -34,17 +34,17 @@ def load_pretrained(settings: Model) -> ModelParts:
     """Network, tokenizer, image processor and chat template of `model.path`; ModelError when one is missing."""
     path = settings.path
     assert path is not None
-    _check_folder(path)
-    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    _check_folder(path, settings.revision)
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision or "main"}
     try:
         config = AutoConfig.from_pretrained(path, **options)
         _check_family(path, config.model_type)
         network = _load_network(path, DTYPES[settings.dtype], options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        processor = Qwen2VLImageProcessorPil.from_pretrained(path, revision=options["revision"])
         if IMAGE_PAD not in tokenizer.get_vocab():
             raise ModelError(f"model.path={path}: its tokenizer has no {IMAGE_PAD}; {WHOLE_MODEL}")
-        template = _chat_template(path, tokenizer.chat_template)
+        template = _chat_template(path, options["revision"], tokenizer.chat_template)
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
     except ModelError:
         raise
@@ -72,8 +72,13 @@ def _load_network(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Pre
     return network
 
 
-def _check_folder(path: str) -> None:
+def _check_folder(path: str, revision: str | None) -> None:
     folder = Path(path)
+    if folder.is_dir() and revision is not None:
+        raise ModelError(
+            f"model.revision={revision}, but model.path={path} is a folder, and only hub ids have revisions; set "
+            "model.revision=null"
+        )
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
             raise ModelError(
@@ -98,12 +103,13 @@ def _check_family(path: str, family: str) -> None:
         )
 
 
-def _chat_template(path: str, of_tokenizer: str | None) -> str:
+def _chat_template(path: str, revision: str, of_tokenizer: str | None) -> str:
     """The processor's template where the model has one of its own, else the tokenizer's."""
     for name in ("chat_template.jinja", "chat_template.json"):
         file = cached_file(
             path,
             name,
+            revision=revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )

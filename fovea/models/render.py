@@ -35,7 +35,7 @@ class Renderer:
         self._template = parts.chat_template
         self._processor = parts.image_processor
         self._open_image = open_image
-        self._size = _pixel_limits(parts.image_processor.size, min_pixels, max_pixels)
+        self._size = pixel_limits(parts.image_processor.size, min_pixels, max_pixels)
         self._image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
 
     def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
@@ -103,7 +103,7 @@ class Renderer:
         return "".join(pieces)
 
 
-def _pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, int]:
+def pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, int]:
     """The processor's names for the limits; a limit that is set moves the model's own other one out of its way."""
     smallest = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     largest = max_pixels or max(own["longest_edge"], min_pixels or own["longest_edge"])

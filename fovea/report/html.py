@@ -76,14 +76,15 @@ def write_report(run_dir: Path) -> Path:
     metrics = read_metrics(run_dir)
     if metrics:
         draw_curve(metrics, run_dir / CURVE_FILE)
-    page = _environment().get_template("report.html.j2").render(_content(run_dir, metrics))
+    page = page_environment().get_template("report.html.j2").render(_content(run_dir, metrics))
     path = run_dir / REPORT_FILE
     # a data set's text may hold half a surrogate pair, which no encoding can write
     write_atomically(path, page.encode("utf-8", errors="replace"))
     return path
 
 
-def _environment() -> Environment:
+def page_environment() -> Environment:
+    """Everything is escaped; the filters are those of the pages."""
     environment = Environment(
         loader=PackageLoader("fovea", "report"),
         autoescape=True,

@@ -18,7 +18,7 @@ from PIL import Image
 
 from fovea.errors import DataError
 from fovea.metrics import from_json_number, json_number, write_atomically
-from fovea.types import FinishReason
+from fovea.types import Episode, FinishReason
 
 MAX_SIDE_PX = 768
 """Larger images are kept at this size: they are for looking at."""
@@ -42,9 +42,20 @@ class SampleRecord:
     prompt: str
     truth: str
     kind: str
-    images: tuple[bytes, ...] = ()
-    """PNG files, see `png_bytes`."""
+    images: tuple[bytes | None, ...] = ()
+    """PNG files, see `png_bytes`; None where the file of one that was written is gone."""
     answers: tuple[SampledAnswer, ...]
+
+
+def sampled_answer(episode: Episode) -> SampledAnswer:
+    """What is kept of an episode."""
+    return SampledAnswer(
+        text=episode.completion.text,
+        reward=episode.score.reward,
+        accuracy=episode.score.accuracy,
+        parts=episode.score.parts,
+        finish=episode.completion.finish,
+    )
 
 
 def png_bytes(image: Image.Image) -> bytes:
@@ -60,7 +71,7 @@ def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> 
     """A step that is written again, as after a resume, replaces what was there."""
     lines = []
     for record in records:
-        names = [_write_image(run_dir, image) for image in record.images]
+        names = [_write_image(run_dir, image) for image in record.images if image is not None]
         lines.append(json.dumps(_to_json(record, names), allow_nan=False) + "\n")
     write_atomically(_folder(run_dir) / f"step-{step:06d}.jsonl", "".join(lines).encode())
 
@@ -142,8 +153,11 @@ def _answer_from_json(row: Mapping[str, Any]) -> SampledAnswer:
     )
 
 
-def _read_image(run_dir: Path, name: str) -> bytes:
+def _read_image(run_dir: Path, name: str) -> bytes | None:
     # a run folder may come from someone else: a name must not lead out of it
     if not re.fullmatch(r"[0-9a-f]{16}", name):
         raise ValueError(f"image name {name!r}")
-    return _image_path(run_dir, name).read_bytes()
+    try:
+        return _image_path(run_dir, name).read_bytes()
+    except FileNotFoundError:
+        return None

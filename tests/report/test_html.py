@@ -166,6 +166,15 @@ def test_early_middle_and_late_samples(tmp_path: Path) -> None:
     assert [base64.b64decode(source.partition(",")[2]) for source in pictures] == [PNG] * 3
 
 
+def test_a_missing_image_is_a_note_on_the_page(tmp_path: Path) -> None:
+    run_dir = fill(tmp_path, "How many?")
+    (image,) = (run_dir / "samples" / "images").iterdir()
+    image.unlink()
+    page = Page(write_report(run_dir))
+    assert page.text.count("Image 1 is missing: its file in samples/images is gone.") == 3
+    assert [image for image in page.attributes("img") if image.get("class") != "curve"] == []
+
+
 def test_two_steps_are_early_and_late(tmp_path: Path) -> None:
     for step in (50, 100):
         write_samples(tmp_path, step, [record("x", images=())])

@@ -1,9 +1,8 @@
-"""Held-out accuracy, its controls, and the count of images on both sides."""
+"""Controls of an accuracy, and the count of images on both sides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -11,12 +10,11 @@ from PIL import Image
 from fovea.config import ShapesEnvironment
 from fovea.data.images import open_image
 from fovea.environments.shapes import Shapes
-from fovea.evaluate import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
 from fovea.models.render import Renderer
 from fovea.prompts import PromptSource, RendersPrompts
-from fovea.stages import begin
 from fovea.types import ImageRef, Task
-from tests.fakes import BanditRenderer, bandit_run
+from tests.fakes import BanditRenderer
 from tests.tiny_models import tiny
 
 
@@ -34,19 +32,6 @@ def source_of(tasks: Sequence[Task], renderer: RendersPrompts | None = None) -> 
         on_bad_row="skip",
         cache_gib=0.0,
     )
-
-
-def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
-    """The table prefers "a" for every prompt: right for 4 of 16 rows, all of one kind."""
-    run = bandit_run(tmp_path)
-    begin(run)
-    run.policy.table[:, 0] = 5.0  # type: ignore[attr-defined]
-    run.engine.load_weights(run.policy.weights(), 0)
-    evaluation = run.evaluator.evaluate(run.sources.test)
-    assert {kind: len(values) for kind, values in evaluation.accuracies.items()} == {"kind 0": 8, "kind 1": 8}
-    assert sum(evaluation.accuracies["kind 0"]) == 4
-    assert evaluation.accuracy == 4 / 16
-    assert run.evaluator.evaluate(run.sources.test, size=6).num_rows == 6
 
 
 def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:

@@ -1,4 +1,4 @@
-"""Greedy accuracy on held-out rows, and the controls that tell seeing from guessing."""
+"""The controls that tell seeing from guessing, and the count of images on both sides of a split."""
 
 from __future__ import annotations
 
@@ -12,49 +12,11 @@ from functools import partial
 import numpy as np
 from PIL.Image import Image
 
-from fovea.environments.base import Environment
-from fovea.prompts import PromptedTask, PromptSource
-from fovea.rollout.base import Engine
-from fovea.rollout.collect import collect
-from fovea.rollout.wait import wait_for
-from fovea.types import Evaluation, Group, ImageRef, Sampling, Task
+from fovea.prompts import PromptSource
+from fovea.types import ImageRef, Task
 
 OpenImage = Callable[[ImageRef], Image]
 GREY = 128
-
-
-class Evaluator:
-    """Asks an engine every question of a source once, greedily."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        environment: Environment,
-        *,
-        max_new_tokens: int,
-        stop: tuple[str, ...],
-        batch_size: int,
-    ) -> None:
-        self._engine = engine
-        self._environment = environment
-        self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop=stop)
-        self._batch_size = batch_size
-
-    def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
-        """Accuracies by question type over the first `size` rows that are usable."""
-        return wait_for(self._evaluate(source, min(size or len(source), len(source))))
-
-    async def _evaluate(self, source: PromptSource, size: int) -> Evaluation:
-        accuracies: dict[str, list[float]] = defaultdict(list)
-        for start in range(0, size, self._batch_size):
-            rows = (source.get(index) for index in range(start, min(start + self._batch_size, size)))
-            for group in await self._groups([row for row in rows if row is not None]):
-                episode = group.episodes[0]
-                accuracies[episode.task.kind].append(episode.score.accuracy)
-        return Evaluation(accuracies={kind: tuple(accuracies[kind]) for kind in sorted(accuracies)})
-
-    async def _groups(self, rows: Sequence[PromptedTask]) -> list[Group]:
-        return await collect(self._engine, self._environment, rows, sampling=self._sampling, n=1, seed=(0,))
 
 
 def usable_tasks(source: PromptSource, size: int) -> list[Task]:

@@ -1,0 +1,82 @@
+"""Every question of a source, asked of an engine and scored: what the loop reads, and what `fovea eval` reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from fovea.environments.base import Environment
+from fovea.prompts import PromptSource
+from fovea.report.samples import SampledAnswer, sampled_answer
+from fovea.rollout.base import Engine
+from fovea.rollout.collect import collect
+from fovea.rollout.wait import wait_for
+from fovea.types import Evaluation, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredRow:
+    """One row of a source and what was said to it."""
+
+    id: str
+    """Of its task."""
+    index: int
+    """In the source."""
+    kind: str
+    answers: tuple[SampledAnswer, ...]
+
+
+class Evaluator:
+    """Asks an engine every question of a source, greedily unless it is told to sample."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        *,
+        max_new_tokens: int,
+        stop: tuple[str, ...],
+        batch_size: int,
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._greedy = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop=stop)
+        self._batch_size = batch_size
+
+    def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
+        """Greedy accuracies by question type over the first `size` rows that are usable."""
+        accuracies: dict[str, list[float]] = defaultdict(list)
+        for row in self.answers(source, size):
+            accuracies[row.kind].append(row.answers[0].accuracy)
+        return Evaluation(accuracies={kind: tuple(accuracies[kind]) for kind in sorted(accuracies)})
+
+    def answers(
+        self,
+        source: PromptSource,
+        size: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        n: int = 1,
+        seed: int = 0,
+    ) -> list[AnsweredRow]:
+        """n answers to each of the first `size` rows that are usable; greedy without `sampling`."""
+
+        async def read() -> list[AnsweredRow]:
+            return [row async for row in self._answers(source, indices, sampling or self._greedy, n, seed)]
+
+        indices = range(min(size or len(source), len(source)))
+        return wait_for(read())
+
+    async def _answers(
+        self, source: PromptSource, indices: Sequence[int], sampling: Sampling, n: int, seed: int
+    ) -> AsyncIterator[AnsweredRow]:
+        for start in range(0, len(indices), self._batch_size):
+            rows = {index: source.get(index) for index in indices[start : start + self._batch_size]}
+            usable = {index: row for index, row in rows.items() if row is not None}
+            groups = await collect(
+                self._engine, self._environment, list(usable.values()), sampling=sampling, n=n, seed=(seed, start)
+            )
+            for (index, row), group in zip(usable.items(), groups, strict=True):
+                answers = tuple(map(sampled_answer, group.episodes))
+                yield AnsweredRow(id=row.task.id, index=index, kind=row.task.kind, answers=answers)

@@ -1,0 +1,127 @@
+"""Figures of several targets from readings made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fovea.evaluation.comparison import Comparison, Reading, Row, figures_of
+from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.json_file import write_json
+from fovea.evaluation.statistics import bootstrap_interval
+from fovea.evaluation.tables import percent_text, tables
+from fovea.report.samples import SampledAnswer
+
+KINDS = ["count", "colour", "count", "colour"]
+
+
+def row(index: int) -> Row:
+    image_type = "photo" if index < 3 else "drawing"
+    return Row(
+        id=f"test/{index}", index=index, kind=KINDS[index], question="q", truth=str(index), image_type=image_type
+    )
+
+
+def answered(values: dict[int, float | Sequence[float]]) -> dict[str, AnsweredRow]:
+    found = {}
+    for index, value in values.items():
+        several = value if isinstance(value, list | tuple) else [value]
+        answers = tuple(SampledAnswer(text=f"{x:g}", reward=x, accuracy=x) for x in several)
+        found[f"test/{index}"] = AnsweredRow(id=f"test/{index}", index=index, kind=KINDS[index], answers=answers)
+    return found
+
+
+def comparison() -> Comparison:
+    first = Reading(target="base", greedy=answered({0: 1, 1: 0, 2: 0, 3: 1}))
+    second = Reading(
+        target="trained",
+        greedy=answered({0: 1, 1: 1, 2: 0, 3: 1}),
+        samples=answered({0: [1, 1], 1: [0, 1], 2: [0, 0], 3: [0, 0]}),
+        shuffled=answered({0: 0, 1: 0, 2: 1}),
+        blank=answered({0: 0, 1: 0, 2: 0, 3: 1}),
+        skipped={4: "row 4 has no image"},
+    )
+    return Comparison(rows=tuple(map(row, range(4))), readings=(first, second))
+
+
+def test_accuracies_are_by_kind_and_by_image_type() -> None:
+    base, trained = figures_of(comparison())
+    assert (base.accuracy.mean, trained.accuracy.mean) == (0.5, 0.75)
+    assert {kind: x.mean for kind, x in trained.by_kind.items()} == {"colour": 1.0, "count": 0.5}
+    assert {name: (x.mean, x.n) for name, x in trained.by_image_type.items()} == {
+        "drawing": (1.0, 1),
+        "photo": (pytest.approx(2 / 3), 3),
+    }
+    assert (base.rows_skipped, trained.rows_skipped) == (0, 1)
+
+
+def test_targets_are_compared_with_the_first_in_pairs() -> None:
+    base, trained = figures_of(comparison())
+    assert base.versus_first is None
+    assert base.versus_first_by_kind == {}
+    assert trained.versus_first is not None
+    found = trained.versus_first
+    assert (found.mean, found.better, found.worse) == (0.25, 1, 0)
+    assert (found.low, found.high) == bootstrap_interval([0.0, 1.0, 0.0, 0.0])
+    assert {kind: x.mean for kind, x in trained.versus_first_by_kind.items()} == {"colour": 0.5, "count": 0.0}
+
+
+def test_sampled_answers_give_pass_at_k_and_a_vote() -> None:
+    base, trained = figures_of(comparison())
+    assert base.pass_at == {}
+    assert base.majority is None
+    assert {k: x.mean for k, x in trained.pass_at.items()} == {1: 3 / 8, 2: 0.5}
+    assert trained.majority is not None
+    assert trained.majority.mean == 0.25, "of two answers that differ the first counts"
+
+
+def test_what_a_control_loses_is_told_on_the_rows_it_has() -> None:
+    """Shuffled: rows 0 to 2, true (1, 1, 0), changed (0, 0, 1)."""
+    base, trained = figures_of(comparison())
+    assert base.looks is None
+    looks = trained.looks
+    assert looks is not None
+    assert (looks.true.mean, looks.shuffled.mean, looks.blank.mean) == (0.75, pytest.approx(1 / 3), 0.25)
+    assert (looks.lost_by_shuffling.mean, looks.lost_by_shuffling.n) == (pytest.approx(1 / 3), 3)
+    assert (looks.lost_by_shuffling.better, looks.lost_by_shuffling.worse) == (2, 1)
+    assert looks.lost_by_blanking.mean == 0.5
+
+
+def test_tables_say_what_was_read_and_nothing_else() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    for table in tables(figures_of(comparison()), "Accuracy of 4 rows"):
+        console.print(table)
+    text = console.export_text()
+    for heading in ("Accuracy of 4 rows", "minus base", "question type", "image type", "pass@2", "Does it look?"):
+        assert heading in text, heading
+    assert "+25.0" in text
+    plain = Comparison(rows=comparison().rows, readings=comparison().readings[:1])
+    assert len(tables(figures_of(plain), "x")) == 3, "accuracy, question types, image types"
+
+
+def test_percent_texts() -> None:
+    _, trained = figures_of(comparison())
+    assert percent_text(trained.by_kind["colour"]) == "100.0 [34, 100]"
+    assert percent_text(trained.versus_first) == "+25.0 [+0.0, +75.0]"
+    assert percent_text(None) == ""
+
+
+def test_json_holds_figures_and_every_answer(tmp_path: Path) -> None:
+    path, both = tmp_path / "eval.json", comparison()
+    write_json(path, both, figures_of(both), {"split": "test"}, {"seed": 0})
+    content = json.loads(path.read_text())
+    assert content["split"] == "test"
+    assert content["targets"][1]["accuracy"]["mean"] == 0.75
+    assert content["targets"][1]["pass_at"]["2"]["mean"] == 0.5
+    assert content["skipped"] == {"base": [], "trained": [{"index": 4, "reason": "row 4 has no image"}]}
+    assert content["rows"][1]["truth"] == "1"
+    trained = content["rows"][1]["answers"]["trained"]
+    assert trained["greedy"]["accuracy"] == 1.0
+    assert [answer["prediction"] for answer in trained["samples"]] == ["0", "1"]
+    assert trained["shuffled_images"]["accuracy"] == 0.0
+    assert "shuffled_images" not in content["rows"][3]["answers"]["trained"]

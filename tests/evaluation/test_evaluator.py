@@ -1,0 +1,117 @@
+"""Answers of an engine to every row of a source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fovea.errors import DataError
+from fovea.evaluation.baselines import fixed_answers, majority_answers
+from fovea.evaluation.evaluator import Evaluator
+from fovea.prompts import PromptSource
+from fovea.stages import begin
+from fovea.types import Sampling, Task
+from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run
+
+
+def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
+    """The table prefers "a" for every prompt: right for 4 of 16 rows, all of one kind."""
+    run = bandit_run(tmp_path)
+    begin(run)
+    run.policy.table[:, 0] = 5.0  # type: ignore[attr-defined]
+    run.engine.load_weights(run.policy.weights(), 0)
+    evaluation = run.evaluator.evaluate(run.sources.test)
+    assert {kind: len(values) for kind, values in evaluation.accuracies.items()} == {"kind 0": 8, "kind 1": 8}
+    assert sum(evaluation.accuracies["kind 0"]) == 4
+    assert evaluation.accuracy == 4 / 16
+    assert run.evaluator.evaluate(run.sources.test, size=6).num_rows == 6
+
+
+def test_sampled_answers_are_seeded_and_differ_from_batch_to_batch(tmp_path: Path) -> None:
+    """A table without preferences: four answers are equally likely for all of 16 rows, in batches of 5."""
+    run = bandit_run(tmp_path)
+    begin(run)
+    sampling = Sampling(max_new_tokens=1, temperature=1.0)
+
+    def texts(seed: int) -> list[str]:
+        rows = run.evaluator.answers(run.sources.test, sampling=sampling, n=8, seed=seed)
+        assert [row.index for row in rows] == list(range(16))
+        return ["".join(answer.text for answer in row.answers) for row in rows]
+
+    first = texts(seed=0)
+    assert first == texts(seed=0)
+    assert first != texts(seed=1)
+    assert len(set(first)) == 16, "no two rows draw alike"
+
+
+class Gaps(Sequence[Task]):
+    """Tasks of which every third cannot be read."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if index % 3 == 0:
+            raise DataError(f"row {index} is empty")
+        return self._tasks[index]
+
+
+def source_of(tasks: Sequence[Task]) -> PromptSource:
+    return PromptSource(
+        tasks, BanditEnvironment(), BanditRenderer(), max_prompt_tokens=10, on_bad_row="skip", cache_gib=0.0
+    )
+
+
+def test_bad_rows_are_left_out_and_the_others_keep_their_place(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path)
+    begin(run)
+    source = source_of(Gaps(BanditEnvironment().tasks("test")))
+    rows = run.evaluator.answers(source, 9)
+    assert [(row.index, row.id) for row in rows] == [(i, f"test/{i}") for i in (1, 2, 4, 5, 7, 8)]
+    assert sorted(source.bad_rows) == [0, 3, 6]
+
+
+def test_the_majority_is_by_kind() -> None:
+    """Even rows are of kind 0, where b is made the most frequent; kinds unknown to training get the overall one."""
+    environment = BanditEnvironment()
+    answers = {"kind 0": "bba", "kind 1": "cccd"}
+    train = [
+        Task(id=f"{kind}/{index}", question=answer, answer=answer, kind=kind)
+        for kind, of_kind in answers.items()
+        for index, answer in enumerate(of_kind)
+    ]
+    say = majority_answers(environment, train)
+    test = environment.tasks("test")
+    assert (say(test[0]), say(test[1])) == ("b", "c")
+    assert say(Task(id="x", question="a", answer="a", kind="new")) == "c"
+    found = fixed_answers(environment, source_of(test), None, say)
+    right = {row.index for row in found.values() if row.answers[0].accuracy == 1}
+    # test rows ask a b c d in turn, the kinds 0 1 0 1: b stands at odd rows only, c at even ones
+    assert right == set()
+    with pytest.raises(DataError, match="no training row can be read"):
+        majority_answers(environment, Gaps(train[:1]))
+
+
+def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
+    environment = BanditEnvironment()
+    source = source_of(Gaps(environment.tasks("test")))
+    found = fixed_answers(environment, source, 9, environment.target)
+    assert sorted(row.index for row in found.values()) == [1, 2, 4, 5, 7, 8]
+    assert {row.answers[0].accuracy for row in found.values()} == {1.0}
+    assert source.bad_rows[3] == "row 3 is empty"
+
+
+def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
+    engine = BanditEngine()
+    engine.load_weights([("table", [[0, 0, 9, 0]] * 4)], 0)  # type: ignore[list-item]
+    evaluator = Evaluator(engine, BanditEnvironment(), max_new_tokens=1, stop=(), batch_size=3)
+    source = source_of(BanditEnvironment().tasks("test"))
+    rows = evaluator.answers(source, 10)
+    assert {row.answers[0].text for row in rows} == {"c"}
+    evaluation = evaluator.evaluate(source, 10)
+    assert evaluation.accuracies["kind 0"] == tuple(row.answers[0].accuracy for row in rows if row.kind == "kind 0")

@@ -1,0 +1,123 @@
+"""Intervals, pass@k and votes against numbers by hand and brute force."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fovea.evaluation.statistics import (
+    best_of,
+    bootstrap_interval,
+    budgets,
+    estimate,
+    majority,
+    paired_difference,
+    vote,
+)
+from fovea.report.samples import SampledAnswer
+from fovea.summary import wilson_interval
+
+
+def said(*texts: str, accuracy: float = 0.0) -> list[SampledAnswer]:
+    return [SampledAnswer(text=text, reward=0.0, accuracy=accuracy) for text in texts]
+
+
+def binomial_quantile(n: int, p: float, level: float) -> int:
+    total = 0.0
+    for k in range(n + 1):
+        total += math.comb(n, k) * p**k * (1 - p) ** (n - k)
+        if total >= level:
+            return k
+    return n
+
+
+@pytest.mark.parametrize(("n", "right"), [(50, 20), (200, 150), (800, 790)])
+def test_a_resample_of_zeros_and_ones_is_binomial(n: int, right: int) -> None:
+    """So that the percentiles are known; 10,000 resamples may be off by one row."""
+    low, high = bootstrap_interval([1.0] * right + [0.0] * (n - right))
+    assert abs(low * n - binomial_quantile(n, right / n, 0.025)) <= 1
+    assert abs(high * n - binomial_quantile(n, right / n, 0.975)) <= 1
+
+
+def test_counts_of_distinct_values_are_as_good_as_rows() -> None:
+    """Against resampling row by row."""
+    values = np.random.default_rng(1).beta(0.3, 0.5, 120).round(2)
+    rng = np.random.default_rng(2)
+    means = [rng.choice(values, len(values)).mean() for _ in range(10_000)]
+    assert bootstrap_interval(values.tolist()) == pytest.approx(np.quantile(means, (0.025, 0.975)), abs=0.004)
+
+
+def test_intervals_are_seeded() -> None:
+    values = [0.0, 1.0, 1.0, 0.3]
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    assert all(math.isnan(x) for x in bootstrap_interval([]))
+
+
+def test_an_estimate_of_equal_values_still_has_a_width() -> None:
+    for value in (0.0, 1.0):
+        found = estimate([value] * 16)
+        assert (found.mean, (found.low, found.high)) == (value, wilson_interval(value, 16))
+    assert estimate([1.0, 0.0, 1.0, 1.0]).mean == 0.75
+
+
+def test_pairs_that_move_together_leave_a_small_difference() -> None:
+    """Two targets at 50 % that differ on 2 of 100 rows, once each way and once more for the second."""
+    first = [1.0, 0.0] * 50
+    second = [1.0, 1.0, *first[2:]]
+    second[3] = 1.0
+    second[4] = 0.0
+    found = paired_difference(first, second)
+    assert (found.mean, found.better, found.worse, found.n) == (0.01, 2, 1, 100)
+    # d is +1 twice, -1 once: the deviation of its mean is sqrt(3 / 100 - 0.01^2) / 10
+    assert found.low == pytest.approx(0.01 - 1.96 * 0.0173, abs=0.011)
+    assert found.high == pytest.approx(0.01 + 1.96 * 0.0173, abs=0.011)
+    alone = estimate(first)
+    assert found.high - found.low < (alone.high - alone.low) / 2
+
+
+def test_targets_that_never_differ_are_not_certain_to_be_equal() -> None:
+    """0 of 96 rows: up to z^2 / (n + z^2) = 3.84 / 99.84 of all rows may be otherwise."""
+    found = paired_difference([1.0] * 96, [1.0] * 96)
+    assert (found.mean, found.high) == (0.0, pytest.approx(0.0385, abs=1e-4))
+    assert found.low == -found.high
+    assert paired_difference([0.0] * 96, [1.0] * 96).high == 1.0
+
+
+def test_pass_at_k_by_hand() -> None:
+    """2 of 5 right: 1 - C(3, 2) / C(5, 2) = 0.7."""
+    assert best_of(2, [0, 1, 0, 1, 0]) == pytest.approx(0.7)
+    assert best_of(1, [0, 1, 0, 1, 0]) == pytest.approx(0.4)
+    assert best_of(5, [0, 1, 0, 1, 0]) == best_of(4, [0, 1, 0, 1, 0]) == 1.0
+    with pytest.raises(ValueError, match="the best of 6 answers cannot be told from 5"):
+        best_of(6, [0] * 5)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.data())
+def test_the_best_of_k_is_the_mean_over_all_subsets(scores: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(scores)))
+    subsets = [max(subset) for subset in combinations(scores, k)]
+    assert best_of(k, scores) == pytest.approx(sum(subsets) / len(subsets))
+
+
+@given(st.integers(1, 40), st.data())
+def test_pass_at_k_is_chens(n: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    chen = 1 - math.comb(n - right, k) / math.comb(n, k)
+    assert best_of(k, [1.0] * right + [0.0] * (n - right)) == pytest.approx(chen)
+
+
+def test_budgets() -> None:
+    assert [budgets(n) for n in (0, 1, 4, 6)] == [[], [1], [1, 2, 4], [1, 2, 4, 6]]
+
+
+def test_the_majority_is_by_box_and_a_tie_goes_to_the_first() -> None:
+    answers = said(r"so \boxed{12}", r"\boxed{7}", r"\boxed{ 12 }", "7")
+    assert majority(answers).text == r"so \boxed{12}"
+    assert majority(said("red", "Blue", "blue ")).text == "Blue"
+    assert majority(said("c", "b", "a")).text == "c"
+    assert vote(r"\boxed{A \frac{1}{2}}") == r"a \frac{1}{2}"
