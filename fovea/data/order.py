@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypedDict, overload, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +25,38 @@ class HasKinds(Protocol):
     def kinds(self) -> Sequence[str]: ...
 
 
+class Place(NamedTuple):
+    """Where the row of a task stands; known without making the task, even if it cannot be made."""
+
+    key: str
+    """Unlike that of any other row; equal in all splits that hold the row."""
+    where: str
+    """What an error message calls it: `train.parquet row 12`."""
+
+
 class LazyTasks(Sequence[Task]):
     """Tasks made when asked for: `make(i)` for each i of `indices`; a slice is lazy too."""
 
-    def __init__(self, make: Callable[[int], Task], indices: Sequence[int], *, kind_of: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], Task],
+        indices: Sequence[int],
+        *,
+        kind_of: Callable[[int], str],
+        place_of: Callable[[int], Place] | None = None,
+    ) -> None:
         self._make = make
         self._indices = indices
         self._kind_of = kind_of
+        self._place_of = place_of
 
     @property
     def kinds(self) -> Sequence[str]:
         return [self._kind_of(index) for index in self._indices]
+
+    def place(self, index: int) -> Place | None:
+        """None where rows stand in no file."""
+        return self._place_of(self._indices[index]) if self._place_of else None
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -46,13 +67,23 @@ class LazyTasks(Sequence[Task]):
     def __getitem__(self, index: slice) -> LazyTasks: ...
     def __getitem__(self, index: int | slice) -> Task | LazyTasks:
         if isinstance(index, slice):
-            return LazyTasks(self._make, self._indices[index], kind_of=self._kind_of)
+            return LazyTasks(
+                self._make,
+                self._indices[index],
+                kind_of=self._kind_of,
+                place_of=self._place_of,
+            )
         return self._make(self._indices[index])
 
 
 def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
     """The kind of every task, without making the tasks where they know it."""
     return tasks.kinds if isinstance(tasks, HasKinds) else [task.kind for task in tasks]
+
+
+def place_of(tasks: Sequence[Task], index: int) -> Place | None:
+    """Where a row stands, if it stands in a file."""
+    return tasks.place(index) if isinstance(tasks, LazyTasks) else None
 
 
 class OrderState(TypedDict):
