@@ -65,11 +65,11 @@ def test_images_of_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["../secret.png", "/etc/passwd", "below/../../secret.png"])
 def test_a_path_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: the path .* leads out of the folder"):
+    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: the path .* leads out of .*/data, where the images"):
         image_refs({"bytes": None, "path": path}, where="a.parquet row 2", folder=tmp_path / "data")
 
 
-@pytest.mark.parametrize("cell", [7, [None], {"bytes": None, "path": None}, "", {"url": "x"}])
+@pytest.mark.parametrize("cell", [7, [None], {"bytes": None, "path": None}, {"url": "x"}])
 def test_cells_that_are_no_image(cell: object, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet row 2, image 1: a value of type .* is no image; store"):
         image_refs(cell, where="a.parquet row 2", folder=tmp_path)
@@ -88,12 +88,7 @@ def test_no_such_file(tmp_path: Path) -> None:
     assert error_of([str(path)]) == f"environment.train_files: no such file {path}; did you mean train.parquet?"
     assert "(the folder holds train.parquet)" in error_of([str(tmp_path / "0000")])
     assert "does not exist; correct the path" in error_of([str(tmp_path / "no" / "a.parquet")])
-    assert "it is a folder; name the files in it (train.parquet)" in error_of([str(tmp_path)])
     assert "is empty" in error_of([])
-
-
-def test_only_local_files() -> None:
-    assert "only local files are read so far; download it" in error_of(["hf://datasets/a/b.parquet"])
 
 
 def test_not_a_parquet_file(tmp_path: Path) -> None:
