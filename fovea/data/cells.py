@@ -53,8 +53,8 @@ def _image_ref(image: object, where: str, folder: str) -> ImageRef:
     if isinstance(image, Mapping):
         content = image.get("bytes")
         image = image.get("path") if content is None else content
-    if isinstance(image, np.ndarray) and image.ndim == 1 and image.dtype.kind in "uiS":
-        image = image.astype(np.uint8).tobytes() if image.dtype.kind != "S" else image.tobytes()
+    if isinstance(image, np.ndarray) and image.ndim < 2 and (image.dtype == np.uint8 or image.dtype.kind == "S"):
+        image = image.tobytes()
     if isinstance(image, bytearray | memoryview | np.bytes_):
         image = bytes(image)
     if isinstance(image, bytes | np.ndarray | Image):

@@ -107,8 +107,7 @@ def _opened(url: str, where: str, limits: UrlLimits) -> Iterator[http.client.HTT
     with _failures_named(where, limits, deadline):
         for _ in range(limits.max_redirects + 1):
             parts = _checked_url(url, where)
-            with _connected(parts, where, limits, deadline) as connection:
-                response = _get(connection, parts)
+            with _connected(parts, where, limits, deadline) as connection, closing(_get(connection, parts)) as response:
                 if response.status not in _REDIRECTS:
                     _check_status(response, where)
                     yield response

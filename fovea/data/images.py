@@ -222,7 +222,8 @@ def _turned(image: Image.Image) -> set[Conversion]:
 def _bits_per_channel(image: Image.Image, content: bytes) -> int:
     """Pillow reads 16-bit colours as 8-bit ones and says nothing: the files' headers do."""
     if isinstance(image, TiffImageFile):
-        return max(image.tag_v2.get(_BITS_TAG, (8,)))
+        bits: tuple[int, ...] = image.tag_v2.get(_BITS_TAG, (8,))
+        return max(bits)
     if image.format == "PNG":
         return int.from_bytes(content[24:25])
     if image.format == "PPM" and content[:2] in {b"P5", b"P6"}:

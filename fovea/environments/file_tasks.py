@@ -16,7 +16,8 @@ from typing import TypeAlias
 from fovea.config import FileEnvironment
 from fovea.data.order import LazyTasks, Place
 from fovea.data.readers.base import listed
-from fovea.data.rows import InMemory, RowAccess, Rows, image_refs, open_rows
+from fovea.data.readers.frame import InMemory
+from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.environments.base import Split
 from fovea.environments.questions import (
     Texts,
