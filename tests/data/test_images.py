@@ -180,7 +180,9 @@ def test_what_needs_a_conversion_is_refused_until_it_is_asked_for(kind: Conversi
     assert CONVERTIBLE.keys() == set(get_args(Conversion))
     for content in CONVERTIBLE[kind]:
         ref = ImageRef(source=content, where=WHERE)
-        with pytest.raises(BadRowError, match=rf"image 1: the image .*, add {kind} to data.convert_images, or") as error:
+        with pytest.raises(
+            BadRowError, match=rf"image 1: the image .*, add {kind} to data.convert_images, or"
+        ) as error:
             open_image(ref, max_mib=1, max_megapixels=1)
         assert error.value.reason == f"image_{kind}"
         assert open_image(ref, max_mib=1, max_megapixels=1, convert=[kind]).mode == "RGB"

@@ -65,7 +65,9 @@ def test_images_of_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["../secret.png", "/etc/passwd", "below/../../secret.png"])
 def test_a_path_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: the path .* leads out of .*/data, where the images"):
+    with pytest.raises(
+        DataError, match=r"a.parquet row 2, image 1: the path .* leads out of .*/data, where the images"
+    ):
         image_refs({"bytes": None, "path": path}, where="a.parquet row 2", folder=tmp_path / "data")
 
 
