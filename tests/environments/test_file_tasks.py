@@ -84,7 +84,7 @@ def test_template_and_system_prompt_frame_the_question() -> None:
     (task,) = files.tasks("train")
     assert said(files, task) == [("system", "Rules."), ("user", "Q: #Find {x}.\nBox it.")]
     assert task.question == "<image>Find {x}."
-    with pytest.raises(ValidationError, match="does not hold {prompt} once"):
+    with pytest.raises(ValidationError, match=r"does not hold \{prompt\} once"):
         settings(prompt_template="Box it.")
 
 
