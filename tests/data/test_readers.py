@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -250,6 +251,7 @@ def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
         opened("no-such/data-set", tmp_path)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the package is there")
 def test_a_protocol_whose_package_is_missing_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"pip install 'fovea\[gs\]'"):
         opened("gs://bucket/train.parquet", tmp_path)
@@ -261,7 +263,10 @@ def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
         url = f"{site.url}/data/rows.jsonl"
         with pytest.raises(DataError, match=r"set data.allow_private_addresses=true"):
             opened(url, tmp_path)
-        rows = opened(url, tmp_path, url_limits=UrlLimits(allow_private_addresses=True, retries=0))
+        limits = UrlLimits(allow_private_addresses=True, retries=0)
+        with pytest.raises(DataError, match=r"none.jsonl: the server answers 404 Not Found; correct the address, or"):
+            opened(f"{site.url}/none.jsonl", tmp_path, url_limits=limits)
+        rows = opened(url, tmp_path, url_limits=limits)
         assert rows.where(1) == "rows.jsonl row 1"
         (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
         assert ref.source == f"{site.url}/data/pictures/a%20b.png"

@@ -83,8 +83,14 @@ def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
     (place / name).unlink(missing_ok=True)
 
     def make(into: Path) -> None:
-        with into.open("w+b") as file:
-            download(url, f"{setting}: {url}", limits, file)
+        try:
+            with into.open("w+b") as file:
+                download(url, f"{setting}: {url}", limits, file)
+        except BadRowError as error:
+            if error.reason == "url_private_address":
+                raise
+            problem = str(error).partition("; ")[0]
+            raise DataError(f"{problem}; correct the address, or download the file and name the copy") from error
 
     return copied_once(place, name, make)
 
