@@ -77,11 +77,6 @@ class Rows(Sequence[Mapping[str, object]]):
         table, place = self._locate(index)
         return table.row(place)
 
-    def column(self, name: str) -> list[object]:
-        """One column of all rows, without decoding the others."""
-        files = dict.fromkeys(group.file for group in self._groups)
-        return [value for file in files for value in file.read([name]).column(name).to_pylist()]
-
     def where(self, index: int) -> str:
         """What an error message calls a row: `train.parquet row 12`."""
         table, place = self._locate(index)
