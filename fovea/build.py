@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,17 +14,22 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from fovea.bad_rows import BadRows
 from fovea.checkpoint import Checkpoints
-from fovea.config import CaptionEnvironment, Config, Geo3kEnvironment, GeoSpotEnvironment, Model, VqaEnvironment
+from fovea.config import CaptionEnvironment, Config, Data, Geo3kEnvironment, GeoSpotEnvironment, Model, VqaEnvironment
+from fovea.data.fetch import FetchedFiles, UrlLimits
 from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of, levels_of
-from fovea.environments.base import Environment
+from fovea.data.readers.remote import remote_image
+from fovea.data.rows import RowAccess
+from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.shapes import Shapes
 from fovea.environments.vqa import Vqa
 from fovea.errors import ConfigError, DataError
+from fovea.evaluation.controls import OpenImage
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import JsonlSink, MetricsLog, Phases, Sink, TensorBoardSink
 from fovea.models.features import FeatureCache
@@ -59,7 +63,6 @@ from fovea.train.critic import Critic
 from fovea.train.optimizer import Optimizer
 from fovea.train.supervised import SupervisedTrainer
 from fovea.train.torch_policy import TorchPolicy
-from fovea.types import Task
 from fovea.warmup import Warmup
 
 MIN_RECORDED_WIDTH = 128
@@ -79,12 +82,14 @@ def build(config: Config) -> Run:
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.stage("making the model")
+    limits = url_limits(config.data)
     environment = make_environment(config)
     parts, vlm = make_model(config, environment)
     progress.print(_model_table(parts, vlm))
-    opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
+    opener = make_opener(config.data, folder, limits)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
-    sources = make_sources(config, environment, renderer, folder)
+    bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
+    sources = make_sources(config, environment, renderer, bad_rows)
     engine = make_engine(config, parts, vlm)
     sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
@@ -122,16 +127,46 @@ def build(config: Config) -> Run:
     )
 
 
+def url_limits(settings: Data) -> UrlLimits:
+    """What may be read from the network, and how much of it."""
+    return UrlLimits(
+        max_mib=settings.max_image_mib,
+        timeout_seconds=settings.url_timeout_seconds,
+        max_redirects=settings.max_url_redirects,
+        retries=settings.url_retries,
+        allow_private_addresses=settings.allow_private_addresses,
+    )
+
+
+def make_opener(settings: Data, folder: Path, limits: UrlLimits) -> OpenImage:
+    """The opener of images, with a memory of what URLs have sent in the run's folder."""
+    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, partial(remote_image, limits=limits))
+    return partial(
+        open_image,
+        max_mib=settings.max_image_mib,
+        max_megapixels=settings.max_image_megapixels,
+        convert=settings.convert_images,
+        fetch=fetch,
+    )
+
+
+def make_access(settings: Data) -> RowAccess:
+    """How data files may be reached."""
+    return RowAccess(
+        cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
+    )
+
+
 def make_environment(config: Config) -> Environment:
     """The task family that `environment.name` names."""
     if isinstance(config.environment, Geo3kEnvironment):
-        return Geo3k(config.environment)
+        return Geo3k(config.environment, make_access(config.data))
     if isinstance(config.environment, VqaEnvironment):
-        return Vqa(config.environment)
+        return Vqa(config.environment, make_access(config.data))
     if isinstance(config.environment, CaptionEnvironment):
         return make_caption(config, config.environment)
     if isinstance(config.environment, GeoSpotEnvironment):
-        return GeoSpot(config.environment)
+        return GeoSpot(config.environment, make_access(config.data))
     return Shapes(config.environment, config.seed)
 
 
@@ -144,12 +179,12 @@ def make_caption(config: Config, settings: CaptionEnvironment) -> Environment:
         from fovea.environments.reward_model import RewardScorer
 
         reward_model = RewardScorer(settings.reward_model)
-    caption = Caption(settings, reward_model)
+    caption = Caption(settings, reward_model, make_access(config.data))
     if settings.judge is None:
         return caption
     from fovea.environments.judge import JudgeClient
 
-    opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
+    opener = make_opener(config.data, Path(config.run_dir), url_limits(config.data))
     judge = JudgeClient(settings.judge)
     return JudgedCaption(caption, judge, opener, scores_at_once=settings.judge.max_concurrency)
 
@@ -313,24 +348,25 @@ def make_critic(config: Config, vlm: VLM) -> Critic:
     )
 
 
-def make_sources(config: Config, environment: Environment, renderer: Renderer, folder: Path) -> Sources:
+def make_sources(config: Config, environment: Environment, renderer: Renderer, bad_rows: BadRows) -> Sources:
     """Prompts of every split."""
 
-    def source(tasks: Sequence[Task], cache_gib: float = 0.0) -> PromptSource:
+    def source(split: Split, cache_gib: float = 0.0) -> PromptSource:
         return PromptSource(
-            tasks,
+            environment.tasks(split),
             environment,
             renderer,
             max_prompt_tokens=config.data.max_prompt_tokens,
             on_bad_row=config.data.on_bad_row,
             cache_gib=cache_gib,
-            bad_rows_file=folder / "bad_rows.jsonl",
+            bad_rows=bad_rows,
         )
 
     return Sources(
-        train=source(environment.tasks("train"), config.data.prompt_cache_gib),
-        dev=source(environment.tasks("dev"), config.data.prompt_cache_gib),
-        test=source(environment.tasks("test")),
+        train=source("train", config.data.prompt_cache_gib),
+        dev=source("dev", config.data.prompt_cache_gib),
+        test=source("test"),
+        bad_rows=bad_rows,
     )
 
 

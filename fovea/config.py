@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -198,13 +199,30 @@ class Data(Section):
     """What happens to rows and images on their way in."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot become a prompt: stop, or drop it and count it (`data/rows_skipped`)."""
+    """A row that cannot become a prompt: stop, or drop it, count it (`data/rows_skipped`) and list it."""
     max_prompt_tokens: PositiveInt = 2048
     """Longer prompts (visual tokens counted) are bad rows; nothing is ever cut."""
     max_image_mib: PositiveFloat = 32.0
-    """Larger image files are refused."""
+    """Larger image files are refused, and so is what a URL sends beyond it."""
     max_image_megapixels: PositiveFloat = 64.0
     """Images of more pixels are refused before they are decoded."""
+    convert_images: tuple[Conversion, ...] = ()
+    """Images to be converted instead of refused: colours for printing, 16 bits a channel to 8, the first of several
+    frames or pages, upright where a camera noted its rotation."""
+    image_root: str | None = None
+    """Folder in which the rows' image paths start; default: that of the data file. Paths out of it are refused."""
+    url_timeout_seconds: PositiveFloat = 20.0
+    """For one image, redirects and all."""
+    max_url_redirects: NonNegativeInt = 5
+    """Of one image."""
+    url_retries: NonNegativeInt = 2
+    """Tries after the first where the server is busy, broken or away."""
+    allow_private_addresses: bool = False
+    """Let URLs of rows reach this machine and its own network."""
+    url_cache_gib: NonNegativeFloat = 8.0
+    """Disk in run_dir/images for what URLs have sent; 0: fetch it again each time."""
+    cache_dir: str = "~/.cache/fovea"
+    """Folder for copies of remote data files, and of Parquet files that cannot be read in small pieces."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """How often each question type is drawn for RL, relative to its share of the rows; default 1."""
     prompt_cache_gib: NonNegativeFloat = 1.0

@@ -43,22 +43,40 @@ class ShapesEnvironment(Section):
 
 
 class FileEnvironment(Section):
-    """What every environment with rows of the user's own can be told about them."""
+    """What every environment with rows of the user's own can be told about them (docs/data.md)."""
 
     train_files: tuple[str, ...]
-    """Parquet files to train on."""
+    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
     test_files: tuple[str, ...]
-    """Parquet files held out; half of their rows serve as dev readings while training, all as the final test."""
-    prompt_key: str = "problem"
-    """Column of the question."""
-    answer_key: str = "answer"
-    """Column of the true answer."""
-    image_keys: tuple[str, ...] = ("images",)
-    """Columns of the images, in order."""
+    """Rows held out; half of them serve as dev readings while training, all as the final test."""
+    prompt_key: str | None = None
+    """Column of the question, a text or messages; default: problem, prompt, question, conversations or messages."""
+    answer_key: str | None = None
+    """Column of the true answer; default: answer, reward_model, or the reply that ends the conversation."""
+    image_keys: tuple[str, ...] | None = None
+    """Columns of the images, in order; [] for none; default: images or image, where there is one."""
+    image_key: str | None = None
+    """The same for one column."""
     kind_key: str | None = None
     """Column of the question type, by which accuracies are told apart; default: all rows are of one type."""
     system_prompt: str | None = None
     """Put before every question."""
+    prompt_template: str | None = None
+    """A text around every question, which it names {prompt}."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> FileEnvironment:
+        if self.image_key is not None and self.image_keys is not None:
+            raise ValueError(
+                f"environment.image_key={self.image_key} and environment.image_keys={list(self.image_keys)} are both "
+                "set; name all columns in environment.image_keys, and set environment.image_key=null"
+            )
+        if self.prompt_template is not None and self.prompt_template.count("{prompt}") != 1:
+            raise ValueError(
+                f"environment.prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
+                "question has no place in it; write {prompt} where it belongs"
+            )
+        return self
 
 
 class Geo3kEnvironment(FileEnvironment):

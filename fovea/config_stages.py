@@ -34,9 +34,9 @@ class GeoSpotEnvironment(Section):
 
     name: Literal["geospot"] = "geospot"
     train_files: tuple[str, ...]
-    """Parquet files to train on."""
+    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
     test_files: tuple[str, ...]
-    """Parquet files held out; half of their rows serve as dev readings while training, all as the final test."""
+    """Rows held out; half of them serve as dev readings while training, all as the final test."""
     image_key: str | None = None
     """Column of the picture; default: image, or image_url where there is no such column."""
     country_key: str = "country"

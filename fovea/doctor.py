@@ -31,7 +31,13 @@ PACKAGES = {
 """What a run needs, and an import that fails where the installation is broken (a bare `import transformers`
 loads nothing)."""
 
-EXTRAS = {"wandb": "log.wandb_project", "liger-kernel": "train.liger_kernels"}
+EXTRAS = {
+    "wandb": "log.wandb_project",
+    "liger-kernel": "train.liger_kernels",
+    "datasets": "a Hugging Face data set in environment.train_files",
+    "s3fs": "s3:// in environment.train_files",
+    "gcsfs": "gs:// in environment.train_files",
+}
 """Optional packages, and the setting that needs each."""
 
 PROBE = """

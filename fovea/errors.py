@@ -7,6 +7,9 @@
 * Everything else travels: nothing outside this module catches a broad exception.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class FoveaError(Exception):
     """An error whose text is meant for the user: what was seen, why it fails, the fix."""
@@ -18,6 +21,17 @@ class ConfigError(FoveaError, ValueError):
 
 class DataError(FoveaError, ValueError):
     """A file, a row or an image that cannot be read as asked."""
+
+
+class BadRowError(DataError):
+    """A row that cannot become a prompt; `data.on_bad_row` says what follows.
+
+    `reason` is one word for its kind, such as `image_damaged`: what it is counted under. docs/data.md lists them.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ModelError(FoveaError, ValueError):
@@ -46,6 +60,17 @@ class UnscoredError(ScoreError):
 
 class MissingExtraError(FoveaError, ImportError):
     """An optional package that a setting needs and that is not installed."""
+
+
+@contextmanager
+def named(as_ours: Callable[[Exception], FoveaError]) -> Iterator[None]:
+    """For calls of packages that raise anything: their errors as one of ours, ours as they are."""
+    try:
+        yield
+    except FoveaError:
+        raise
+    except Exception as error:
+        raise as_ours(error) from error
 
 
 def broken_checkpoint(error: Exception) -> str:

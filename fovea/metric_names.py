@@ -183,6 +183,12 @@ CHAPTERS = (
             "Rows of all splits that could not become a prompt, so far (`data.on_bad_row=skip`); see bad_rows.jsonl.",
             "0, or a number that you know.",
         ),
+        (
+            "data/rows_skipped/<reason>",
+            "rows",
+            "Those of one reason; docs/data.md lists them.",
+            "As `data/rows_skipped`.",
+        ),
     ),
     _chapter(
         "The update",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from fovea.data.order import Order
+from fovea.bad_rows import BadRows
+from fovea.data.order import Order, Place, place_of
 from fovea.environments.base import Environment
-from fovea.errors import DataError
+from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
 
 MAX_BAD_IN_A_ROW = 1000
@@ -44,7 +43,7 @@ class PromptSource:
         max_prompt_tokens: int,
         on_bad_row: Literal["error", "skip"],
         cache_gib: float,
-        bad_rows_file: Path | None = None,
+        bad_rows: BadRows | None = None,
     ) -> None:
         self.tasks = tasks
         self._environment = environment
@@ -52,7 +51,7 @@ class PromptSource:
         self._max_prompt_tokens = max_prompt_tokens
         self._on_bad_row = on_bad_row
         self._cache = _PromptCache(int(cache_gib * 2**30))
-        self._bad_rows_file = bad_rows_file
+        self._listed = BadRows() if bad_rows is None else bad_rows
         self.bad_rows: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -68,8 +67,9 @@ class PromptSource:
                 bad_in_a_row = 0 if prompted else bad_in_a_row + 1
                 taken += [prompted] if prompted else []
             if bad_in_a_row > MAX_BAD_IN_A_ROW:
+                last = next(reversed(self.bad_rows.values()), "one that was bad before")
                 raise DataError(
-                    f"{bad_in_a_row} bad rows in a row, the last one: {next(reversed(self.bad_rows.values()))}; "
+                    f"{bad_in_a_row} bad rows in a row, the last one: {last}; "
                     "set data.on_bad_row=error to stop at the first"
                 )
         return taken
@@ -78,7 +78,7 @@ class PromptSource:
         """One row; None when it is bad and data.on_bad_row is skip."""
         cached = self._cache.get(index)
         if cached is None:
-            cached = self.read(index, lambda: self.render(self.tasks[index]))
+            cached = self.read(index, lambda: self.render(self.tasks[index], where=self._where(index)))
             if cached is not None:
                 self._cache.put(index, cached)
         return cached
@@ -87,10 +87,16 @@ class PromptSource:
         """What `make` makes of a row; None, noted, when the row is bad and data.on_bad_row is skip."""
         if index in self.bad_rows:
             return None
+        place = place_of(self.tasks, index)
+        if place and place.key in self._listed:  # found by another split, or before a resume
+            return None
         try:
             return make()
         except DataError as error:
-            self._note_bad_row(index, error)
+            if self._on_bad_row == "error":
+                raise
+            self.bad_rows[index] = str(error)
+            self._listed.add(place or _place_of_error(str(error)), error)
             return None
 
     def with_tasks(self, tasks: Sequence[Task]) -> PromptSource:
@@ -102,30 +108,35 @@ class PromptSource:
             max_prompt_tokens=self._max_prompt_tokens,
             on_bad_row=self._on_bad_row,
             cache_gib=0.0,
-            bad_rows_file=self._bad_rows_file,
+            bad_rows=self._listed,
         )
 
-    def render(self, task: Task, messages: Sequence[Message] | None = None) -> PromptedTask:
+    def render(
+        self, task: Task, messages: Sequence[Message] | None = None, *, where: str | None = None
+    ) -> PromptedTask:
         """A task under the rules of this source, asked in its environment's words or in these; DataError when bad.
 
-        Nothing is remembered of it, neither the prompt nor that it was bad.
+        Nothing is remembered of it, neither the prompt nor that it was bad. `where` is what an error calls it.
         """
+        where = where or task.id
         asked = self._environment.prompt(task) if messages is None else messages
-        prompt = self._renderer.prompt(asked, where=task.id)
+        prompt = self._renderer.prompt(asked, where=where)
         if prompt.num_tokens > self._max_prompt_tokens:
-            raise DataError(
-                f"{task.id}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="
-                f"{self._max_prompt_tokens}; raise that, or lower model.max_pixels"
+            raise BadRowError(
+                f"{where}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="
+                f"{self._max_prompt_tokens}; raise that, lower model.max_pixels, or set data.on_bad_row=skip",
+                "prompt_too_long",
             )
         return PromptedTask(task=task, prompt=prompt)
 
-    def _note_bad_row(self, index: int, error: DataError) -> None:
-        if self._on_bad_row == "error":
-            raise error
-        self.bad_rows[index] = str(error)
-        if self._bad_rows_file is not None:
-            with self._bad_rows_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"row": index, "reason": str(error)}) + "\n")
+    def _where(self, index: int) -> str | None:
+        place = place_of(self.tasks, index)
+        return place.where if place else None
+
+
+def _place_of_error(message: str) -> Place:
+    """For rows that stand in no file: an error begins with what it calls the row."""
+    return Place(message, message.partition(":")[0])
 
 
 class _PromptCache:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from fovea.bad_rows import BadRows
 from fovea.checkpoint import Checkpoint, Checkpoints
 from fovea.config import Config
 from fovea.data.order import Order
@@ -29,6 +30,8 @@ class Sources:
     train: PromptSource
     dev: PromptSource
     test: PromptSource
+    bad_rows: BadRows = field(default_factory=BadRows)
+    """Those of all three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

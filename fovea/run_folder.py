@@ -16,6 +16,8 @@ MAY_CHANGE = (
     *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate", "parity", "profile"),
     # where and in what pieces things are computed, not what: the way out of a batch that does not fit
     *("model.device", "model.feature_cache_gib", "model.feature_spill_gib"),
+    # the way out of a bad row, or of a server that has become slow
+    *("data.on_bad_row", "data.url_timeout_seconds", "data.url_retries", "data.url_cache_gib", "data.cache_dir"),
     *("data.prompt_cache_gib", "rollout.max_batch_tokens", "rollout.reuse_gib", "model.attention"),
     *("train.enable_dynamic_batch_size", "train.groups_per_microbatch", "train.variable_seq_lengths"),
     *("train.max_tokens_per_microbatch", "train.logits_mib", "train.gradient_checkpointing"),

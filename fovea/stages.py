@@ -117,8 +117,7 @@ def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metri
     metrics |= rates(groups, metrics, run.peak_tflops)
     metrics |= run.curriculum.metrics()
     run.curriculum.end_step(metrics["reward"])
-    sources = (run.sources.train, run.sources.dev, run.sources.test)
-    metrics["data/rows_skipped"] = float(sum(len(source.bad_rows) for source in sources))
+    metrics |= run.sources.bad_rows.metrics()
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= _dev_metrics(read_dev(run))
     run.metrics.write(step, metrics)
@@ -197,6 +196,7 @@ def save_checkpoint(run: Run, standing: Standing) -> None:
         "curriculum": run.curriculum.state(),
         "standing": _standing_to_json(standing),
         "max_steps": run.config.max_steps,
+        "bad_rows": len(run.sources.bad_rows),
     }
     run.checkpoints.save(standing.step, run.policy, state)
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
 Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
@@ -28,8 +29,8 @@ Metrics: TypeAlias = dict[str, float]
 class ImageRef:
     """Where one image is, not yet opened. Opened by `fovea.data.images.open_image` only."""
 
-    source: bytes | str | NDArray[np.uint8]
-    """Encoded file content, a local path, or RGB values [height, width, 3]."""
+    source: bytes | str | NDArray[np.uint8] | Image
+    """Encoded file content, a local path, a URL, RGB values [height, width, 3], or a picture of Pillow's."""
     where: str = "image"
     """What an error message calls it: `train.parquet row 12, image 1`."""
 

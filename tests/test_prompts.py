@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from fovea.bad_rows import BadRows
 from fovea.data.order import Order
 from fovea.errors import DataError
 from fovea.prompts import PromptSource
@@ -42,7 +43,7 @@ def make_source(
     *,
     on_bad_row: Literal["error", "skip"] = "skip",
     cache_gib: float = 1.0,
-    file: Path | None = None,
+    folder: Path | None = None,
 ) -> tuple[PromptSource, PixelRenderer]:
     tasks = [Task(id=f"row {index}", question=question, answer="a") for index, question in enumerate(questions)]
     renderer = PixelRenderer()
@@ -53,7 +54,7 @@ def make_source(
         max_prompt_tokens=10,
         on_bad_row=on_bad_row,
         cache_gib=cache_gib,
-        bad_rows_file=file,
+        bad_rows=BadRows(folder),
     )
     return source, renderer
 
@@ -81,13 +82,14 @@ def test_memory_is_bounded_and_the_least_recently_used_leave() -> None:
 
 
 def test_bad_rows_are_skipped_counted_and_listed(tmp_path: Path) -> None:
-    source, _ = make_source(["a", "bad", "b", "a question too long"], file=tmp_path / "bad.jsonl")
+    source, _ = make_source(["a", "bad", "b", "a question too long"], folder=tmp_path)
     taken = source.take(order_of(source), 6)
     assert {item.task.question for item in taken} == {"a", "b"}
     assert set(source.bad_rows) == {1, 3}
-    listed = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
-    assert sorted(row["row"] for row in listed) == [1, 3]
-    assert any("raise that, or lower model.max_pixels" in row["reason"] for row in listed)
+    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    assert sorted(row["row"] for row in listed) == ["row 3", "rows.parquet row 3"]
+    assert sorted(row["reason"] for row in listed) == ["other", "prompt_too_long"]
+    assert any("raise that, lower model.max_pixels" in row["error"] for row in listed)
 
 
 def test_bad_rows_stop_the_run_where_asked() -> None:

@@ -1,8 +1,8 @@
-"""The only opener of images: every source becomes a fully decoded RGB picture or a one-line DataError.
+"""The only opener of images: every source becomes a fully decoded RGB picture or a one-line BadRowError.
 
 It checks the size of the file before reading it and the number of pixels in the header before decoding
-them (a file of 40 kB can claim a gigapixel). Then: first frame, EXIF rotation applied, 16-bit grey scaled
-to 8, alpha on white. Nothing is repaired: half a file is an error, not half an image.
+them (a file of 40 kB can claim a gigapixel). Alpha goes on white. Nothing is repaired: half a file is an error,
+not half an image, and what would have to be converted is refused unless `data.convert_images` names it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ import re
 import stat
 import struct
 import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
-from fovea.errors import DataError
+from fovea.config import Conversion
+from fovea.errors import BadRowError
 from fovea.types import ImageRef
+
+Fetch: TypeAlias = Callable[[str, str], bytes]
+"""(URL, what an error calls the image) to what is there."""
 
 # Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -47,23 +55,49 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_BITS_TAG = 258
+# marker of the sizes in a JPEG 2000 code stream, and where behind it the bits of the first channel stand
+_JPEG2000_SIZES, _JPEG2000_BITS = b"\xff\x4f\xff\x51", 42
+_WHAT_IT_HAS: dict[Conversion, str] = {
+    "cmyk": "has colours for printing (CMYK), which look different on every screen",
+    "16_bit": "has more than 8 bits a channel, which is more than the model sees",
+    "frames": "has several frames or pages, and the row does not say which of them is meant",
+    "rotated": "is stored turned or mirrored, with a note (EXIF) on how to show it",
+}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:")
 
 
-def open_image(ref: ImageRef, *, max_mib: float, max_megapixels: float) -> Image.Image:
+def no_fetch(url: str, where: str) -> bytes:
+    """Where nothing is read from the network."""
+    raise _refused(where, f"{url[:200]} is not on this machine", "download it", "url_unreachable")
+
+
+def open_image(
+    ref: ImageRef,
+    *,
+    max_mib: float,
+    max_megapixels: float,
+    convert: Collection[Conversion] = (),
+    fetch: Fetch = no_fetch,
+) -> Image.Image:
     """Read, check and decode one image; the result is RGB and holds no file open.
 
-    Raises DataError naming `ref.where`. The limits are `data.max_image_mib` and `data.max_image_megapixels`.
+    Raises BadRowError naming `ref.where`. The limits are `data.max_image_mib` and `data.max_image_megapixels`;
+    `convert` is `data.convert_images`.
     """
     if isinstance(ref.source, np.ndarray):
         return _from_values(ref.source, ref.where, max_megapixels)
+    if isinstance(ref.source, Image.Image):
+        with _broken_is_bad(ref.where):
+            return _checked(ref.source, b"", ref.where, max_megapixels, convert)
     if isinstance(ref.source, str):
         where = f"{ref.where} ({ref.source[:200]})"
-        content = _read(ref.source, where, max_mib)
+        content = fetch(ref.source, where) if is_url(ref.source) else _read(ref.source, where, max_mib)
     else:
         where, content = ref.where, ref.source
-        _check_bytes(len(content), where, max_mib)
-    return _decode(content, where, max_megapixels)
+    check_bytes(len(content), where, max_mib)
+    with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        return _checked(image, content, where, max_megapixels, convert)
 
 
 def is_url(path: str) -> bool:
@@ -71,8 +105,8 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
-def _refused(where: str, problem: str, fix: str) -> DataError:
-    return DataError(f"{where}: {problem}; {fix}, or set data.on_bad_row=skip")
+def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
+    return BadRowError(f"{where}: {problem}; {fix}, or set data.on_bad_row=skip", reason)
 
 
 def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> Image.Image:
@@ -81,6 +115,7 @@ def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -
             where,
             f"an array of {values.dtype} with shape {list(values.shape)} is no RGB picture",
             "give uint8 values of shape [height, width, 3]",
+            "image_kind",
         )
     height, width = values.shape[:2]
     _check_pixels(width, height, where, max_megapixels)
@@ -88,35 +123,36 @@ def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -
 
 
 def _read(path: str, where: str, max_mib: float) -> bytes:
-    if is_url(path):
-        raise _refused(where, "only local files are read so far", "download it and put its path or bytes in the row")
     try:
         status = Path(path).stat()
         if not stat.S_ISREG(status.st_mode):
-            raise _refused(where, "is no regular file", "give the path of an image")
-        _check_bytes(status.st_size, where, max_mib)
+            raise _refused(where, "is no regular file", "give the path of an image", "image_missing")
+        check_bytes(status.st_size, where, max_mib)
         return Path(path).read_bytes()
     except FileNotFoundError as error:
-        raise _refused(where, "no such image file", "correct the path in the row") from error
-    except DataError:
+        raise _refused(where, "no such image file", "correct the path in the row", "image_missing") from error
+    except BadRowError:
         raise
     except (OSError, ValueError) as error:
-        raise _refused(where, f"the file cannot be read ({error})", "correct the path or its permissions") from error
+        fix = "correct the path or its permissions"
+        raise _refused(where, f"the file cannot be read ({error})", fix, "image_missing") from error
 
 
-def _check_bytes(num_bytes: int, where: str, max_mib: float) -> None:
+def check_bytes(num_bytes: int, where: str, max_mib: float) -> None:
+    """Refuse an image file above `data.max_image_mib`."""
     mib = num_bytes / 2**20
     if mib > max_mib:
         raise _refused(
             where,
             f"the file has {mib:.1f} MiB, above data.max_image_mib={max_mib:g}",
             "shrink the image, raise the limit",
+            "image_too_large",
         )
 
 
 def _check_pixels(width: int, height: int, where: str, max_megapixels: float) -> None:
     if not (width and height):
-        raise _refused(where, f"the image is {width}x{height} pixels, that is empty", "replace it")
+        raise _refused(where, f"the image is {width}x{height} pixels, that is empty", "replace it", "image_empty")
     megapixels = width * height / 1e6
     if megapixels > max_megapixels:
         raise _refused(
@@ -124,31 +160,90 @@ def _check_pixels(width: int, height: int, where: str, max_megapixels: float) ->
             f"the image is {width}x{height} pixels ({megapixels:.1f} megapixels), above "
             f"data.max_image_megapixels={max_megapixels:g}",
             "shrink the image, raise the limit",
+            "image_too_many_pixels",
         )
 
 
-def _decode(content: bytes, where: str, max_megapixels: float) -> Image.Image:
+@contextmanager
+def _broken_is_bad(where: str, content: bytes = b"") -> Iterator[None]:
+    """Whatever Pillow raises on broken content, as a bad row."""
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            _check_pixels(*image.size, where, max_megapixels)
-            image.load()
-            return _to_rgb(_upright(image), where)
+        yield
     except UnidentifiedImageError as error:
-        raise _refused(where, _why_unknown(content), "replace the file") from error
+        problem, reason = _why_unknown(content)
+        raise _refused(where, problem, "replace the file", reason) from error
     except _BOMB as error:
-        raise _refused(where, f"Pillow refuses it ({error})", "shrink the image") from error
-    except DataError:
+        fix = "shrink the image"
+        raise _refused(where, f"Pillow refuses it ({error})", fix, "image_too_many_pixels") from error
+    except BadRowError:
         raise
     except _BROKEN as error:
         kind = type(error).__name__
-        raise _refused(where, f"the image is damaged ({kind}: {error})", "replace the file") from error
+        problem = f"the image is damaged ({kind}: {error})"
+        raise _refused(where, problem, "replace the file", "image_damaged") from error
 
 
-def _why_unknown(content: bytes) -> str:
+def _checked(
+    image: Image.Image, content: bytes, where: str, max_megapixels: float, convert: Collection[Conversion]
+) -> Image.Image:
+    """The image as RGB, unless it has too many pixels or needs a conversion that nobody asked for."""
+    _check_pixels(*image.size, where, max_megapixels)
+    needed = _conversions(image, content)
+    image.load()
+    needed |= _turned(image)  # some formats say so at the end of the file
+    for kind in sorted(needed - set(convert)):
+        raise _refused(
+            where,
+            f"the image {_WHAT_IT_HAS[kind]}",
+            f"convert the file, add {kind} to data.convert_images",
+            f"image_{kind}",
+        )
+    return _to_rgb(_upright(image), where)
+
+
+def _conversions(image: Image.Image, content: bytes) -> set[Conversion]:
+    """What an image would have to go through, as far as its header says."""
+    needed: set[Conversion] = set()
+    # a photo of a telephone often holds a second, smaller one (MPO): no frames of a film
+    if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+        needed.add("frames")
+        image.seek(0)
+    if image.mode == "CMYK":
+        needed.add("cmyk")
+    if image.mode.startswith("I;16") or 8 < _bits_per_channel(image, content) <= 16:
+        needed.add("16_bit")
+    return needed
+
+
+def _turned(image: Image.Image) -> set[Conversion]:
+    return {"rotated"} if image.getexif().get(_ORIENTATION_TAG, 1) in _UPRIGHT else set()
+
+
+def _bits_per_channel(image: Image.Image, content: bytes) -> int:
+    """Pillow reads 16-bit colours as 8-bit ones and says nothing: the files' headers do."""
+    if isinstance(image, TiffImageFile):
+        bits: tuple[int, ...] = image.tag_v2.get(_BITS_TAG, (8,))
+        return max(bits)
+    if image.format == "PNG":
+        return int.from_bytes(content[24:25])
+    if image.format == "PPM" and content[:2] in {b"P5", b"P6"}:
+        fields = re.sub(rb"#[^\n]*", b"", content[2:512]).split(None, 3)
+        return int(fields[2]).bit_length()
+    if image.format == "JPEG2000" and content:
+        return (content[content.index(_JPEG2000_SIZES) + _JPEG2000_BITS] & 0x7F) + 1
+    return 8
+
+
+def _why_unknown(content: bytes) -> tuple[str, str]:
+    """What is wrong with a file that Pillow does not know, and the reason to count it under."""
     if not content:
-        return "the file is empty (0 bytes)"
+        return "the file is empty (0 bytes)", "image_empty"
+    if content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) >= 24:
+        width, height = struct.unpack(">II", content[16:24])
+        if not (width and height):
+            return f"the image is {width}x{height} pixels, that is empty", "image_empty"
     known = ", ".join(_FORMATS)
-    return f"the content is no image with pixels in a known format ({known})"
+    return f"the content is no image with pixels in a known format ({known})", "image_unknown_format"
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -174,6 +269,7 @@ def _grey_to_8_bit(image: Image.Image, where: str) -> Image.Image:
             where,
             f"pixels are 32-bit numbers (Pillow mode {image.mode}), of which white is not known",
             "save the image with 8 or 16 bits",
+            "image_32_bit",
         )
     values = np.asarray(image).astype(np.uint32)
     grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))

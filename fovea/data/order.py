@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypedDict, overload, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,15 @@ class HasLevels(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """Where the row of a task stands; known without making the task, even if it cannot be made."""
+
+    key: str
+    """Unlike that of any other row; equal in all splits that hold the row."""
+    where: str
+    """What an error message calls it: `train.parquet row 12`."""
+
+
 class LazyTasks(Sequence[Task]):
     """Tasks made when asked for: `make(i)` for each i of `indices`; a slice is lazy too."""
 
@@ -46,11 +55,13 @@ class LazyTasks(Sequence[Task]):
         *,
         kind_of: Callable[[int], str],
         level_of: Callable[[int], str] | None = None,
+        place_of: Callable[[int], Place] | None = None,
     ) -> None:
         self._make = make
         self._indices = indices
         self._kind_of = kind_of
         self._level_of = level_of
+        self._place_of = place_of
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -59,6 +70,10 @@ class LazyTasks(Sequence[Task]):
     @property
     def levels(self) -> Sequence[str] | None:
         return None if self._level_of is None else [self._level_of(index) for index in self._indices]
+
+    def place(self, index: int) -> Place | None:
+        """None where rows stand in no file."""
+        return self._place_of(self._indices[index]) if self._place_of else None
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -69,7 +84,13 @@ class LazyTasks(Sequence[Task]):
     def __getitem__(self, index: slice) -> LazyTasks: ...
     def __getitem__(self, index: int | slice) -> Task | LazyTasks:
         if isinstance(index, slice):
-            return LazyTasks(self._make, self._indices[index], kind_of=self._kind_of, level_of=self._level_of)
+            return LazyTasks(
+                self._make,
+                self._indices[index],
+                kind_of=self._kind_of,
+                level_of=self._level_of,
+                place_of=self._place_of,
+            )
         return self._make(self._indices[index])
 
 
@@ -81,6 +102,11 @@ def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
 def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
     """The level of every task, where there are levels."""
     return tasks.levels if isinstance(tasks, HasLevels) else None
+
+
+def place_of(tasks: Sequence[Task], index: int) -> Place | None:
+    """Where a row stands, if it stands in a file."""
+    return tasks.place(index) if isinstance(tasks, LazyTasks) else None
 
 
 class OrderState(TypedDict):

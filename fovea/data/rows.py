@@ -1,67 +1,68 @@
-"""Rows of Parquet files, decoded one row group at a time and only when asked for.
+"""The rows that a setting names, whatever holds them: one sequence, each row read when asked for.
 
-Rows count from 0 in their file, as in pandas (`row 12` is `frame.iloc[12]`); images of a row count from 1.
+A name is a file (Parquet, JSONL, JSON, CSV, TSV), a pattern of such names, a URL of either, a folder with a table of
+images, or a data set of Hugging Face (a folder or `owner/name`), `@split` behind it where it has several.
 """
 
 from __future__ import annotations
 
 import bisect
-import difflib
+import glob
+import importlib
 import itertools
-from collections import OrderedDict
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
-from typing import overload
+from typing import TypeAlias, overload
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from fovea.data.cells import image_refs
+from fovea.data.fetch import UrlLimits
 from fovea.data.images import is_url
-from fovea.errors import DataError
-from fovea.types import ImageRef
+from fovea.data.readers.base import Table, close_column, listed, near_files
+from fovea.data.readers.folder import ImageFolder, metadata_of
+from fovea.data.readers.frame import InMemory, MemoryTable
+from fovea.data.readers.lines import csv_rows, json_array, json_lines
+from fovea.data.readers.parquet import GroupCache, ParquetTable
+from fovea.data.readers.remote import expand, local_copy
+from fovea.errors import DataError, MissingExtraError
 
-# Rows are drawn in random order: with fewer decoded groups than a file has, each row costs a whole group.
-_CACHE_BYTES = 1 << 30
+__all__ = ["RowAccess", "Rows", "Source", "image_refs", "open_rows"]
 
+Source: TypeAlias = str | InMemory
 
-@dataclass(frozen=True, slots=True)
-class _RowGroup:
-    file: pq.ParquetFile
-    path: Path
-    index: int
-    """Of this group in its file."""
-    first_row: int
-    """In its file."""
-    num_rows: int
+FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
-class ParquetRows(Sequence[Mapping[str, object]]):
-    """All rows of some Parquet files, in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowAccess:
+    """How data files may be reached; see the settings of the same names in `config.Data`."""
 
-    `columns` are those that must exist, each with the setting that asks for it, so that an error can name it:
-    `[("environment.prompt_key", "problem")]`. `setting` is the one that gave the files.
-    """
+    cache_dir: Path = Path("~/.cache/fovea")
+    image_root: str | None = None
+    url_limits: UrlLimits = field(default_factory=UrlLimits)
+    cache: GroupCache = field(default_factory=GroupCache)
+    """Shared by all Parquet files, so that its bound holds for the run."""
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        *,
-        columns: Sequence[tuple[str, str]] = (),
-        setting: str = "environment.train_files",
-    ) -> None:
-        if not files:
-            raise DataError(f"{setting} is empty, so there are no rows; name at least one Parquet file")
-        opened = [(Path(file), _open(file, setting)) for file in files]
-        for path, file in opened:
-            _check_columns(path, file.schema_arrow.names, columns)
-        self._groups = [group for path, file in opened for group in _row_groups(path, file)]
-        self._ends = list(itertools.accumulate(group.num_rows for group in self._groups))
-        if not len(self):
-            raise DataError(f"{setting}: {', '.join(files)} holds no rows; name a file with rows")
-        self._decoded: OrderedDict[int, pa.Table] = OrderedDict()
-        self._lock = Lock()
+    @property
+    def copies(self) -> Path:
+        return self.cache_dir.expanduser() / "rows"
+
+
+class Rows(Sequence[Mapping[str, object]]):
+    """The rows of some tables, in order."""
+
+    def __init__(self, tables: Sequence[Table], image_root: str | None = None) -> None:
+        self._tables = tables
+        self._ends = list(itertools.accumulate(len(table) for table in tables))
+        self._image_root = image_root
+
+    @property
+    def columns(self) -> list[str]:
+        """Those of any table; a row without one of them has None there."""
+        return list(dict.fromkeys(name for table in self._tables for name in table.columns))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -73,140 +74,167 @@ class ParquetRows(Sequence[Mapping[str, object]]):
     def __getitem__(self, index: int | slice) -> Mapping[str, object] | Sequence[Mapping[str, object]]:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        group, offset = self._locate(index)
-        row: dict[str, object] = self._decode(group).slice(offset, 1).to_pylist()[0]
-        return row
-
-    def column(self, name: str) -> list[object]:
-        """One column of all rows, without decoding the others."""
-        files = dict.fromkeys(group.file for group in self._groups)
-        return [value for file in files for value in file.read([name]).column(name).to_pylist()]
+        table, place = self._locate(index)
+        return table.row(place)
 
     def where(self, index: int) -> str:
         """What an error message calls a row: `train.parquet row 12`."""
-        group, offset = self._locate(index)
-        found = self._groups[group]
-        return f"{found.path.name} row {found.first_row + offset}"
+        table, place = self._locate(index)
+        return f"{table.name} row {place}"
 
-    def folder(self, index: int) -> Path:
-        """The folder of the row's file, to which paths inside the row are relative."""
-        return self._groups[self._locate(index)[0]].path.parent
+    def key(self, index: int) -> str:
+        """The same with the whole path: unlike that of any other row."""
+        table, place = self._locate(index)
+        return f"{table.key} row {place}"
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def folder(self, index: int) -> str:
+        """The folder (or the URL of one) to which paths inside the row are relative."""
+        return self._image_root or self._locate(index)[0].folder
+
+    def column(self, name: str) -> Iterable[object]:
+        """One value per row, None where there is none."""
+        for table in self._tables:
+            yield from table.column(name) if name in table.columns else itertools.repeat(None, len(table))
+
+    def _locate(self, index: int) -> tuple[Table, int]:
         row = range(len(self))[index]
-        group = bisect.bisect_right(self._ends, row)
-        return group, row - (self._ends[group] - self._groups[group].num_rows)
-
-    def _decode(self, group: int) -> pa.Table:
-        with self._lock:
-            if group not in self._decoded:
-                self._decoded[group] = _read(self._groups[group])
-                self._drop_oldest()
-            self._decoded.move_to_end(group)
-            return self._decoded[group]
-
-    def _drop_oldest(self) -> None:
-        num_bytes = sum(table.nbytes for table in self._decoded.values())
-        while num_bytes > _CACHE_BYTES and len(self._decoded) > 1:
-            num_bytes -= self._decoded.popitem(last=False)[1].nbytes
+        table = bisect.bisect_right(self._ends, row)
+        return self._tables[table], row - (self._ends[table] - len(self._tables[table]))
 
 
-def image_refs(*cells: object, where: str, folder: Path) -> tuple[ImageRef, ...]:
-    """The images of a row's cells, counted from 1 over all of them.
+def open_rows(
+    sources: Sequence[Source],
+    *,
+    columns: Sequence[tuple[str, str]] = (),
+    setting: str = "environment.train_files",
+    access: RowAccess | None = None,
+) -> Rows:
+    """All rows of some sources; one that Python has already may stand among the names.
 
-    A cell is one image or a list of them: encoded bytes, a path relative to `folder`, a {bytes, path} struct;
-    None is no image.
+    `columns` are those that must exist, each with the setting that asks for it, so that an error can name it:
+    `[("environment.prompt_key", "problem")]`. `setting` is the one that gave the sources.
     """
-    present = [cell for cell in cells if cell is not None]
-    images = [image for cell in present for image in (cell if isinstance(cell, list) else [cell])]
-    return tuple(_image_ref(image, f"{where}, image {n}", folder) for n, image in enumerate(images, start=1))
+    if not sources:
+        raise DataError(f"{setting} is empty, so there are no rows; name at least one file")
+    opener = _Opener(access or RowAccess(), setting)
+    tables = [table for source in sources for table in opener.tables(source)]
+    for table in tables:
+        _check_columns(table, columns)
+    if not any(len(table) for table in tables):
+        names = ", ".join(table.name for table in tables)
+        raise DataError(f"{setting}: {names} holds no rows; name a file with rows")
+    root = opener.access.image_root
+    return Rows(tables, os.path.expanduser(root) if root else None)
 
 
-def _image_ref(image: object, where: str, folder: Path) -> ImageRef:
-    if isinstance(image, dict):
-        content = image.get("bytes")
-        image = image.get("path") if content is None else content
-    if isinstance(image, bytes):
-        return ImageRef(source=image, where=where)
-    if isinstance(image, str) and image:
-        return ImageRef(source=image if is_url(image) else _inside(folder, image, where), where=where)
-    raise DataError(
-        f"{where}: a value of type {type(image).__name__} is no image; store encoded bytes, a path or a "
-        "{bytes, path} struct, or set data.on_bad_row=skip"
-    )
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    access: RowAccess
+    setting: str
+
+    def tables(self, source: Source) -> list[Table]:
+        if not isinstance(source, str):
+            return [MemoryTable(source, f"{self.setting} (from Python)")]
+        if is_url(source):
+            return [self._remote(url) for url in expand(source, self.setting)]
+        path = Path(source).expanduser()
+        if path.exists():
+            return [self._local(path, None)]
+        name, at, split = source.rpartition("@")
+        if at and name and split and "/" not in split:
+            return [self._split(name, split)]
+        if set("*?[") & set(source):
+            return [self._local(Path(found), None) for found in self._matching(str(path))]
+        raise DataError(f"{self.setting}: no such file {path}; {self._fix(source, path)}")
+
+    def _local(self, path: Path, split: str | None) -> Table:
+        if not path.is_dir():
+            return self._file(path)
+        inner = path / split if split and (path / split).is_dir() else path
+        table = metadata_of(inner)
+        if table is not None and (split is None or inner != path):
+            return ImageFolder(self._file(table), inner)
+        return self._dataset(str(path), split)
+
+    def _split(self, name: str, split: str) -> Table:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return self._local(folder, split)
+        if folder.is_file():
+            raise DataError(f"{self.setting}: {name}@{split}: a file has no splits; name it without @{split}")
+        if not _HUB_ID.fullmatch(name) or folder.suffix in FORMATS:
+            raise DataError(f"{self.setting}: no such file or folder {folder}; {near_files(folder)}")
+        return self._dataset(name, split)
+
+    def _dataset(self, name: str, split: str | None) -> Table:
+        try:
+            hub = importlib.import_module("fovea.data.readers.hub")
+        except ModuleNotFoundError as error:
+            if error.name != "datasets":
+                raise
+            raise MissingExtraError(
+                f"{self.setting}: {name} is read with the package datasets, which is not installed; pip install "
+                "'fovea[hub]', or name the files in it"
+            ) from error
+        table: Table = hub.open_dataset(name, split, self.setting)
+        return table
+
+    def _remote(self, url: str) -> Table:
+        _check_format(url, self.setting)
+        path = local_copy(url, self.setting, self.access.copies, self.access.url_limits)
+        return RemoteTable(self._file(path), url)
+
+    def _file(self, path: Path) -> Table:
+        _check_format(str(path), self.setting)
+        if path.suffix == ".parquet":
+            access = self.access
+            return ParquetTable(path, setting=self.setting, cache=access.cache, copies=access.copies)
+        if path.suffix in {".jsonl", ".ndjson"}:
+            return json_lines(path)
+        if path.suffix == ".json":
+            return json_array(path, self.setting)
+        return csv_rows(path, self.setting)
+
+    def _matching(self, pattern: str) -> list[str]:
+        found = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+        if not found:
+            raise DataError(f"{self.setting}: no file is named {pattern}; correct the pattern")
+        return found
+
+    def _fix(self, source: str, path: Path) -> str:
+        hint = f" (a data set of the hub is written {source}@train)" if _HUB_ID.fullmatch(source) else ""
+        return near_files(path) + ("" if path.suffix in FORMATS else hint)
 
 
-def _inside(folder: Path, image: str, where: str) -> str:
-    """A data set that somebody else wrote must not reach for other files of this machine."""
-    path = (folder / image).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise DataError(
-            f"{where}: the path {image} leads out of the folder of the data file; move the image below that folder, "
-            "store its bytes in the row, or set data.on_bad_row=skip"
-        )
-    return str(path)
+class RemoteTable:
+    """A copied file under the name that it has where it came from."""
+
+    def __init__(self, table: Table, url: str) -> None:
+        self._table = table
+        self.folder, _, self.name = url.partition("?")[0].rpartition("/")
+        self.key = url
+        self.columns = table.columns
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row(self, index: int) -> dict[str, object]:
+        return self._table.row(index)
+
+    def column(self, name: str) -> Iterable[object]:
+        return self._table.column(name)
 
 
-def _open(name: str, setting: str) -> pq.ParquetFile:
-    path = Path(name)
-    if is_url(name):
-        raise DataError(f"{setting}: {name} is not on this machine, and only local files are read so far; download it")
-    if not path.is_file():
-        raise DataError(f"{setting}: no such file {path}; {_near(path)}")
-    try:
-        return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{setting}: {path} is not a Parquet file that can be read ({_first_line(error)}); "
-            "write it again, for example with pandas: frame.to_parquet(path)"
-        ) from error
+def _check_format(name: str, setting: str) -> None:
+    if Path(name.partition("?")[0] if is_url(name) else name).suffix not in FORMATS:
+        raise DataError(f"{setting}: {name} is none of {', '.join(FORMATS)}; convert it, or correct its ending")
 
 
-def _near(path: Path) -> str:
-    folder = path.parent
-    if path.is_dir():
-        names = sorted(file.name for file in path.glob("*.parquet"))
-        return f"it is a folder; name the files in it ({_listed(names) or 'it holds no *.parquet'})"
-    if not folder.is_dir():
-        return f"the folder {folder} does not exist; correct the path (relative ones start at {Path.cwd()})"
-    names = sorted(file.name for file in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"correct the path (the folder holds {_listed(names) or 'nothing'})"
-
-
-def _check_columns(path: Path, names: Sequence[str], columns: Sequence[tuple[str, str]]) -> None:
+def _check_columns(table: Table, columns: Sequence[tuple[str, str]]) -> None:
     for setting, column in columns:
-        if column not in names:
-            near = difflib.get_close_matches(column, names, n=1)
-            fix = f"set {setting}={near[0]}" if near else f"set {setting} to one of them"
-            raise DataError(f"{setting}: {path.name} has no column {column!r}; its columns are {_listed(names)}; {fix}")
-
-
-def _row_groups(path: Path, file: pq.ParquetFile) -> Iterable[_RowGroup]:
-    first_row = 0
-    for index in range(file.metadata.num_row_groups):
-        num_rows: int = file.metadata.row_group(index).num_rows
-        yield _RowGroup(file, path, index, first_row, num_rows)
-        first_row += num_rows
-
-
-def _read(group: _RowGroup) -> pa.Table:
-    try:
-        return group.file.read_row_group(group.index, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        last_row = group.first_row + group.num_rows - 1
-        raise DataError(
-            f"{group.path.name} rows {group.first_row} to {last_row} cannot be decoded "
-            f"({_first_line(error)}), so the file is damaged; copy or write it again"
-        ) from error
-
-
-def _listed(names: Sequence[str], limit: int = 12) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if column not in table.columns and len(table):
+            near = close_column(column, table.columns)
+            fix = f"set {setting}={near}" if near else f"set {setting} to one of them"
+            raise DataError(
+                f"{setting}: {table.name} has no column {column!r}; its columns are {listed(table.columns)}; {fix}"
+            )

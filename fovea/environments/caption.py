@@ -17,6 +17,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 from fovea.config import CaptionEnvironment
 from fovea.config_environments import CaptionMetric
+from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
 from fovea.environments.cider import CiderD, words_of
 from fovea.environments.file_tasks import FileTasks
@@ -45,10 +46,15 @@ class ReadsText(Protocol):
 class Caption:
     """The environment `caption` without a model that scores; see `config.CaptionEnvironment`."""
 
-    def __init__(self, config: CaptionEnvironment, reward_model: ReadsText | None = None) -> None:
+    def __init__(
+        self,
+        config: CaptionEnvironment,
+        reward_model: ReadsText | None = None,
+        access: RowAccess | None = None,
+    ) -> None:
         self._config = config
         self._reward_model = reward_model
-        self._files = FileTasks(config, read_answer=first_caption)
+        self._files = FileTasks(config, access, read_answer=first_caption)
         self._lock = Lock()
 
     def tasks(self, split: Split) -> Sequence[Task]:

@@ -10,9 +10,11 @@ are in the train split too (172 of 601 rows): there a figure measures new questi
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fovea.config import Geo3kEnvironment
+from fovea.data.readers.frame import InMemory
+from fovea.data.rows import RowAccess
 from fovea.environments.answers import last_boxed, same_answer
 from fovea.environments.base import Split
 from fovea.environments.file_tasks import FileTasks
@@ -23,9 +25,14 @@ from fovea.types import Message, Score, Task, Turn
 class Geo3k:
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
-    def __init__(self, config: Geo3kEnvironment) -> None:
+    def __init__(
+        self,
+        config: Geo3kEnvironment,
+        access: RowAccess | None = None,
+        frames: Mapping[Split, InMemory] | None = None,
+    ) -> None:
         self._config = config
-        self._files = FileTasks(config)
+        self._files = FileTasks(config, access, frames=frames)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)

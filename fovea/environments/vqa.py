@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fovea.config import VqaEnvironment
+from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
 from fovea.environments.file_tasks import FileTasks
 from fovea.environments.grading import Grade, shown
@@ -25,9 +26,9 @@ _LETTER = re.compile(r"\(?([A-Z])\)?\.?")
 class Vqa:
     """The environment `vqa`; see `config.VqaEnvironment`."""
 
-    def __init__(self, config: VqaEnvironment) -> None:
+    def __init__(self, config: VqaEnvironment, access: RowAccess | None = None) -> None:
         self._config = config
-        self._files = FileTasks(config, read_answer=majority_answer)
+        self._files = FileTasks(config, access, read_answer=majority_answer)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
-from fovea.errors import DataError
+from fovea.errors import BadRowError
 from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
 from fovea.models.positions import prompt_positions
 from fovea.types import ImageRef, Message, Prompt, PromptImage
@@ -34,6 +34,7 @@ class Renderer:
         self._tokenizer = parts.tokenizer
         self._template = parts.chat_template
         self._processor = parts.image_processor
+        self._marks = [token.content for token in parts.tokenizer.added_tokens_decoder.values() if token.special]
         self._open_image = open_image
         self._size = pixel_limits(parts.image_processor.size, min_pixels, max_pixels)
         self._image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
@@ -43,8 +44,9 @@ class Renderer:
 
         `where` is what an error calls the row.
         """
+        self._check_no_marks(messages, where)
         images = [self._process(part) for message in messages for part in message.parts if isinstance(part, ImageRef)]
-        text = self._expand_pads(self.text(messages), images, where)
+        text = self._expand_pads(self.text(messages), images)
         token_ids_L = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
         positions_3L, next_position = prompt_positions(
             token_ids_L,
@@ -84,23 +86,33 @@ class Renderer:
         try:
             out = self._processor(images=[image], size=self._size, return_tensors="np")
         except ValueError as error:
-            raise DataError(f"{ref.where}: the image processor refuses it ({error}); fix or drop the row") from error
+            raise BadRowError(
+                f"{ref.where}: the image processor refuses it ({error}); fix the row, or set data.on_bad_row=skip",
+                "image_shape",
+            ) from error
         pixels_NC = np.ascontiguousarray(out["pixel_values"], dtype=np.float32)
         time, height, width = (int(n) for n in out["image_grid_thw"][0])
         key = hashlib.blake2b(pixels_NC.tobytes(), digest_size=16, person=f"{height}x{width}".encode()[:16])
         return PromptImage(key=key.hexdigest(), pixels_NC=pixels_NC, grid_thw=(time, height, width))
 
-    def _expand_pads(self, text: str, images: Sequence[PromptImage], where: str) -> str:
+    def _expand_pads(self, text: str, images: Sequence[PromptImage]) -> str:
         pieces = text.split(IMAGE_PAD)
-        if len(pieces) != len(images) + 1:
-            raise DataError(
-                f"{where}: {len(pieces) - 1} image pads for {len(images)} images, since its text contains "
-                f"{IMAGE_PAD} itself; remove that from the row"
-            )
+        assert len(pieces) == len(images) + 1, f"{len(pieces) - 1} image pads for {len(images)} images"
         merged = self._processor.merge_size**2
         for index, image in enumerate(images):
             pieces[index] += IMAGE_PAD * (int(np.prod(image.grid_thw)) // merged)
         return "".join(pieces)
+
+    def _check_no_marks(self, messages: Sequence[Message], where: str) -> None:
+        """A row must not write what only the template may: where a turn ends, where an image stands."""
+        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+        for mark in self._marks:
+            if any(mark in text for text in texts):
+                raise BadRowError(
+                    f"{where}: its text contains {mark}, which the model reads as a mark of its own; remove that from "
+                    "the row, or set data.on_bad_row=skip",
+                    "prompt_special_token",
+                )
 
 
 def pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, int]:

@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,16 +16,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from fovea.config import Conversion
 from fovea.data.images import open_image
-from fovea.errors import DataError
+from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 
 WHERE = "train.parquet row 12, image 1"
 
 
 def open_bytes(content: bytes, *, max_mib: float = 32, max_megapixels: float = 64) -> Image.Image:
+    """With every conversion that there is."""
     ref = ImageRef(source=content, where=WHERE)
-    return open_image(ref, max_mib=max_mib, max_megapixels=max_megapixels)
+    return open_image(ref, max_mib=max_mib, max_megapixels=max_megapixels, convert=get_args(Conversion))
 
 
 def values(image: Image.Image) -> NDArray[np.uint8]:
@@ -139,6 +142,91 @@ def test_exif_rotation_is_applied_once(orientation: int, kind: str) -> None:
     assert opened.size == ((5, 7) if orientation > 4 else (7, 5))
 
 
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(Image.fromarray(colours()), "JPEG", exif=exif)
+
+
+def sixteen_bit_colours(kind: str) -> bytes:
+    """Pillow writes none, and reads them as 8 bits: by hand, one red pixel."""
+    if kind == "PPM":
+        return b"P6 1 1 65535\n" + struct.pack(">3H", 65535, 0, 0)
+    row = b"\0" + struct.pack(">3H", 65535, 0, 0)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(row)) + chunk(b"IEND", b"")
+
+
+CONVERTIBLE = {
+    "cmyk": [encoded(Image.new("CMYK", (8, 8)), "JPEG"), encoded(Image.new("CMYK", (8, 8)), "TIFF")],
+    "16_bit": [
+        *(encoded(Image.fromarray(np.zeros((4, 4), np.uint16)), kind) for kind in ("PNG", "TIFF", "JPEG2000")),
+        *(sixteen_bit_colours(kind) for kind in ("PNG", "PPM")),
+    ],
+    "frames": [
+        encoded(Image.new("RGB", (8, 8)), kind, save_all=True, append_images=[Image.new("RGB", (8, 8), (9, 9, 9))])
+        for kind in ("GIF", "PNG", "WEBP", "TIFF")
+    ],
+    "rotated": [turned()],
+}
+
+
+@pytest.mark.parametrize("kind", CONVERTIBLE)
+def test_what_needs_a_conversion_is_refused_until_it_is_asked_for(kind: Conversion) -> None:
+    assert CONVERTIBLE.keys() == set(get_args(Conversion))
+    for content in CONVERTIBLE[kind]:
+        ref = ImageRef(source=content, where=WHERE)
+        with pytest.raises(
+            BadRowError, match=rf"image 1: the image .*, add {kind} to data.convert_images, or"
+        ) as error:
+            open_image(ref, max_mib=1, max_megapixels=1)
+        assert error.value.reason == f"image_{kind}"
+        assert open_image(ref, max_mib=1, max_megapixels=1, convert=[kind]).mode == "RGB"
+
+
+def test_sixteen_bit_colours_become_eight() -> None:
+    for kind in ("PNG", "PPM"):
+        assert values(open_bytes(sixteen_bit_colours(kind))).tolist() == [[[255, 0, 0]]]
+
+
+def test_a_second_small_picture_in_a_photo_is_no_film() -> None:
+    photo = encoded(Image.fromarray(colours()), "MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))])
+    assert open_image(ImageRef(source=photo), max_mib=1, max_megapixels=1).size == (7, 5)
+
+
+def test_a_picture_of_pillow_is_checked_like_any_other(tmp_path: Path) -> None:
+    picture = Image.fromarray(colours())
+    opened = open_image(ImageRef(source=picture), max_mib=1, max_megapixels=1)
+    np.testing.assert_array_equal(values(opened), colours())
+    (tmp_path / "half.png").write_bytes(encoded(Image.fromarray(colours(64, 64)))[:3000])
+    lazy = Image.open(tmp_path / "half.png")
+    with pytest.raises(DataError, match=r"the image is damaged"):
+        open_image(ImageRef(source=lazy), max_mib=1, max_megapixels=1)
+    with pytest.raises(DataError, match=r"above data\.max_image_megapixels"):
+        open_image(ImageRef(source=Image.new("1", (2000, 2000))), max_mib=1, max_megapixels=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "image_empty"),
+        (png(0, 5), "image_empty"),
+        (b"<svg/>", "image_unknown_format"),
+        (png(9000, 9000), "image_too_many_pixels"),
+        (png(9, 9, b"short"), "image_damaged"),
+        (encoded(Image.fromarray(np.ones((2, 2), np.int32)), "TIFF"), "image_32_bit"),
+    ],
+)
+def test_reasons(content: bytes, reason: str) -> None:
+    with pytest.raises(BadRowError) as error:
+        open_bytes(content)
+    assert error.value.reason == reason
+
+
 def test_bomb_is_refused_from_its_header() -> None:
     with pytest.raises(DataError) as error:
         open_bytes(png(9000, 9000))
@@ -173,7 +261,7 @@ def test_half_a_file_is_an_error(kind: str) -> None:
     [
         (b"", "the file is empty (0 bytes)"),
         (b"not an image, a text", "the content is no image"),
-        (png(0, 5), "is no image with pixels in a known format"),
+        (png(0, 5), "the image is 0x5 pixels, that is empty"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image with pixels in a known format"),
     ],
 )
@@ -191,9 +279,9 @@ def test_text_file_called_png(tmp_path: Path) -> None:
         open_image(ImageRef(source=str(path), where=WHERE), max_mib=1, max_megapixels=1)
 
 
-@pytest.mark.parametrize("path", ["https://a.org/b.png", "s3://bucket/b.png", "data:image/png;base64,AAAA"])
-def test_only_local_files(path: str) -> None:
-    with pytest.raises(DataError, match=r"only local files are read so far; download it"):
+@pytest.mark.parametrize("path", ["https://a.org/b.png", "s3://bucket/b.png"])
+def test_without_a_fetcher_nothing_is_read_from_the_network(path: str) -> None:
+    with pytest.raises(DataError, match=r"is not on this machine; download it"):
         open_image(ImageRef(source=path, where=WHERE), max_mib=1, max_megapixels=1)
 
 

@@ -94,7 +94,7 @@ def test_pixel_limits_are_obeyed(parts: ModelParts) -> None:
 
 
 def test_a_row_that_writes_an_image_pad_is_refused(parts: ModelParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: 2 image pads for 1 images"):
+    with pytest.raises(DataError, match=r"row 7: its text contains <\|image_pad\|>, which the model reads"):
         renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"), where="row 7")
 
 

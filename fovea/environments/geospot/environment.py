@@ -1,4 +1,4 @@
-"""Pictures and where they were taken, from Parquet files: a table of your own, or OSV-5M's layout.
+"""Pictures and where they were taken: a table of your own, or OSV-5M's layout.
 
 Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and `region` where there is one. What a row
 leaves empty is not asked for; only the country must be there, because every stage asks for it.
@@ -13,13 +13,16 @@ import numpy as np
 
 from fovea.config import GeoSpotEnvironment
 from fovea.data.order import LazyTasks
-from fovea.data.rows import ParquetRows, image_refs
+from fovea.data.order import Place as RowPlace
+from fovea.data.readers.frame import InMemory
+from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.environments.base import Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, grade_answer, place_of
-from fovea.errors import DataError
+from fovea.environments.questions import bad_row
+from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 
 KIND = "all"
@@ -31,8 +34,18 @@ class GeoSpot:
 
     default_starts = STARTS
 
-    def __init__(self, config: GeoSpotEnvironment, *, stage: int = len(STAGES) - 1) -> None:
+    def __init__(
+        self,
+        config: GeoSpotEnvironment,
+        access: RowAccess | None = None,
+        *,
+        frames: Mapping[Split, InMemory] | None = None,
+        stage: int = len(STAGES) - 1,
+    ) -> None:
+        """`frames` holds rows that Python has already, in place of the files of `train_files` and `test_files`."""
         self._config = config
+        self._access = access or RowAccess()
+        self._frames = frames or {}
         self._stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
             for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
@@ -45,18 +58,19 @@ class GeoSpot:
         return [Stage(name=stage.name, facts=self._facts(stage)) for stage in self._stages]
 
     def at(self, stage: int) -> GeoSpot:
-        return GeoSpot(self._config, stage=stage)
+        return GeoSpot(self._config, self._access, frames=self._frames, stage=stage)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         rows = self._train_rows if split == "train" else self._test_rows
         indices = range(0, len(rows), 2) if split == "dev" else range(len(rows))
         key = self._config.level_key
-        levels = None if key is None else rows.column(key)
+        levels = None if key is None else list(rows.column(key))
         return LazyTasks(
             lambda index: self._task(split, rows, index),
             indices,
             kind_of=lambda _: KIND,
             level_of=None if levels is None else lambda index: str(levels[index]),
+            place_of=lambda index: RowPlace(rows.key(index), rows.where(index)),
         )
 
     def prompt(self, task: Task) -> Sequence[Message]:
@@ -78,26 +92,28 @@ class GeoSpot:
         return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
 
     @cached_property
-    def _train_rows(self) -> ParquetRows:
-        return self._open(self._config.train_files, "environment.train_files")
+    def _train_rows(self) -> Rows:
+        return self._open("train", self._config.train_files)
 
     @cached_property
-    def _test_rows(self) -> ParquetRows:
-        return self._open(self._config.test_files, "environment.test_files")
+    def _test_rows(self) -> Rows:
+        return self._open("test", self._config.test_files)
 
-    def _open(self, files: Sequence[str], setting: str) -> ParquetRows:
+    def _open(self, split: Split, files: Sequence[str]) -> Rows:
         names = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
         wanted = [(f"environment.{name}", getattr(self._config, name)) for name in names]
-        return ParquetRows(files, columns=[(name, key) for name, key in wanted if key is not None], setting=setting)
+        columns = [(name, key) for name, key in wanted if key is not None]
+        sources = [self._frames[split]] if split in self._frames else files
+        return open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
 
-    def _task(self, split: Split, rows: ParquetRows, index: int) -> Task:
+    def _task(self, split: Split, rows: Rows, index: int) -> Task:
         row, where = rows[index], rows.where(index)
         place = self._place(row, where)
         if place.country is None:
-            raise DataError(f"{where}: the country is empty, so the first stages have nothing to ask for; {_SKIP}")
+            raise bad_row(where, "the country is empty, so the first stages have nothing to ask for", "place")
         images = image_refs(self._image(row, where), where=where, folder=rows.folder(index))
         if not images:
-            raise DataError(f"{where}: there is no picture, so there is nothing to look at; {_SKIP}")
+            raise bad_row(where, "there is no picture, so there is nothing to look at", "image_missing")
         known = (place.city, place.region, self._country(row, place), *(f"{x:.4f}" for x in place.at or ()))
         return Task(
             id=f"{split}/{index}",
@@ -123,7 +139,7 @@ class GeoSpot:
         try:
             return place_of(row, keys, where)
         except DataError as error:
-            raise DataError(f"{error}, {_SKIP}") from error
+            raise BadRowError(f"{error}, {_SKIP}", "place") from error
 
     def _country(self, row: Mapping[str, object], place: Place) -> str | None:
         """As the row writes it, but a code as a name."""

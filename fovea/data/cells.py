@@ -1,0 +1,120 @@
+"""The cells of a row that hold images, in whatever form data sets keep them.
+
+Nothing is opened here; a cell only becomes an `ImageRef`. What it may point at is decided here, though: a data set
+that somebody else wrote must not reach for other files of this machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote, urljoin
+
+import numpy as np
+from PIL.Image import Image
+
+from fovea.data.images import is_url
+from fovea.errors import BadRowError
+from fovea.types import ImageRef
+
+# The smallest PNG has 67 bytes; no file name is that long without a point.
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
+_DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
+_SKIP = "or set data.on_bad_row=skip"
+
+
+def image_refs(*cells: object, where: str, folder: str | Path) -> tuple[ImageRef, ...]:
+    """The images of a row's cells, counted from 1 over all of them.
+
+    A cell is one image or a list of them; None is no image. An image is encoded bytes, also as a numpy array, a
+    {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
+    is remote), an http(s) URL, a picture of Pillow's, or RGB values [height, width, 3].
+    """
+    images = [image for cell in cells for image in _listed(cell)]
+    return tuple(_image_ref(image, f"{where}, image {n}", str(folder)) for n, image in enumerate(images, start=1))
+
+
+def _listed(cell: object) -> Iterator[object]:
+    if cell is None:
+        return
+    if isinstance(cell, np.ndarray) and cell.dtype == object:
+        cell = cell.tolist()  # a list of structs, as pandas reads it
+    if isinstance(cell, list | tuple):
+        yield from cell
+    else:
+        yield cell
+
+
+def _image_ref(image: object, where: str, folder: str) -> ImageRef:
+    if isinstance(image, Mapping):
+        content = image.get("bytes")
+        image = image.get("path") if content is None else content
+    if isinstance(image, np.ndarray) and image.ndim < 2 and (image.dtype == np.uint8 or image.dtype.kind == "S"):
+        image = image.tobytes()
+    if isinstance(image, bytearray | memoryview | np.bytes_):
+        image = bytes(image)
+    if isinstance(image, bytes | np.ndarray | Image):
+        return ImageRef(source=image, where=where)
+    if isinstance(image, str) and image.strip():
+        return ImageRef(source=_from_text(image, where, folder), where=where)
+    seen = "an empty text" if isinstance(image, str) else f"a value of type {type(image).__name__}"
+    raise BadRowError(
+        f"{where}: {seen} is no image; store encoded bytes, base64, a path, a URL or a {{bytes, path}} struct, {_SKIP}",
+        "image_kind",
+    )
+
+
+def _from_text(text: str, where: str, folder: str) -> bytes | str:
+    if text.startswith("data:"):
+        head = _DATA_URI.match(text)
+        if head is None:
+            problem = f"{text[:40]}... is no data URI of an image in base64"
+            raise BadRowError(f"{where}: {problem}; write data:image/png;base64,..., {_SKIP}", "image_base64")
+        return _unbase64(text[head.end() :], where)
+    if _BASE64.fullmatch(text):
+        return _unbase64(text, where)
+    return _located(text, where, folder)
+
+
+def _unbase64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        problem = f"the base64 text of the image is damaged ({error})"
+        raise BadRowError(f"{where}: {problem}; write it again, {_SKIP}", "image_base64") from error
+
+
+def _located(path: str, where: str, folder: str) -> str:
+    if path.startswith(("http://", "https://")):
+        return path
+    inside = _below_url(folder, path) if is_url(folder) else None if is_url(path) else _below_folder(folder, path)
+    if inside is None:
+        raise BadRowError(
+            f"{where}: the path {path[:200]} leads out of {folder}, where the images of this data file are; move the "
+            f"image there, set data.image_root, store its bytes in the row, {_SKIP}",
+            "image_outside_folder",
+        )
+    return inside
+
+
+def _below_folder(folder: str, path: str) -> str | None:
+    root = os.path.realpath(folder)
+    try:
+        full = os.path.realpath(os.path.join(root, path))
+    except ValueError:  # a NUL in the name
+        return None
+    return full if full == root or full.startswith(root.rstrip(os.sep) + os.sep) else None
+
+
+def _below_url(folder: str, path: str) -> str | None:
+    """Beside a remote data file; `..` and absolute paths would be other people's files."""
+    base = folder.rstrip("/") + "/"
+    if is_url(path):
+        return path if path.startswith(base) and ".." not in path.split("/") else None
+    if path.startswith("/") or ".." in path.split("/"):
+        return None
+    return urljoin(base, quote(path)) if base.startswith("http") else base + path

@@ -1,0 +1,74 @@
+"""Hugging Face data sets, by hub id, from a folder, or as `save_to_disk` left them; images stay encoded.
+
+The extra `hub` brings the package; it maps Arrow files into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import datasets
+
+from fovea.data.readers.base import first_line, listed
+from fovea.errors import DataError, named
+
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+class DatasetTable:
+    """One split. Rows come as Arrow keeps them: an image is a {bytes, path} struct."""
+
+    def __init__(self, dataset: datasets.Dataset, name: str, folder: str) -> None:
+        self.name = self.key = name
+        self.folder = folder
+        self._dataset = dataset.with_format("arrow")
+        self.columns: Sequence[str] = dataset.column_names
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> dict[str, object]:
+        row: dict[str, object] = self._dataset[index : index + 1].to_pylist()[0]
+        return row
+
+    def column(self, name: str) -> Iterable[object]:
+        for batch in self._dataset.select_columns([name]).iter(batch_size=1000):
+            yield from batch.column(name).to_pylist()
+
+
+def open_dataset(name: str, split: str | None, setting: str) -> DatasetTable:
+    """`name` is a folder, or a hub id, `owner/name` or `owner/name:config`."""
+    folder = Path(name).expanduser()
+    is_local = folder.is_dir()
+    with named(partial(_unreadable, name, setting)):
+        if is_local and any((folder / file).is_file() for file in _SAVED):
+            found = datasets.load_from_disk(str(folder))
+        else:
+            path, _, config = (str(folder), "", "") if is_local else name.partition(":")
+            found = datasets.load_dataset(path, config or None)
+    root = str(folder) if is_local else str(Path(datasets.config.HF_CACHE_HOME).expanduser())
+    return DatasetTable(_split_of(found, split, name, setting), f"{name}@{split}" if split else name, root)
+
+
+def _unreadable(name: str, setting: str, error: Exception) -> DataError:
+    return DataError(
+        f"{setting}: the data set {name} cannot be loaded ({type(error).__name__}: {first_line(error)}); correct the "
+        "name, or give the folder of a local copy"
+    )
+
+
+def _split_of(
+    found: datasets.Dataset | datasets.DatasetDict, split: str | None, name: str, setting: str
+) -> datasets.Dataset:
+    if isinstance(found, datasets.Dataset) and split is None:
+        return found
+    splits = list(found) if isinstance(found, datasets.DatasetDict) else []
+    if split is None and len(splits) == 1:
+        return found[splits[0]]
+    if split not in splits:
+        seen = f"no split {split!r}" if split else "no split named"
+        fix = f"write {name}@{splits[0]}" if splits else f"write {name} without @{split}"
+        raise DataError(f"{setting}: {name}: {seen}; its splits are {listed(splits) or 'none'}; {fix}")
+    return found[split]

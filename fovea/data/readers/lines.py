@@ -1,0 +1,187 @@
+"""JSONL, JSON and CSV files, mapped into memory: an index says where rows begin, and a row is parsed when asked for.
+
+The index takes 16 bytes a row. A broken row breaks no other: it is a bad row where it stands.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import mmap
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from fovea.data.readers.base import column_by_rows, first_line
+from fovea.errors import BadRowError, DataError
+
+Span: TypeAlias = tuple[int, int]
+"""First byte of a row, and the first behind it."""
+Parse: TypeAlias = Callable[[bytes], dict[str, object]]
+
+_BOM = b"\xef\xbb\xbf"
+_HEADER_ROWS = 100
+# strings are passed over as a whole, so that brackets inside them do not count; possessive: no way back, no stack
+_JSON_MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
+# csv's own limit of 128 KiB is less than an image in base64
+_MAX_CELL_BYTES = 1 << 28
+
+
+class SpanTable:
+    """One file, as spans of bytes."""
+
+    def __init__(self, path: Path, spans: Iterable[Span], parse: Parse, columns: Sequence[str] = ()) -> None:
+        self.name, self.folder, self.key = path.name, str(path.parent), str(path.resolve())
+        self._bytes = _mapped(path)
+        self._spans = np.fromiter((place for span in spans for place in span), dtype=np.int64).reshape(-1, 2)
+        self._parse = parse
+        self.columns: Sequence[str] = columns or self._keys_of_first_rows()
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def row(self, index: int) -> dict[str, object]:
+        start, end = self._spans[index]
+        try:
+            return self._parse(self._bytes[start:end])
+        # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        except (ValueError, RecursionError, csv.Error) as error:
+            raise BadRowError(
+                f"{self.name} row {index}: cannot be read ({first_line(error)}); correct it, or set "
+                "data.on_bad_row=skip",
+                "row_unreadable",
+            ) from error
+
+    def column(self, name: str) -> Iterable[object]:
+        return column_by_rows(self, name)
+
+    def _keys_of_first_rows(self) -> list[str]:
+        """Rows may lack keys: what the first ones have between them counts as the columns."""
+        keys: dict[str, None] = {}
+        for index in range(min(len(self), _HEADER_ROWS)):
+            try:
+                keys |= dict.fromkeys(self.row(index))
+            except BadRowError:
+                continue
+        return list(keys)
+
+
+def json_lines(path: Path) -> SpanTable:
+    """One JSON object per line; empty lines are none."""
+    return SpanTable(path, _line_spans(_mapped(path)), _json_object)
+
+
+def json_array(path: Path, setting: str) -> SpanTable:
+    """A list of objects; a file that begins with an object is read as JSON lines."""
+    content = _mapped(path)
+    if content[: 1 << 16].removeprefix(_BOM).lstrip()[:1] != b"[":
+        return json_lines(path)
+    return SpanTable(path, _object_spans(content, path, setting), _json_object)
+
+
+def csv_rows(path: Path, setting: str) -> SpanTable:
+    """Comma-separated (*.tsv: tab-separated), with a line of column names; all cells are texts, empty ones None."""
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    spans = _csv_spans(path, delimiter, setting)
+    start, end = next(spans, (0, 0))
+    names = _csv_cells(_mapped(path)[start:end], delimiter)
+
+    def parse(content: bytes) -> dict[str, object]:
+        cells = _csv_cells(content, delimiter)
+        if len(cells) != len(names):
+            raise ValueError(f"{len(cells)} cells for {len(names)} columns")
+        return {name: cell if cell != "" else None for name, cell in zip(names, cells, strict=True)}
+
+    return SpanTable(path, spans, parse, names)
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    if not path.stat().st_size:
+        return b""  # which cannot be mapped
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _line_spans(content: mmap.mmap | bytes) -> Iterator[Span]:
+    start = len(_BOM) if content[: len(_BOM)] == _BOM else 0
+    while start < len(content):
+        end = content.find(b"\n", start)
+        end = len(content) if end < 0 else end
+        if content[start:end].strip():
+            yield start, end
+        start = end + 1
+
+
+def _object_spans(content: mmap.mmap | bytes, path: Path, setting: str) -> Iterator[Span]:
+    """The elements of the outermost list; what stands between them and is no comma is a row as well, a bad one."""
+    depth = start = end = 0
+    for mark in _JSON_MARKS.finditer(content):
+        sign = mark[0][:1]
+        if sign == b'"':
+            continue
+        if depth == 1:
+            if content[end : mark.start()].strip(b" \t\r\n,"):
+                yield end, mark.start()
+            start = mark.start()
+        depth += 1 if sign in b"[{" else -1
+        if depth == 1:
+            if sign in b"]}":
+                yield start, mark.end()
+            end = mark.end()
+    if depth:
+        raise DataError(
+            f"{setting}: {path} is a JSON list that does not end, so the file is damaged; copy or write it again"
+        )
+
+
+def _json_object(content: bytes) -> dict[str, object]:
+    row = json.loads(content)
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON {type(row).__name__}, not an object of columns and values")
+    return row
+
+
+def _csv_spans(path: Path, delimiter: str, setting: str) -> Iterator[Span]:
+    """Of every record; one goes on over lines while a quote is open."""
+    csv.field_size_limit(_MAX_CELL_BYTES)
+    with path.open("rb") as file:
+        start = end = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+        file.seek(start)
+
+        def lines() -> Iterator[str]:
+            nonlocal end
+            for line in file:
+                end += len(line)
+                yield line.decode("latin-1")  # one character per byte; the cells are decoded by their reader
+
+        records = csv.reader(lines(), delimiter=delimiter)
+        last = start, end
+        try:
+            for record in records:
+                if record:
+                    last = start, end
+                    yield last
+                start = end
+            _check_quotes_end(_mapped(path)[slice(*last)], delimiter)
+        except csv.Error as error:
+            raise DataError(
+                f"{setting}: {path} is no CSV file that can be read ({first_line(error)}); write it again, for "
+                "example with pandas: frame.to_csv(path, index=False)"
+            ) from error
+
+
+def _check_quotes_end(last: bytes, delimiter: str) -> None:
+    """A quote that nobody closes makes one row of the rest of the file."""
+    try:
+        list(csv.reader(io.StringIO(last.decode("latin-1"), newline=""), delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        if "unexpected end of data" in str(error):
+            raise
+
+
+def _csv_cells(content: bytes, delimiter: str) -> list[str]:
+    return next(csv.reader(io.StringIO(content.decode("utf-8"), newline=""), delimiter=delimiter, strict=True), [])

@@ -1,0 +1,123 @@
+"""Parquet files, decoded one row group at a time and only when asked for."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fovea.data.readers.base import first_line
+from fovea.data.readers.copies import copied_once
+from fovea.errors import BadRowError, DataError
+
+# Rows are drawn in random order: a row costs its whole group unless that is still in memory.
+_CACHE_BYTES = 1 << 28
+# pandas writes up to a million rows into one group, which may be all of a data set with its images.
+_MAX_GROUP_BYTES = 1 << 26
+_COPIED_GROUP_BYTES = 1 << 22
+
+
+class GroupCache:
+    """Decoded row groups of any number of files, bounded by their bytes; the least recently used leave first."""
+
+    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._tables: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    def get(self, key: tuple[str, int], read: Callable[[], pa.Table]) -> pa.Table:
+        with self._lock:
+            if key not in self._tables:
+                self._tables[key] = read()
+                self._bytes += self._tables[key].nbytes
+                while self._bytes > self._max_bytes and len(self._tables) > 1:
+                    self._bytes -= self._tables.popitem(last=False)[1].nbytes
+            self._tables.move_to_end(key)
+            return self._tables[key]
+
+
+class ParquetTable:
+    """One file. `setting` is the one that named it."""
+
+    def __init__(self, path: Path, *, setting: str, cache: GroupCache, copies: Path) -> None:
+        self.name, self.folder = path.name, str(path.parent)
+        self.key = str(path.resolve())
+        self._file = _open(path, setting)
+        if _largest_group(self._file) > _MAX_GROUP_BYTES:
+            stamp = hashlib.sha256(f"{self.key} {path.stat()}".encode()).hexdigest()[:32]
+            self._file = _open(copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups), setting)
+        self.columns: Sequence[str] = self._file.schema_arrow.names
+        sizes = (self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups))
+        self._ends = list(itertools.accumulate(sizes))
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> dict[str, object]:
+        group = bisect.bisect_right(self._ends, index)
+        first = self._ends[group - 1] if group else 0
+        table = self._cache.get((self.key, group), lambda: self._read(group, first))
+        try:
+            row: dict[str, object] = table.slice(index - first, 1).to_pylist()[0]
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            problem = f"{self.name} row {index}: a value cannot be read ({first_line(error)})"
+            raise BadRowError(f"{problem}; correct it, or set data.on_bad_row=skip", "row_unreadable") from error
+        return row
+
+    def column(self, name: str) -> Iterable[object]:
+        for batch in self._file.iter_batches(columns=[name], use_threads=False):
+            yield from batch.column(0).to_pylist()
+
+    def _read(self, group: int, first: int) -> pa.Table:
+        try:
+            return self._file.read_row_group(group, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise BadRowError(
+                f"{self.name} rows {first} to {self._ends[group] - 1} cannot be decoded "
+                f"({first_line(error)}), so the file is damaged; copy or write it again",
+                "row_unreadable",
+            ) from error
+
+    def _copy_in_small_groups(self, into: Path) -> None:
+        metadata = self._file.metadata
+        num_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+        num_rows = max(1, metadata.num_rows * _COPIED_GROUP_BYTES // max(num_bytes, 1))
+        with pq.ParquetWriter(into, self._file.schema_arrow) as writer:
+            for batch in self._batches(num_rows):
+                writer.write_batch(batch)
+
+    def _batches(self, num_rows: int) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._file.iter_batches(batch_size=num_rows, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self.name} cannot be decoded ({first_line(error)}), so the file is damaged; copy or write it again"
+            ) from error
+
+
+def _largest_group(file: pq.ParquetFile) -> int:
+    sizes = (file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
+    return max(sizes, default=0)
+
+
+def _open(path: Path, setting: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, memory_map=True, pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{setting}: {path} is not a Parquet file that can be read ({first_line(error)}); "
+            "write it again, for example with pandas: frame.to_parquet(path)"
+        ) from error

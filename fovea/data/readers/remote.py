@@ -1,0 +1,124 @@
+"""Data files that are elsewhere: copied once to `data.cache_dir`, then read like any other.
+
+http(s) goes through `fovea.data.fetch`, with its checks; every other protocol through fsspec (s3:// and gs:// need
+the extras of these names).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from fovea.data.fetch import UrlLimits, download, fetch
+from fovea.data.images import check_bytes
+from fovea.data.readers.base import first_line
+from fovea.data.readers.copies import copied_once
+from fovea.errors import BadRowError, DataError, MissingExtraError, named
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+_DOWNLOAD_SECONDS = 3600.0
+
+
+def is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def expand(url: str, setting: str) -> list[str]:
+    """The files that a URL with * or ? names, in order; a URL without is itself."""
+    if is_web(url) or not set("*?[") & set(url):
+        return [url]
+    filesystem, path = _filesystem(url, setting)
+    with named(partial(_unreadable, url, setting)):
+        found = sorted(filesystem.glob(path))
+    if not found:
+        raise DataError(f"{setting}: no file is named {url}; correct the pattern")
+    return [str(filesystem.unstrip_protocol(name)) for name in found]
+
+
+def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
+    """The file behind a URL, copied unless the same state of it was copied before."""
+    if is_web(url):
+        return _web_copy(url, setting, folder, limits)
+    filesystem, path = _filesystem(url, setting)
+    with named(partial(_unreadable, url, setting)):
+        state = filesystem.info(path)
+        stamp = [str(state.get(key)) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated", "created")]
+        return copied_once(*_place(folder, url, stamp), lambda into: filesystem.get_file(path, str(into)))
+
+
+def remote_image(url: str, where: str, limits: UrlLimits) -> bytes:
+    """An image beside a remote data file, or anywhere on the web."""
+    if is_web(url):
+        return fetch(url, where, limits)
+    filesystem, path = _filesystem(url, where)
+    with named(partial(_bad_image, where)):
+        check_bytes(int(filesystem.size(path) or 0), where, limits.max_mib)
+        content: bytes = filesystem.cat_file(path)
+    return content
+
+
+def _bad_image(where: str, error: Exception) -> BadRowError:
+    if isinstance(error, FileNotFoundError):
+        problem, reason = "no such image file", "image_missing"
+    else:
+        problem, reason = f"cannot be read ({type(error).__name__}: {first_line(error)})", "url_unreachable"
+    return BadRowError(f"{where}: {problem}; correct the row, or set data.on_bad_row=skip", reason)
+
+
+def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
+    """Read anew by every run: few servers say reliably whether a file has changed."""
+    limits = UrlLimits(
+        timeout_seconds=_DOWNLOAD_SECONDS,
+        max_redirects=limits.max_redirects,
+        retries=limits.retries,
+        allow_private_addresses=limits.allow_private_addresses,
+    )
+    place, name = _place(folder, url, [])
+    (place / name).unlink(missing_ok=True)
+
+    def make(into: Path) -> None:
+        try:
+            with into.open("w+b") as file:
+                download(url, f"{setting}: {url}", limits, file)
+        except BadRowError as error:
+            if error.reason == "url_private_address":
+                raise
+            problem = str(error).partition("; ")[0]
+            raise DataError(f"{problem}; correct the address, or download the file and name the copy") from error
+
+    return copied_once(place, name, make)
+
+
+def _place(folder: Path, url: str, stamp: Sequence[str]) -> tuple[Path, str]:
+    """Folder and name of a copy: a folder of its own, so that it keeps its name."""
+    digest = hashlib.sha256("\n".join([url, *stamp]).encode()).hexdigest()[:32]
+    return folder / digest, Path(urlsplit(url).path).name
+
+
+def _filesystem(url: str, setting: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
+    try:
+        with named(partial(_unreadable, url, setting)):
+            filesystem, path = fsspec.core.url_to_fs(url)
+    except DataError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        extra = _EXTRAS.get(protocol)
+        install = f"pip install 'fovea[{extra}]'" if extra else "install what fsspec needs for it"
+        raise MissingExtraError(
+            f"{setting}: {url} needs a package that is not installed ({first_line(error.__cause__)}); {install}"
+        ) from error
+    return filesystem, str(path)
+
+
+def _unreadable(url: str, setting: str, error: Exception) -> DataError:
+    return DataError(
+        f"{setting}: {url} cannot be read ({type(error).__name__}: {first_line(error)}); correct the address or the "
+        "credentials, or download the file and name the copy"
+    )

@@ -1,0 +1,189 @@
+"""Images by URL, from a real server: limits that hold, addresses that are refused, one line for what goes wrong."""
+
+from __future__ import annotations
+
+import io
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fovea.data import fetch as fetch_module
+from fovea.data.fetch import FetchedFiles, UrlLimits, fetch, is_public
+from fovea.data.images import open_image
+from fovea.errors import BadRowError
+from fovea.types import ImageRef
+from tests.data.web import Site, served
+
+WHERE = "rows.jsonl row 3, image 1"
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (5, 4), (1, 2, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(name="site")
+def _site() -> Iterator[Site]:
+    with served({"/a.png": png(), "/big": bytes(3 << 20), "/with space.png": png()}) as site:
+        yield site
+
+
+def limits(**changes: object) -> UrlLimits:
+    values = {"max_mib": 1.0, "timeout_seconds": 5.0, "retries": 0, "allow_private_addresses": True}
+    return UrlLimits(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def reason_of(url: str, **changes: object) -> str:
+    with pytest.raises(BadRowError) as error:
+        fetch(url, WHERE, limits(**changes))
+    assert str(error.value).startswith(f"{WHERE}: ")
+    assert str(error.value).endswith("data.on_bad_row=skip")
+    assert "\n" not in str(error.value)
+    return error.value.reason
+
+
+def test_an_image_comes_over_http(site: Site) -> None:
+    for name in ("/a.png", "/a.png?size=2", f"/to/{site.url}/a.png", "/to//a.png", "/with space.png"):
+        ref = ImageRef(source=site.url + name, where=WHERE)
+        image = open_image(ref, max_mib=1, max_megapixels=1, fetch=lambda url, where: fetch(url, where, limits()))
+        assert image.size == (5, 4)
+    assert "/a.png?size=2" in site.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/none.png", "url_status_404"),
+        ("/status/403", "url_status_403"),
+        ("/status/503", "url_status_503"),
+        ("/loop", "url_redirects"),
+        ("/big", "image_too_large"),
+        ("/endless", "image_too_large"),
+        ("/short", "url_unreachable"),
+        ("/to/file:///etc/passwd", "url_invalid"),
+        ("/to/", "url_redirects"),
+    ],
+)
+def test_what_a_server_may_do_wrong(path: str, reason: str, site: Site) -> None:
+    assert reason_of(site.url + path) == reason
+
+
+def test_the_number_of_redirects_is_bounded(site: Site) -> None:
+    twice = f"{site.url}/to//to//a.png"
+    assert fetch(twice, WHERE, limits(max_redirects=2)) == png()
+    assert reason_of(twice, max_redirects=1) == "url_redirects"
+    assert reason_of(f"{site.url}/to//a.png", max_redirects=0) == "url_redirects"
+
+
+def test_a_server_that_drips_is_cut_off_in_time(site: Site) -> None:
+    started = time.monotonic()
+    assert reason_of(f"{site.url}/drip", timeout_seconds=0.5) == "url_timeout"
+    assert time.monotonic() - started < 5
+
+
+def test_a_server_that_says_nothing_is_cut_off_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
+        assert reason_of(url, timeout_seconds=0.3) == "url_timeout"
+
+
+def test_a_busy_server_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "_FIRST_PAUSE_SECONDS", 0.01)
+    assert fetch(f"{site.url}/busy-once", WHERE, limits(retries=1)) == b"at last"
+    assert reason_of(f"{site.url}/status/503", retries=2) == "url_status_503"
+    assert site.asked.count("/status/503") == 3
+    assert reason_of(f"{site.url}/none", retries=2) == "url_status_404"
+    assert site.asked.count("/none") == 1, "a missing page stays missing"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b.png"],
+)
+def test_what_is_no_url(url: str) -> None:
+    assert reason_of(url) == "url_invalid"
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert reason_of(f"http://127.0.0.1:{port}/a.png") == "url_unreachable"
+    assert reason_of("http://no-such-host.invalid/a.png") == "url_unreachable"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433"])
+def test_private_addresses_are_refused(host: str, site: Site) -> None:
+    port = site.url.rpartition(":")[2]
+    assert reason_of(f"http://{host}:{port}/a.png", allow_private_addresses=False) == "url_private_address"
+    assert not site.asked, "nothing was sent to it"
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.1.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("224.0.0.1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::5db8:d822", True),
+        ("2002:7f00:1::", False),
+    ],
+)
+def test_which_addresses_are_public(address: str, public: bool) -> None:
+    assert is_public(address) is public
+
+
+def test_a_redirect_to_a_private_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host counts as public here; where it leads to does not."""
+    monkeypatch.setattr(fetch_module, "is_public", lambda address: address != "127.0.0.2")
+    assert fetch(f"{site.url}/a.png", WHERE, limits(allow_private_addresses=False)) == png()
+    url = f"{site.url}/to/http://127.0.0.2:{site.url.rpartition(':')[2]}/a.png"
+    assert reason_of(url, allow_private_addresses=False) == "url_private_address"
+
+
+def test_the_address_that_is_checked_is_the_one_that_is_connected_to(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that answers with another address each time it is asked (DNS rebinding)."""
+    port = int(site.url.rpartition(":")[2])
+    answers = iter(["93.184.216.34", "127.0.0.1", "127.0.0.1"])
+    connected: list[object] = []
+
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), port))]
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        connected.append(address)
+        raise ConnectionRefusedError("stops here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert reason_of(f"http://rebinding.example:{port}/a.png", allow_private_addresses=False) == "url_unreachable"
+    assert connected == [("93.184.216.34", port)]
+
+
+def test_what_has_come_once_is_kept(site: Site, tmp_path: Path) -> None:
+    def read(url: str, where: str) -> bytes:
+        return fetch(url, where, limits())
+
+    kept = FetchedFiles(tmp_path / "images", 1.0, read)
+    assert kept(f"{site.url}/a.png", WHERE) == kept(f"{site.url}/a.png", WHERE) == png()
+    again = FetchedFiles(tmp_path / "images", 1.0, read)
+    assert again(f"{site.url}/a.png", WHERE) == png()
+    assert site.asked == ["/a.png"]
+    small = FetchedFiles(tmp_path / "images", len(png()) / 2**30, read)
+    assert small(f"{site.url}/a.png?other", WHERE) == png()
+    assert len(list((tmp_path / "images").iterdir())) == 1, "no room for another"

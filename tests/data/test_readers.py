@@ -1,0 +1,345 @@
+"""Every form that rows come in gives the same rows; what is broken is one bad row, or one line about the file."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import datasets
+import fsspec
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fovea.data.fetch import UrlLimits
+from fovea.data.images import open_image
+from fovea.data.readers import parquet
+from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
+from fovea.errors import BadRowError, DataError, MissingExtraError
+from tests.data.web import served
+
+ROWS = [
+    {"n": "0", "text": "plain", "image": "a.png"},
+    {"n": "1", "text": 'with "quotes", commas\nand a line break', "image": "b.png"},
+    {"n": "2", "text": "ünïcödé ]}[{", "image": None},
+]
+
+
+def as_parquet(path: Path) -> str:
+    pq.write_table(pa.Table.from_pylist(ROWS), path / "r.parquet")
+    return str(path / "r.parquet")
+
+
+def as_jsonl(path: Path) -> str:
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    (path / "r.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
+    return str(path / "r.jsonl")
+
+
+def as_json(path: Path) -> str:
+    (path / "r.json").write_text(json.dumps(ROWS, indent=2))
+    return str(path / "r.json")
+
+
+def as_lines_called_json(path: Path) -> str:
+    (path / "r.json").write_text("".join(json.dumps(row) + "\r\n" for row in ROWS))
+    return str(path / "r.json")
+
+
+def as_csv(path: Path) -> str:
+    pd.DataFrame(ROWS).to_csv(path / "r.csv", index=False)
+    return str(path / "r.csv")
+
+
+def as_tsv(path: Path) -> str:
+    pd.DataFrame(ROWS).to_csv(path / "r.tsv", index=False, sep="\t", lineterminator="\r\n")
+    return str(path / "r.tsv")
+
+
+def as_frame(_: Path) -> object:
+    return pd.DataFrame(ROWS)
+
+
+def as_list(_: Path) -> object:
+    return ROWS
+
+
+def as_saved_dataset(path: Path) -> str:
+    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    return str(path / "saved")
+
+
+def as_saved_splits(path: Path) -> str:
+    whole = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(path / "splits")
+    return f"{path / 'splits'}@train"
+
+
+def as_in_a_bucket(path: Path) -> str:
+    fsspec.filesystem("memory").pipe_file(f"/{path.name}/r.jsonl", Path(as_jsonl(path)).read_bytes())
+    return f"memory://{path.name}/r.jsonl"
+
+
+def opened(source: object, tmp_path: Path, **access: object) -> Rows:
+    return open_rows([source], access=RowAccess(cache_dir=tmp_path / "cache", **access))  # type: ignore[arg-type, list-item]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(as_parquet, as_jsonl, as_json, as_lines_called_json, as_csv, as_tsv),
+        *(as_frame, as_list, as_saved_dataset, as_saved_splits, as_in_a_bucket),
+    ],
+)
+def test_every_form_gives_the_same_rows(make: Callable[[Path], object], tmp_path: Path) -> None:
+    rows = opened(make(tmp_path), tmp_path)
+    assert [dict(row) for row in rows] == ROWS
+    assert rows.columns == ["n", "text", "image"]
+    assert list(rows.column("n")) == ["0", "1", "2"]
+    assert dict(rows[-1]) == ROWS[2]
+    assert len({rows.key(n) for n in range(3)}) == 3
+    assert rows.where(1).endswith(" row 1")
+
+
+def test_several_files_patterns_and_a_frame_together(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        (tmp_path / f"part-{name}.jsonl").write_text(json.dumps({"n": name}) + "\n")
+    access = RowAccess(cache_dir=tmp_path)
+    rows = open_rows([str(tmp_path / "part-[ab].jsonl"), pd.DataFrame({"n": ["frame"]})], access=access)
+    assert [row["n"] for row in rows] == ["a", "b", "frame"]
+    with pytest.raises(DataError, match=r"no file is named .*none-\*.jsonl; correct the pattern"):
+        open_rows([str(tmp_path / "none-*.jsonl")], access=access)
+    fsspec.filesystem("memory").pipe({"/glob/2.jsonl": b'{"n": 2}\n', "/glob/1.jsonl": b'{"n": 1}\n'})
+    rows = opened("memory://glob/*.jsonl", tmp_path)
+    assert [row["n"] for row in rows] == [1, 2]
+    assert rows.where(1) == "2.jsonl row 0"
+
+
+def bad_rows(rows: Rows) -> dict[int, str]:
+    errors = {}
+    for index in range(len(rows)):
+        try:
+            rows[index]
+        except BadRowError as error:
+            errors[index] = f"{error.reason}: {error}"
+    return errors
+
+
+def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
+    lines = ['{"n": 1}', '{"n": ', "[1]", "[" * 100_000, '{"n": "\udcff"}', '{"n": 2}']
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
+    rows = opened(str(tmp_path / "a.jsonl"), tmp_path)
+    assert list(bad_rows(rows)) == [1, 2, 3, 4]
+    assert all(error.startswith("row_unreadable: ") for error in bad_rows(rows).values())
+    assert "a.jsonl row 2: cannot be read (a JSON list, not an object" in bad_rows(rows)[2]
+    (tmp_path / "b.json").write_text('[{"n": 1}, "text", {"n": 2}, {"n": 3,}, 7, [8], {"n": [{"x": "]"}]}]')
+    rows = opened(str(tmp_path / "b.json"), tmp_path)
+    assert list(bad_rows(rows)) == [1, 3, 4, 5]
+    assert [rows[n] for n in (0, 2, 6)] == [{"n": 1}, {"n": 2}, {"n": [{"x": "]"}]}]
+    (tmp_path / "c.csv").write_bytes(b"a,b\n1,2\n3\n4,5,6\n\xff,8\n9,\n")
+    rows = opened(str(tmp_path / "c.csv"), tmp_path)
+    assert list(bad_rows(rows)) == [1, 2, 3]
+    assert rows[4] == {"a": "9", "b": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.json", '[{"n": 1}, {"n": 2}', "is a JSON list that does not end"),
+        ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', "no CSV file that can be read"),
+        ("a.csv", "a,b\n", "a.csv holds no rows"),
+        ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
+        ("a.jsonl", "", "a.jsonl holds no rows"),
+        ("a.txt", "x", "is none of .parquet, .jsonl"),
+    ],
+)
+def test_files_that_are_no_table(name: str, content: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=problem) as error:
+        opened(str(tmp_path / name), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_one_large_row_group_is_read_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pandas writes it: all rows in one group."""
+    noise = np.random.default_rng(0)
+    table = pa.table({"n": list(range(200)), "image": [noise.bytes(1 << 12) for _ in range(200)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    monkeypatch.setattr(parquet, "_MAX_GROUP_BYTES", 1 << 16)
+    monkeypatch.setattr(parquet, "_COPIED_GROUP_BYTES", 1 << 14)
+    cache = parquet.GroupCache(1 << 16)
+    rows = opened(str(tmp_path / "a.parquet"), tmp_path, cache=cache)
+    order = np.random.default_rng(1).permutation(200).tolist()
+    assert [rows[n]["n"] for n in order] == order
+    assert cache.num_bytes <= 1 << 16
+    (copy,) = (tmp_path / "cache" / "rows").iterdir()
+    stamp = copy.stat().st_mtime_ns
+    assert opened(str(tmp_path / "a.parquet"), tmp_path)[7]["n"] == 7
+    assert copy.stat().st_mtime_ns == stamp, "made once"
+    assert rows.where(150) == "a.parquet row 150"
+
+
+def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
+    folder = tmp_path / "pets" / "train"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (3, 2), (1, 2, 3)).save(folder / "cat.png")
+    (folder / "metadata.csv").write_text("file_name,text\ncat.png,A cat?\n,No picture\n")
+    for source in (str(folder), f"{tmp_path / 'pets'}@train"):
+        rows = opened(source, tmp_path)
+        assert rows.columns == ["image", "text"]
+        assert [dict(row) for row in rows] == [
+            {"image": "cat.png", "text": "A cat?"},
+            {"image": None, "text": "No picture"},
+        ]
+        assert rows.where(0) == "train/metadata.csv row 0"
+        assert list(rows.column("image")) == ["cat.png", None]
+        (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
+        assert open_image(ref, max_mib=1, max_megapixels=1).getpixel((0, 0)) == (1, 2, 3)
+    (folder / "metadata.csv").unlink()
+    (folder / "metadata.jsonl").write_text('{"file_names": ["cat.png", "cat.png"], "mask_file_name": "cat.png"}\n')
+    assert dict(opened(str(folder), tmp_path)[0]) == {"images": ["cat.png", "cat.png"], "mask": "cat.png"}
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (3, 2), (1, 2, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_datasets_of_hugging_face_keep_their_images_encoded(tmp_path: Path) -> None:
+    made = datasets.Dataset.from_dict({"image": [{"bytes": png(), "path": None}], "n": [7]})
+    made.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "saved")
+    rows = opened(str(tmp_path / "saved"), tmp_path)
+    assert rows[0] == {"image": {"bytes": png(), "path": None}, "n": 7}
+    assert list(rows.column("n")) == [7]
+
+
+def test_splits_of_a_dataset_are_named(tmp_path: Path) -> None:
+    name = as_saved_splits(tmp_path).removesuffix("@train")
+    assert len(opened(f"{name}@test", tmp_path)) == 1
+    for source, problem in [
+        (name, f"no split named; its splits are train, test; write {name}@train"),
+        (f"{name}@dev", "no split 'dev'; its splits are train, test"),
+    ]:
+        with pytest.raises(DataError, match=problem):
+            opened(source, tmp_path)
+    file = as_jsonl(tmp_path)
+    with pytest.raises(DataError, match=r"a file has no splits; name it without @train"):
+        opened(f"{file}@train", tmp_path)
+
+
+def test_a_folder_of_parquet_files_is_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "repo" / "data").mkdir(parents=True)
+    table = pa.Table.from_pylist(ROWS)
+    for split in ("train", "test"):
+        pq.write_table(table, tmp_path / "repo" / "data" / f"{split}-00000-of-00001.parquet")
+    assert [dict(row) for row in opened(f"{tmp_path / 'repo'}@test", tmp_path)] == ROWS
+
+
+def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the data set no-such/data-set cannot be loaded") as error:
+        opened("no-such/data-set@train", tmp_path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match=r"a data set of the hub is written no-such/data-set@train"):
+        opened("no-such/data-set", tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the package is there")
+def test_a_protocol_whose_package_is_missing_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(MissingExtraError, match=r"pip install 'fovea\[gs\]'"):
+        opened("gs://bucket/train.parquet", tmp_path)
+
+
+def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
+    table = '{"image": "pictures/a b.png"}\n{"image": "../secret.png"}\n{"image": "/etc/passwd"}\n'
+    with served({"/data/rows.jsonl": table.encode()}) as site:
+        url = f"{site.url}/data/rows.jsonl"
+        with pytest.raises(DataError, match=r"set data.allow_private_addresses=true"):
+            opened(url, tmp_path)
+        limits = UrlLimits(allow_private_addresses=True, retries=0)
+        with pytest.raises(DataError, match=r"none.jsonl: the server answers 404 Not Found; correct the address, or"):
+            opened(f"{site.url}/none.jsonl", tmp_path, url_limits=limits)
+        rows = opened(url, tmp_path, url_limits=limits)
+        assert rows.where(1) == "rows.jsonl row 1"
+        (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
+        assert ref.source == f"{site.url}/data/pictures/a%20b.png"
+        for row in (1, 2):
+            with pytest.raises(BadRowError, match=r"leads out of http://"):
+                image_refs(rows[row]["image"], where="w", folder=rows.folder(row))
+
+
+def test_images_beside_a_table_in_a_bucket() -> None:
+    for image, source in [("a.png", "s3://b/data/a.png"), ("s3://b/data/x/a.png", "s3://b/data/x/a.png")]:
+        (ref,) = image_refs(image, where="w", folder="s3://b/data")
+        assert ref.source == source
+    for image in ("s3://b/other/a.png", "s3://b/data/../a.png", "file:///etc/passwd", "../a.png", "/a.png"):
+        with pytest.raises(BadRowError, match=r"leads out of s3://b/data") as error:
+            image_refs(image, where="w", folder="s3://b/data")
+        assert error.value.reason == "image_outside_folder"
+
+
+def test_image_root(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.jsonl").write_text('{"image": "x.png"}\n')
+    rows = opened(str(tmp_path / "tables" / "a.jsonl"), tmp_path, image_root=str(tmp_path / "pictures"))
+    (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
+    assert ref.source == str(tmp_path / "pictures" / "x.png")
+
+
+def forms() -> Sequence[object]:
+    text = base64.b64encode(png()).decode()
+    return [
+        png(),
+        bytearray(png()),
+        {"bytes": png(), "path": "a.png"},
+        {"bytes": None, "path": "a.png"},
+        np.frombuffer(png(), np.uint8),
+        np.array(png()),
+        np.full((2, 3, 3), (1, 2, 3), np.uint8),
+        Image.new("RGB", (3, 2), (1, 2, 3)),
+        text,
+        "\n".join(text[start : start + 60] for start in range(0, len(text), 60)),
+        f"data:image/png;base64,{text}",
+        "a.png",
+    ]
+
+
+def test_every_form_of_an_image(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    for image in forms():
+        for cell in (image, [image], (image,)):
+            (ref,) = image_refs(cell, where="w", folder=tmp_path)
+            opened_image = open_image(ref, max_mib=1, max_megapixels=1)
+            assert (opened_image.size, opened_image.getpixel((0, 0))) == ((3, 2), (1, 2, 3)), image
+    objects = np.empty(2, dtype=object)
+    objects[:] = [{"bytes": png(), "path": None}, "a.png"]
+    assert len(image_refs(objects, None, forms(), where="w", folder=tmp_path)) == 2 + len(forms())
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("", "image_kind"),
+        (3, "image_kind"),
+        ([[png()]], "image_kind"),
+        ("data:text/plain,hello", "image_base64"),
+        ("data:image/png;base64,%%%", "image_base64"),
+        (base64.b64encode(png()).decode()[:-5] + "!", "image_base64"),
+        ("../a.png", "image_outside_folder"),
+        ("a\0b.png", "image_outside_folder"),
+        ("file:///etc/passwd", "image_outside_folder"),
+        ("s3://bucket/a.png", "image_outside_folder"),
+    ],
+)
+def test_what_is_no_image_of_the_row(cell: object, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRowError) as error:
+        image_refs(cell, where="rows.csv row 1", folder=tmp_path)
+    assert error.value.reason == reason
+    assert str(error.value).startswith("rows.csv row 1, image 1: ")

@@ -1,0 +1,161 @@
+"""Training on data as users have it: every public layout, and a file of bad rows from beginning to end."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fovea.bad_rows import BAD_ROWS_FILE
+from fovea.build import build
+from fovea.config_io import load_config
+from fovea.errors import DataError
+from fovea.loop import train
+from fovea.metrics import read_metrics
+from fovea.summary import Summary
+from tests.bad_files import FILES, encoded, picture, write
+from tests.data.web import served
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+SMALL = [
+    *("model.path=null", "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16}", "model.dtype=float32"),
+    *("model.max_pixels=2304", "max_steps=2", "log.progress=false", "log.tensorboard=false"),
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"),
+    *("algorithm.max_groups_without_signal=4", "algorithm.entropy_coef=0.01"),
+    *("evaluate.test_size=4", "evaluate.image_controls=false", "evaluate.shared_images=ignore"),
+    *("train.gradient_checkpointing=false", "train.learning_rate=1e-3"),
+]
+
+
+def trained(folder: Path, files: tuple[Path, Path], *settings: str) -> Summary:
+    own = [f"run_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    own += [f"environment.train_files=['{files[0]}']", f"environment.test_files=['{files[1]}']"]
+    return train(build(load_config([ROOT / "recipes" / "geo3k.yaml"], [*SMALL, *own, *settings])))
+
+
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        (("geo3k/fixture_train.parquet", "geo3k/fixture_test.parquet"), []),
+        (("geo3k/fixture_verl_train.parquet", "geo3k/fixture_verl_test.parquet"), ["environment.system_prompt=null"]),
+        (("geo3k/train.parquet", "geo3k/validation.parquet"), []),
+        (("vqa/fixture_train.parquet", "vqa/fixture_test.parquet"), ["environment.kind_key=question_type"]),
+        (("vqa/nlvr_vqa_train.parquet", "vqa/fixture_test.parquet"), []),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_public_files_train(names: tuple[str, str], settings: list[str], tmp_path: Path) -> None:
+    files = (SHARED / names[0], SHARED / names[1])
+    if not all(file.exists() for file in files):
+        pytest.skip(f"the shared data files are not here ({SHARED})")
+    summary = trained(tmp_path, files, *settings)
+    assert summary.steps == 2
+    assert summary.final is not None
+    assert summary.final.num_rows == 4
+    metrics = read_metrics(tmp_path / "run")
+    assert [row["data/rows_skipped"] for row in metrics] == [0, 0]
+    assert all(row["grad_norm"] > 0 for row in metrics)
+
+
+def image(n: int) -> dict[str, object]:
+    return {"bytes": encoded(picture(n)), "path": None}
+
+
+def rlinf(n: int) -> dict[str, object]:
+    return {"problem": "<image>Find x.", "images": [image(n)], "answer": rf"so \boxed{{{n}}}"}
+
+
+def pokemon(n: int) -> dict[str, object]:
+    turns = [("human", "<image>Who is it?"), ("gpt", f"Number {n}.")]
+    return {"conversations": [{"from": who, "value": text} for who, text in turns], "images": [image(n)]}
+
+
+def verl(n: int) -> dict[str, object]:
+    return {
+        "data_source": "d",
+        "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>Find x."}],
+        "images": [image(n)],
+        "reward_model": {"style": "rule", "ground_truth": str(n)},
+        "extra_info": {"index": n},
+    }
+
+
+@pytest.mark.parametrize(("row", "answer"), [(rlinf, "3"), (pokemon, "Number 3."), (verl, "3")])
+def test_public_layouts_train_without_a_setting(row: object, answer: str, tmp_path: Path) -> None:
+    assert callable(row)
+    pq.write_table(pa.Table.from_pylist([row(n) for n in range(6)]), tmp_path / "rows.parquet")
+    files = (tmp_path / "rows.parquet", tmp_path / "rows.parquet")
+    config = [*SMALL, f"run_dir={tmp_path / 'run'}", "environment.system_prompt=null"]
+    config += [f"environment.{split}_files=['{files[0]}']" for split in ("train", "test")]
+    run = build(load_config([ROOT / "recipes" / "geo3k.yaml"], config))
+    task = run.sources.train.tasks[3]
+    assert (task.answer, len(task.images)) == (answer, 1)
+    assert train(run).steps == 2
+
+
+WEB = [
+    *("data.on_bad_row=skip", "data.allow_private_addresses=true", "data.url_timeout_seconds=1", "data.url_retries=0"),
+    *("data.max_image_mib=1", "data.max_prompt_tokens=400", "environment.system_prompt=null"),
+]
+
+
+def listed(folder: Path) -> list[dict[str, str]]:
+    lines = (folder / "run" / BAD_ROWS_FILE).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def by_reason(metrics: dict[str, float]) -> dict[str, float]:
+    prefix = "data/rows_skipped/"
+    return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+
+
+def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path) -> None:
+    """Every one is listed once under its reason, also after a resume, and the good ones are all used."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    with served({"/far.png": encoded(picture(5))}) as site:
+        reasons = write(folder, site.url)
+        assert len(reasons) >= 30
+        files = (folder / "bad.jsonl", folder / "bad.jsonl")
+        settings = [*WEB, "evaluate.shared_images=count", "rollout.prompts_per_step=6", "evaluate.test_size=null"]
+        summary = trained(tmp_path, files, *settings, "max_steps=6", "checkpoint.every_steps=2")
+        found = listed(tmp_path)
+        assert {row["row"]: row["reason"] for row in found} == reasons
+        assert len(found) == len(reasons), "once each, though train, dev and test read the same file"
+        metrics = read_metrics(tmp_path / "run")[-1]
+        assert metrics["data/rows_skipped"] == len(reasons)
+        assert by_reason(metrics) == Counter(reasons.values())
+        assert summary.final is not None
+        assert summary.final.num_rows == 8, "the good rows"
+        for row in found:
+            assert row["error"].startswith(row["row"])
+            assert "\n" not in row["error"]
+        trained(tmp_path, files, *settings, "max_steps=8", "resume=auto")
+        assert listed(tmp_path) == found
+        assert by_reason(read_metrics(tmp_path / "run")[-1]) == Counter(reasons.values())
+
+
+@pytest.mark.parametrize("name", ["cmyk.jpg", "half.png"])
+def test_by_default_the_first_bad_row_ends_the_run_in_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(FILES[name][0])
+    rows = [{"problem": "How many?", "answer": "1", "images": [name]}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(DataError, match=rf"a.jsonl row 0, image 1 \(.*{name}\): .*; .*, or set data.on_bad_row=skip"):
+        trained(tmp_path, (tmp_path / "a.jsonl", tmp_path / "a.jsonl"))
+
+
+def test_images_convert_where_that_is_asked_for(tmp_path: Path) -> None:
+    names = ["cmyk.jpg", "grey16.png", "film.gif", "turned.jpg"]
+    for name in names:
+        (tmp_path / name).write_bytes(FILES[name][0])
+    rows: Sequence[object] = [{"problem": "?", "answer": "1", "images": [name]} for name in names]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
+    trained(tmp_path, files, "data.convert_images=[cmyk, 16_bit, frames, rotated]")
+    assert read_metrics(tmp_path / "run")[-1]["data/rows_skipped"] == 0
