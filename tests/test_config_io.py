@@ -314,7 +314,7 @@ def test_texts_that_look_like_numbers_come_back() -> None:
 
 def test_every_setting_is_described() -> None:
     described = describe()
-    assert len({setting.key for setting in described}) == len(described)
+    assert len({(setting.key, setting.doc) for setting in described}) == len(described)
     assert [setting.key for setting in described if not setting.doc.strip()] == []
 
 

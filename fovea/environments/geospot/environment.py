@@ -113,7 +113,7 @@ class GeoSpot:
             raise bad_row(where, "the country is empty, so the first stages have nothing to ask for", "place")
         images = image_refs(self._image(row, where), where=where, folder=rows.folder(index))
         if not images:
-            raise bad_row(where, "there is no picture, so there is nothing to look at", "image_missing")
+            raise bad_row(where, "there is no picture, so there is nothing to look at", "image_absent")
         known = (place.city, place.region, self._country(row, place), *(f"{x:.4f}" for x in place.at or ()))
         return Task(
             id=f"{split}/{index}",
