@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# Tests that need a browser or a GPU run where there is one.
+# Tests that need a browser or a GPU run where there is one; the slow ones are a stage of .ci/run.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 GPU := $(shell command -v nvidia-smi)
-MARKERS := $(if $(BROWSER),$(if $(GPU),,not gpu),not browser$(if $(GPU),, and not gpu))
+MARKERS := not slow$(if $(BROWSER),, and not browser)$(if $(GPU),, and not gpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench lint format clean
