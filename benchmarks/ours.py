@@ -17,8 +17,9 @@ from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
+from fovea.draw import sampling_of
 from fovea.evaluation.evaluator import Evaluator
-from fovea.loop import sampling_of, take_step
+from fovea.loop import take_step
 from fovea.metrics import MetricsLog, Phases
 from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts

@@ -91,3 +91,17 @@ async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int, uns
 def _differs(group: Group) -> bool:
     accuracies = [episode.score.accuracy for episode in group.episodes]
     return max(accuracies) - min(accuracies) > SAME_ACCURACY
+
+
+def sampling_of(run: Run) -> Sampling:
+    """How the rollout draws; each request gets a seed of its own."""
+    rollout = run.config.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+        trace=True,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fovea.advantages import with_advantages
-from fovea.draw import draw
+from fovea.draw import draw, sampling_of
 from fovea.rollout.wait import wait_for
 from fovea.run import Run
 from fovea.samples import (
@@ -15,7 +15,7 @@ from fovea.samples import (
 )
 from fovea.stages import Standing, begin, finish, record, start_stage
 from fovea.summary import Summary
-from fovea.types import Batch, Group, Metrics, Sampling
+from fovea.types import Batch, Group, Metrics
 
 
 def train(run: Run) -> Summary:
@@ -61,17 +61,3 @@ def add_logprobs(run: Run, batch: Batch) -> Batch:
     if algorithm.kl_coef:
         batch = with_reference_logprobs(batch, run.policy.reference_logprobs(batch))
     return batch
-
-
-def sampling_of(run: Run) -> Sampling:
-    """How the rollout draws; each request gets a seed of its own."""
-    rollout = run.config.rollout
-    return Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
-        trace=True,
-    )

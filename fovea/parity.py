@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.algorithms.kl import k3
+from fovea.draw import sampling_of
 from fovea.errors import DataError, ParityError
 from fovea.metrics import json_number, write_atomically
 from fovea.prompts import PromptedTask
@@ -211,16 +212,8 @@ def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def _sampling(run: Run) -> Sampling:
     """As the rollout draws, but shorter; with a trace, since only such completions are decoded in 8 bits."""
-    rollout = run.config.rollout
-    return Sampling(
-        max_new_tokens=min(run.config.parity.max_new_tokens, rollout.max_new_tokens),
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
-        trace=True,
-    )
+    sampling = sampling_of(run)
+    return replace(sampling, max_new_tokens=min(run.config.parity.max_new_tokens, sampling.max_new_tokens))
 
 
 def _batch(drawn: Sequence[_Drawn]) -> Batch:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fovea.draw import Drawn, draw
+from fovea.draw import Drawn, draw, sampling_of
 from fovea.environments.curriculum import Curriculum
-from fovea.loop import sampling_of, train
+from fovea.loop import train
 from fovea.metrics import read_metrics
 from fovea.rollout.wait import wait_for
 from fovea.stages import begin

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from fovea.checkpoint import Checkpoints
+from fovea.draw import sampling_of
 from fovea.errors import DataError
-from fovea.loop import sampling_of, take_step, train
+from fovea.loop import take_step, train
 from fovea.metrics import read_metrics
 from fovea.rollout.wait import wait_for
 from fovea.stages import Standing, begin

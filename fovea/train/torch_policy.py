@@ -168,7 +168,7 @@ class TorchPolicy:
                 optimizer.forget_gradients()
             done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
             tally.add(done.sums)
-            tally.operations += sum(self._scorer.cost.operations(group) for group in groups)
+            tally.operations += self._num_models * sum(self._scorer.cost.operations(group) for group in groups)
             limit = self._algorithm.max_policy_kl
             too_far = limit is not None and done.policy_kl > limit
             if too_far or not self._step(groups, done, tally):
@@ -191,6 +191,11 @@ class TorchPolicy:
         for optimizer in self._optimizers[1:] if waiting else self._optimizers:
             optimizer.step()
         return True
+
+    @property
+    def _num_models(self) -> int:
+        """That go forward and backward over a batch."""
+        return 1 if self._critic is None or self._critic.model is None else 2
 
     @property
     def _optimizers(self) -> list[Optimizer]:
