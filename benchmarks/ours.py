@@ -18,6 +18,7 @@ from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
 from fovea.draw import sampling_of
+from fovea.environments.curriculum import Curriculum
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
 from fovea.metrics import MetricsLog, Phases
@@ -171,6 +172,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         environment=environment,
         sources=Sources(train=source, dev=source, test=source),
         order=Order(["all"] * len(source), weights={}, seed=0),
+        curriculum=Curriculum(environment),
         engine=shared.engine,
         policy=shared.policy,
         warmup=None,

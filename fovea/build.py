@@ -45,6 +45,7 @@ from fovea.models.trainable import (
     lora_layers,
     recompute_activations,
     trainable_parameters,
+    untrained_head,
     value_parameters,
 )
 from fovea.models.value_head import ValueHead
@@ -308,7 +309,9 @@ def make_tape(vlm: VLM, config: Config) -> Tape | None:
     inexact = config.rollout.decode_weights != "exact"
     padded = not config.train.variable_seq_lengths
     # in 16 bits the later steps of an update would be compared with another computation of the first
-    mixed = vlm.dtype != torch.float32 and config.algorithm.ppo_epochs * config.algorithm.minibatches > 1
+    algorithm = config.algorithm
+    again = algorithm.ppo_epochs * algorithm.minibatches > 1 or algorithm.needs_old_logprobs
+    mixed = vlm.dtype != torch.float32 and again
     return Tape(
         [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
     )
@@ -339,6 +342,7 @@ def make_critic(config: Config, vlm: VLM) -> Critic:
     model = None
     if settings.trunk == "separate":
         model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
+        untrained_head(model.trunk.network)
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
     return Critic(
         optimizer=Optimizer(

@@ -6,6 +6,7 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
@@ -270,7 +271,7 @@ class Train(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     max_skipped_updates: NonNegativeInt = 3
-    """Optimizer steps in a row that may be left out because something was not finite; one more stops the run."""
+    """Updates in a row that may end early because something was not finite; one more stops the run."""
     lr_warmup_steps: NonNegativeInt = 10
     """Steps of linear rise."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -409,11 +410,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        if self.rollout.decode_weights == "int8" and not self.algorithm.importance_sampling_fix:
-            raise ValueError(
-                "rollout.decode_weights=int8 draws from other probabilities than those that are trained; set "
-                "algorithm.importance_sampling_fix=true, or rollout.decode_weights=exact"
-            )
         refuse(_disagreements(self))
         return self
 
@@ -446,5 +442,12 @@ def _disagreements(config: Config) -> Iterator[str]:
     if config.critic != Critic() and not algorithm.needs_values:
         yield (
             f"critic is set, but algorithm.advantage={algorithm.advantage} has no value function; set "
-            "algorithm.name=ppo, or drop critic"
+            f"algorithm.name=ppo, or {_back_to_default(config.critic)}"
         )
+
+
+def _back_to_default(section: Section) -> str:
+    """The overrides that undo what was set."""
+    default = type(section)()
+    changed = [key for key in type(section).model_fields if getattr(section, key) != getattr(default, key)]
+    return " ".join(f"critic.{key}={json.dumps(getattr(default, key))}" for key in changed).replace('"', "")

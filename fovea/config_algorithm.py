@@ -17,9 +17,16 @@ DEFAULTS_OF: Mapping[str, Mapping[str, object]] = {
     # DeepSeekMath, arXiv 2402.03300, with the token mean and without the KL term that most runs have left behind
     "grpo": {},
     # Liu et al., arXiv 2503.20783
-    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm"},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", "kl_coef": 0.0},
     # Yu et al., arXiv 2503.14476: a buffer of 4,096 of 20,480 tokens
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer_frac": 0.2},
+    "dapo": {
+        "aggregation": "token-mean",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl_coef": 0.0,
+        "dynamic_sampling": True,
+        "overlong_buffer_frac": 0.2,
+    },
     # Zheng et al., arXiv 2507.18071, section 5.1
     "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4},
     # Ahmadian et al., arXiv 2402.14740: one action a completion, the KL in its reward
@@ -33,7 +40,15 @@ DEFAULTS_OF: Mapping[str, Mapping[str, object]] = {
     # Hu et al., arXiv 2501.03262: the KL in the reward
     "reinforce++": {"advantage": "reinforce++", **KL_IN_REWARD, "kl_coef": 0.01},
     # Schulman et al., arXiv 1707.06347 and 1506.02438; the numbers are those of vlm-gym
-    "ppo": {"advantage": "gae", "ppo_epochs": 4, "entropy_coef": 0.01, "gamma": 0.99, "gae_lambda": 0.95},
+    "ppo": {
+        "advantage": "gae",
+        "ppo_epochs": 4,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "entropy_coef": 0.01,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+    },
 }
 """What a name sets, unless the setting stands beside it."""
 
@@ -44,6 +59,7 @@ class Algorithm(Section):
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"clip_epsilon": ("clip_low", "clip_high")}
 
     bundles: ClassVar[Mapping[str, Mapping[str, object]]] = DEFAULTS_OF
+    follow_the_name: ClassVar[tuple[str, ...]] = ("dual_clip",)
 
     name: AlgorithmName = "grpo"
     """Sets the parts that its paper is known for (docs/algorithms.md); each can be set beside it."""
@@ -51,7 +67,7 @@ class Algorithm(Section):
     """grpo: less the group's mean, by its deviation; dr_grpo: less the mean; rloo: less the mean of the others;
     reinforce++: whitened over the step; gae: by a value function (PPO)."""
     loss: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
-    """clip: PPO's clipped ratio of each token; gspo: of whole completions; cispo, sapo: softer ends (docs/step.md)."""
+    """clip: PPO's clipped ratio of each token; gspo: of whole completions; cispo, sapo: softer ends."""
     aggregation: Aggregation = "token-mean"
     """How the loss of tokens becomes one number, over the whole step whatever way it is cut."""
     clip_low: Fraction = 0.2
@@ -74,13 +90,13 @@ class Algorithm(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the model that RL began with (0.01 is usual for VLMs); at 0 no reference model is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of the KL, from the log-probs of the tokens drawn."""
+    """Of the KL, from the log-probs of the tokens drawn; in the reward k1 is the default."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss or taken from the reward, token by token."""
     kl_target: PositiveFloat | None = None
     """Move kl_coef until the KL of a token is this (kl_in=reward); null: leave it."""
     kl_horizon_samples: PositiveInt = 10_000
-    """Completions in which kl_coef can about double."""
+    """Completions in which kl_coef can change by a fifth."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy of the tokens trained on, aggregated as the loss is."""
     max_groups_without_signal: NonNegativeInt = 0
@@ -115,13 +131,22 @@ class Algorithm(Section):
             return given
         paper = DEFAULTS_OF.get(str(given.get("name")), {})
         # what only the clipped loss has is off beside another one
-        unused = {} if given.get("loss", paper.get("loss", "clip")) == "clip" else {"dual_clip": None}
+        unused: dict[str, object] = {}
+        if given.get("loss", paper.get("loss", "clip")) != "clip":
+            unused["dual_clip"] = None
+        if given.get("kl_in", paper.get("kl_in")) == "reward":
+            unused["kl_estimator"] = "k1"
         return {**unused, **paper, **given}
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Algorithm:
         refuse(_contradictions(self))
         return self
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether rewards become advantages with the help of log-probs from before the update."""
+        return self.needs_values or bool(self.kl_coef and self.kl_in == "reward")
 
     @property
     def needs_values(self) -> bool:
@@ -155,6 +180,11 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.kl_target={settings.kl_target:g} moves the weight of a KL in the reward, but kl_in="
             f"{settings.kl_in} and kl_coef={settings.kl_coef:g}; set kl_in=reward with a kl_coef, or kl_target=null"
+        )
+    if settings.kl_coef and settings.kl_in == "loss" and settings.kl_estimator == "k1":
+        yield (
+            "algorithm.kl_estimator=k1 in the loss has a gradient of 0 on average and would hold nothing; "
+            "set algorithm.kl_estimator=k3, or algorithm.kl_in=reward"
         )
     yield from _without_use(settings)
 

@@ -23,6 +23,8 @@ class Section(BaseModel):
     """Names that people know, and the settings that each stands for."""
     bundles: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """By the section's `name`, the settings that choosing it sets."""
+    follow_the_name: ClassVar[tuple[str, ...]] = ()
+    """Settings whose default depends on it."""
 
 
 def refuse(complaints: Iterable[str]) -> None:

@@ -7,7 +7,8 @@ A layer is one recipe or one override; later layers win:
 * A layer that chooses another variant (`environment.name=geo3k`) drops what earlier layers set in that
   section: those keys belong to the other variant. Among overrides the choice comes first, wherever it is
   written, so that an override is never dropped.
-* A layer that chooses another `algorithm.name` drops what earlier layers set of the parts that the name stands for.
+* A layer that chooses another `algorithm.name` drops what earlier layers set of the parts that the old name or
+  the new one stands for.
 * Values are YAML, read strictly: `"8"` in quotes is text and no number.
 """
 
@@ -182,7 +183,8 @@ class _Layers:
         name = new.get("name")
         if not section.bundles or name is None or name == current.get("name"):
             return current
-        replaced = section.bundles.get(str(name), {})
+        old = section.bundles.get(str(current.get("name")), {})
+        replaced = {*section.bundles.get(str(name), {}), *old, *section.follow_the_name}
         for entry in replaced:
             self._forget_below(f"{key}.{entry}")
             self.sources.pop(f"{key}.{entry}", None)

@@ -50,7 +50,8 @@ async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
         metrics=note_unscored(run, step, groups, unscored)
         | {
             "dynamic_sampling/batches": float(batches),
-            "dynamic_sampling/groups_dropped": float(len(groups) - len(to_train)),
+            "dynamic_sampling/groups_dropped": float(len(groups) - len(differing)),
+            "dynamic_sampling/groups_left_over": float(len(differing) - len(to_train)),
             "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
         },
     )

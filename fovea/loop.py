@@ -56,7 +56,7 @@ def add_logprobs(run: Run, batch: Batch) -> Batch:
     if algorithm.needs_values:
         logprobs, values = run.policy.logprobs_and_values(batch)
         batch = with_values(with_old_logprobs(batch, logprobs), values)
-    elif algorithm.minibatches > 1 or (algorithm.kl_coef and algorithm.kl_in == "reward"):
+    elif algorithm.minibatches > 1 or algorithm.needs_old_logprobs:
         batch = with_old_logprobs(batch, run.policy.logprobs(batch))
     if algorithm.kl_coef:
         batch = with_reference_logprobs(batch, run.policy.reference_logprobs(batch))

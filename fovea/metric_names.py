@@ -160,6 +160,12 @@ CHAPTERS = (
             "The price of the method. Growing to several batches a step: time for harder questions.",
         ),
         (
+            "dynamic_sampling/groups_left_over",
+            "groups",
+            "Groups that differ, but for which the step had no more room.",
+            "Below the groups of one rollout.",
+        ),
+        (
             "dynamic_sampling/groups_missing",
             "groups",
             "Groups that the batch lacks, because the bound on rollouts came first.",
@@ -232,13 +238,13 @@ CHAPTERS = (
         (
             "epochs_run",
             "epochs",
-            "Passes over the batch; fewer than set where `kl/policy` reached its limit.",
-            "The number set. Always 1: the learning rate is too high for more.",
+            "Optimizer steps taken, in passes over the batch; fewer than set where `kl/policy` reached its limit.",
+            "The number set. Always below it: the learning rate is too high for so many.",
         ),
         (
             "updates_skipped",
-            "steps",
-            "Optimizer steps left out because loss, gradient or a log-prob was not finite.",
+            "updates",
+            "1 where the update ended early because a loss, a gradient or a log-prob was not finite.",
             "0; above a limit the run stops and names the samples.",
         ),
         (
@@ -285,7 +291,8 @@ CHAPTERS = (
         (
             "kl/policy",
             "nats",
-            "Mean k3 estimate of the KL between the policy before and after the update, which may end the epochs.",
+            "Mean k3 estimate of the KL from the policy before the update to that of its last pass, which may end it; "
+            "0 where there is one pass.",
             "Under 0.02.",
         ),
     ),

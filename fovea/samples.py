@@ -70,7 +70,8 @@ def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm)
         return list(range(len(rewards_PG)))
     silent = (~signal_P).nonzero()[:, 0]
     worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
-    return [*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]]
+    # in the order of the step: a minibatch is to have its share of both
+    return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
 
 
 def _sample_group(group: Group, rewards: Sequence[float], weights: Sequence[float]) -> SampleGroup:

@@ -48,7 +48,21 @@ def test_a_name_replaces_what_the_recipe_set_of_its_parts_and_nothing_else() -> 
     assert (gspo.clip_high, gspo.entropy_coef) == (4e-4, 0.08)
     assert settings("algorithm.clip_high=0.1", "algorithm.name=gspo").algorithm.clip_high == 0.1
     assert settings("algorithm.name=grpo").algorithm == settings().algorithm
-    assert settings("algorithm.name=ppo").algorithm.entropy_coef == 0.01
+    ppo = settings("algorithm.name=ppo").algorithm
+    assert (ppo.entropy_coef, ppo.clip_low, ppo.clip_high) == (0.01, 0.2, 0.2)
+    assert settings("algorithm.kl_in=reward", "algorithm.kl_coef=0.1").algorithm.kl_estimator == "k1"
+
+
+@pytest.mark.parametrize("old", DEFAULTS_OF)
+@pytest.mark.parametrize("new", DEFAULTS_OF)
+def test_a_name_over_a_resolved_config_leaves_nothing_of_the_old_one(old: str, new: str, tmp_path: Path) -> None:
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(settings(f"algorithm.name={old}", "algorithm.entropy_coef=0.02")))
+    renamed = load_config([written], [f"algorithm.name={new}"]).algorithm
+    kept = {} if "entropy_coef" in {**DEFAULTS_OF[new], **DEFAULTS_OF[old]} and old != new else {"entropy_coef": 0.02}
+    kept |= {"max_groups_without_signal": 8}
+    kept |= {} if "clip_high" in {**DEFAULTS_OF[new], **DEFAULTS_OF[old]} else {"clip_high": 0.28}
+    assert renamed == Algorithm.model_validate({"name": new, **kept})
 
 
 def test_clip_epsilon_sets_both_bounds() -> None:
@@ -65,6 +79,7 @@ def test_clip_epsilon_sets_both_bounds() -> None:
         ({"loss": "sapo", "dual_clip": 3.0}, "dual_clip is part of loss=clip"),
         ({"kl_target": 0.1}, "set kl_in=reward with a kl_coef, or kl_target=null"),
         ({"kl_target": 0.1, "kl_coef": 0.1}, "set kl_in=reward with a kl_coef"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss has a gradient of 0 on average"),
         ({"gamma": 0.9}, "no value function; set algorithm.name=ppo, or drop gamma"),
         ({"value_clip": None}, "no value function; set algorithm.name=ppo, or drop value_clip"),
     ],
@@ -81,7 +96,7 @@ def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], mes
         (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
         (["algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=1"],
          "dynamic_sampling=true compares"),
-        (["critic.warmup_steps=3"], "critic is set, but algorithm.advantage=grpo has no value function"),
+        (["critic.warmup_steps=3"], "set algorithm.name=ppo, or critic.warmup_steps=0"),
         (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1",
           "algorithm.kl_horizon_samples=320"], "no more than the 320 completions of one step"),
         (["algorithm.name=grop"], "algorithm.name"),

@@ -32,7 +32,7 @@ def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | No
 
 def sample(tokens: int) -> Sample:
     zeros = np.zeros(tokens, dtype=np.float32)
-    return Sample(token_ids_T=np.arange(tokens), rollout_logprobs_T=zeros, advantages_T=zeros)
+    return Sample(token_ids_T=np.arange(tokens), rollout_logprobs_T=zeros, reward=0.0, weight=1.0, advantages_T=zeros)
 
 
 def all_samples(groups: list[SampleGroup]) -> list[Sample]:

@@ -53,7 +53,9 @@ def test_a_step_is_filled_with_groups_that_differ(tmp_path: Path) -> None:
     batches = result.metrics["dynamic_sampling/batches"]
     assert 1 < batches <= 4
     assert len(result.groups) == 8 * batches
-    assert result.metrics["dynamic_sampling/groups_dropped"] == len(result.groups) - 8
+    dropped, left_over = (result.metrics[f"dynamic_sampling/groups_{name}"] for name in ("dropped", "left_over"))
+    assert dropped == sum(len(accuracies(group)) == 1 for group in result.groups)
+    assert dropped + left_over == len(result.groups) - 8
     assert result.metrics["dynamic_sampling/groups_missing"] == 0
 
 
@@ -63,6 +65,7 @@ def test_past_the_bound_a_step_takes_what_there_is_and_says_so(tmp_path: Path) -
     assert result.metrics == {
         "dynamic_sampling/batches": 4,
         "dynamic_sampling/groups_dropped": 32,
+        "dynamic_sampling/groups_left_over": 0,
         "dynamic_sampling/groups_missing": 8,
     }
 

@@ -187,7 +187,7 @@ def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "trunk"), [*((family, "shared") for family in FAMILIES), ("qwen2_5_vl", "separate")]
+    ("family", "trunk"), [(family, trunk) for family in FAMILIES for trunk in ("shared", "separate")]
 )
 def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path: Path) -> None:
     settings = [f"model.tiny.family={family}", f"critic.trunk={trunk}", "critic.warmup_steps=1"]

@@ -42,12 +42,12 @@ def first_rewards(limit: int) -> list[float]:
     return [g.samples[0].reward for g in batch.groups]
 
 
-def test_groups_with_signal_come_first_then_the_worst_without() -> None:
+def test_groups_with_signal_train_and_the_worst_without() -> None:
     assert first_rewards(0) == [0, 1]
-    assert first_rewards(1) == [0, 1, 0]
+    assert first_rewards(1) == [0, 0, 1]
     kept, _ = batch_of(max_groups_without_signal=2)
     lengths = [len(g.samples[0].token_ids_T) for g in kept.groups]
-    assert lengths == [4, 4, 4, 6], "all wrong before half right"
+    assert lengths == [4, 6, 4, 4], "all wrong before half right, in the order of the step"
     assert len(batch_of(max_groups_without_signal=9)[0].groups) == 5
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -178,6 +179,13 @@ def bit_hash(tensor: Tensor) -> int:
         places = torch.arange(start, start + len(part), device=part.device)
         total += int((part * ((places * PLACE_MULTIPLIER) ^ (places >> 7) | 1)).sum())
     return total
+
+
+def untrained_head(network: nn.Module) -> None:
+    """Freeze the head for tokens where it is no part of the embedding: a model of values has no use for it."""
+    head: Any = network.get_submodule("lm_head")
+    if head.weight is not language_model(network).embed_tokens.weight:
+        head.requires_grad_(False)
 
 
 def policy_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:

@@ -32,11 +32,27 @@ class Pass:
     sums: dict[str, float] = field(default_factory=dict)
     """For the metrics (`train.tally`)."""
     not_finite: list[str] = field(default_factory=list)
-    """Tasks with a log-prob, a value or a loss that is not finite; they have no gradient."""
+    """Tasks with a log-prob or a value of their own that is not finite."""
+    in_bad_rows: list[str] = field(default_factory=list)
+    """All tasks of micro-batches whose loss is not finite; these have no gradient."""
 
     def add(self, sums: dict[str, Tensor]) -> None:
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0.0) + float(value)
+
+    @property
+    def bad_tasks(self) -> list[str]:
+        """Those with a number of their own that is not finite; where there is none, all that may have done it."""
+        return self.not_finite or self.in_bad_rows
+
+    def mark(self, micro: MicroBatch, *values_A: Tensor | None) -> None:
+        """The loss of this micro-batch is not finite; one of these, or of what it came with, may say why."""
+        given = (micro.rollout_logprobs_A, micro.old_logprobs_A, micro.reference_logprobs_A, micro.values_A, *values_A)
+        finite_A = torch.stack([value.detach().isfinite() for value in given if value is not None]).all(0)
+        tasks = [group.task_id for group in micro.groups for _ in group.samples]
+        bad = [not bool(part.all()) for part in finite_A.cpu().split(micro.lengths)]
+        self.not_finite += dict.fromkeys(task for task, is_bad in zip(tasks, bad, strict=True) if is_bad)
+        self.in_bad_rows += dict.fromkeys(tasks)
 
     @property
     def policy_kl(self) -> float:
@@ -75,7 +91,7 @@ class Backward:
             value_loss, value_sums = value_terms(scores.values_A, micro, self._algorithm)
             loss, sums = loss + value_loss, sums | value_sums
         if not bool(torch.isfinite(loss)):
-            done.not_finite += _tasks_that_are_not_finite(micro, scores.logprobs_A, scores.values_A)
+            done.mark(micro, scores.logprobs_A, scores.values_A)
             return
         (scale * loss).backward()
         weighed = {"loss": scale * loss.detach(), "policy_loss": scale * sums["policy_loss"]}
@@ -85,17 +101,7 @@ class Backward:
         values_A = model(micro.row)
         loss, sums = value_terms(values_A, micro, self._algorithm)
         if not bool(torch.isfinite(loss)):
-            done.not_finite += _tasks_that_are_not_finite(micro, values_A)
+            done.mark(micro, values_A)
             return
         (scale * loss).backward()
         done.add(sums | {"loss": scale * loss.detach()})
-
-
-def _tasks_that_are_not_finite(micro: MicroBatch, *values: Tensor | None) -> list[str]:
-    """Of a micro-batch whose loss is not finite; all of its tasks where no single value shows which."""
-    given = [micro.rollout_logprobs_A, *(value.detach() for value in values if value is not None)]
-    finite_A = torch.stack([value.isfinite() for value in given]).all(0)
-    of_samples = [bool(part.all()) for part in finite_A.cpu().split(micro.lengths)]
-    samples = [group.task_id for group in micro.groups for _ in group.samples]
-    named = [task for task, finite in zip(samples, of_samples, strict=True) if not finite]
-    return list(dict.fromkeys(named or samples))

@@ -31,6 +31,11 @@ class Critic:
             self.model.trunk.load_state_dict(policy.state_dict())
         self.optimizer.read_again()
 
+    def train(self, mode: bool) -> None:
+        """As `nn.Module.train`: layers recompute their activations in training only."""
+        if self.model is not None:
+            self.model.train(mode)
+
     def values(self, scores: TokenScores, micro: MicroBatch) -> Tensor:
         """[A], of the head that made the scores or of the model of its own."""
         if self.model is not None:

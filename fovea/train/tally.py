@@ -23,6 +23,10 @@ class Tally:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     norms: list[list[float]] = field(default_factory=list)
     """For each step, of the gradients before clipping: the policy's, and the value function's where there is one."""
+    minibatches: int = 1
+    """Into which the batch was cut."""
+    policy_kl: float = 0.0
+    """Of the last pass: how far the steps before it had moved the policy."""
     passes: int = 0
     """Over a minibatch, whether a step was taken or not."""
     operations: float = 0.0
@@ -32,13 +36,14 @@ class Tally:
     not_finite: list[str] = field(default_factory=list)
     """Tasks for which the last step was left out."""
 
-    def add(self, sums: Mapping[str, float]) -> None:
+    def add(self, sums: Mapping[str, float], policy_kl: float) -> None:
         """Of one pass over a minibatch."""
         self.passes += 1
+        self.policy_kl = policy_kl
         for key, value in sums.items():
             self.sums[key] += value
 
-    def metrics(self, num_minibatches: int) -> Metrics:
+    def metrics(self) -> Metrics:
         """Losses per optimizer step, everything else a mean over the actions of all passes."""
         actions = max(self.sums["actions"], 1.0)
         means = {key: x / actions for key, x in self.sums.items() if key not in (*LOSSES, *COUNTS)}
@@ -50,7 +55,8 @@ class Tally:
             "reused_frac": reused,
             "reused_images": self.sums["reused_images"],
             "update_tflop": self.operations / 1e12,
-            "epochs_run": self.passes / num_minibatches,
+            "epochs_run": len(self.norms) / max(self.minibatches, 1),
+            "kl/policy": self.policy_kl,
             **self._mean_norms(),
         }
 

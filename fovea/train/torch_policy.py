@@ -29,7 +29,7 @@ from fovea.models.trainable import (
 from fovea.models.vlm import VLM
 from fovea.packing import MicroBatch
 from fovea.samples import has_old_logprobs, with_old_logprobs
-from fovea.train.backward import Backward, Pass
+from fovea.train.backward import Backward
 from fovea.train.critic import Critic
 from fovea.train.mismatch import mismatch
 from fovea.train.optimizer import Optimizer
@@ -117,7 +117,7 @@ class TorchPolicy:
         """
         rates, tally = self._set_rates(), Tally()
         given = has_old_logprobs(batch)
-        self._vlm.train()
+        self._train_mode(True)
         for epoch in range(self._algorithm.ppo_epochs):
             went_through = self._epoch(batch, tally)
             if epoch == 0 and not given and self._algorithm.minibatches == 1 and tally.logprobs:
@@ -125,7 +125,7 @@ class TorchPolicy:
                 batch = with_old_logprobs(batch, tally.logprobs)
             if not went_through:
                 break
-        self._vlm.eval()
+        self._train_mode(False)
         self._steps += 1
         self._count_skipped(tally.not_finite)
         skipped = {"updates_skipped": float(bool(tally.not_finite))}
@@ -134,7 +134,7 @@ class TorchPolicy:
         # an update that looked its first pass up in the rollout's cannot say how far the two are from each other
         measured = mismatch(batch) if given or not tally.sums["reused_actions"] else {}
         memory = {"memory/activations_gib": self._backward.activations.gib}
-        return tally.metrics(self._algorithm.minibatches) | rates | skipped | memory | measured
+        return tally.metrics() | rates | skipped | memory | measured
 
     def weights(self) -> Weights:
         """Current weights, adapters merged; a weight without an adapter is the parameter itself."""
@@ -163,27 +163,28 @@ class TorchPolicy:
     def _epoch(self, batch: Batch, tally: Tally) -> bool:
         """One pass over the batch, an optimizer step after each minibatch; False where the update ends before that."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
-        for groups in _cut(batch.groups, self._algorithm.minibatches):
+        minibatches = _cut(batch.groups, self._algorithm.minibatches)
+        tally.minibatches = len(minibatches)
+        for groups in minibatches:
             for optimizer in self._optimizers:
                 optimizer.forget_gradients()
             done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
-            tally.add(done.sums)
+            tally.add(done.sums, done.policy_kl)
             tally.operations += self._num_models * sum(self._scorer.cost.operations(group) for group in groups)
             limit = self._algorithm.max_policy_kl
             too_far = limit is not None and done.policy_kl > limit
-            if too_far or not self._step(groups, done, tally):
+            tally.not_finite = done.bad_tasks
+            if tally.not_finite or too_far or not self._step(groups, tally):
                 return False
             logprobs += done.logprobs
         tally.logprobs = in_batch_order(logprobs)
         return True
 
-    def _step(self, groups: Sequence[SampleGroup], done: Pass, tally: Tally) -> bool:
-        """The optimizer step after a pass, unless something in it is not finite."""
+    def _step(self, groups: Sequence[SampleGroup], tally: Tally) -> bool:
+        """The optimizer step after a pass, unless a gradient is not finite."""
         norms = [optimizer.clip() for optimizer in self._optimizers]
-        tally.not_finite = done.not_finite
-        if not done.not_finite and not np.isfinite(norms).all():
+        if not np.isfinite(norms).all():
             tally.not_finite = self._tasks_of_bad_gradients(groups)
-        if tally.not_finite:
             return False
         tally.norms.append(norms)
         self._engine_has_these_weights = False
@@ -191,6 +192,11 @@ class TorchPolicy:
         for optimizer in self._optimizers[1:] if waiting else self._optimizers:
             optimizer.step()
         return True
+
+    def _train_mode(self, mode: bool) -> None:
+        self._vlm.train(mode)
+        if self._critic is not None:
+            self._critic.train(mode)
 
     @property
     def _num_models(self) -> int:
@@ -218,9 +224,9 @@ class TorchPolicy:
         limit = self._train.max_skipped_updates
         if self._skipped_in_a_row > limit:
             raise TrainError(
-                f"a loss, a log-prob or a gradient is not finite at step {self._steps}, for the {limit + 1}th time in "
-                f"a row, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate, or look for "
-                "non-finite values in the model and the rewards"
+                f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
+                f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate (or "
+                "critic.learning_rate), or look for non-finite values in the model and the rewards"
             )
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:

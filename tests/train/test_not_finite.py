@@ -11,6 +11,7 @@ import torch
 
 from fovea.config import Algorithm
 from fovea.errors import TrainError
+from fovea.samples import with_values
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import make_batch, make_policy
@@ -53,7 +54,7 @@ def test_too_many_in_a_row_stop_the_run_and_name_the_samples() -> None:
     policy.update(bad)
     policy.update(good)  # the count starts again
     policy.update(bad)
-    with pytest.raises(TrainError, match=r"at step 4, for the 2th time in a row, with the samples of row 1;"):
+    with pytest.raises(TrainError, match=r"at step 4, as in all of the last 2 updates, with the samples of row 1;"):
         policy.update(bad)
 
 
@@ -78,7 +79,29 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_group() -> None:
 def test_the_rest_of_an_update_is_left_out_too() -> None:
     policy = make_policy(tiny("qwen3_vl"), algorithm=Algorithm(ppo_epochs=3))
     metrics = policy.update(with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan))
-    assert (metrics["epochs_run"], metrics["updates_skipped"]) == (1, 1)
+    assert (metrics["epochs_run"], metrics["updates_skipped"]) == (0, 1)
+
+
+def test_a_limit_on_the_kl_hides_nothing() -> None:
+    policy = make_policy(tiny("qwen3_vl"), algorithm=Algorithm(max_policy_kl=1e-9), max_tokens_per_microbatch=100)
+    metrics = policy.update(with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan))
+    assert metrics["updates_skipped"] == 1
+
+
+def test_one_value_that_is_not_finite_names_its_task() -> None:
+    """Whitening has made every advantage of the step NaN by the time that a loss is looked at."""
+    policy = make_policy(tiny("qwen3_vl"), max_skipped_updates=0, max_tokens_per_microbatch=100)
+    batch = named(make_batch(tiny("qwen3_vl")))
+    for index in range(3):
+        batch = with_advantage(batch, index, np.nan)
+    bad = batch.groups[2].samples[0]
+    values = [np.zeros(len(s.token_ids_T), dtype=np.float32) for s in batch.samples]
+    whole = with_values(batch, values)
+    samples = list(whole.groups[2].samples)
+    samples[0] = replace(samples[0], values_T=np.full(len(bad.token_ids_T), np.nan, dtype=np.float32))
+    broken = replace(whole, groups=(*whole.groups[:2], replace(whole.groups[2], samples=tuple(samples))))
+    with pytest.raises(TrainError, match="with the samples of row 2;"):
+        policy.update(broken)
 
 
 def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -87,5 +110,5 @@ def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     first.update(bad)
     first.save(tmp_path)
     second.load(tmp_path)
-    with pytest.raises(TrainError, match="2th time in a row"):
+    with pytest.raises(TrainError, match="all of the last 2 updates"):
         second.update(bad)

@@ -13,8 +13,14 @@ import torch
 
 from fovea.advantages import with_advantages
 from fovea.config import Algorithm
+from fovea.models import linears
 from fovea.models.parts import ModelParts, config_of
-from fovea.models.trainable import policy_parameters, trainable_parameters, value_parameters
+from fovea.models.trainable import (
+    policy_parameters,
+    recompute_activations,
+    trainable_parameters,
+    value_parameters,
+)
 from fovea.models.value_head import ValueHead
 from fovea.models.value_model import ValueModel
 from fovea.models.vlm import VLM
@@ -55,6 +61,24 @@ def ppo_policy(
         warmup_steps=warmup_steps,
     )
     return TorchPolicy(vlm, train=settings, algorithm=algorithm, temperature=0.9, max_steps=10, critic=critic)
+
+
+class CountCheckpoints:
+    """How many decoder layers were run to be run again."""
+
+    def __enter__(self) -> CountCheckpoints:
+        self.count = 0
+        self._real = linears.checkpoint
+
+        def counting(*args: object, **kwargs: object) -> object:
+            self.count += 1
+            return self._real(*args, **kwargs)
+
+        linears.checkpoint = counting  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        linears.checkpoint = self._real
 
 
 def with_rewards(batch: Batch) -> Batch:
@@ -172,7 +196,8 @@ def test_an_update_ends_where_the_policy_has_gone_far_enough() -> None:
     parts = tiny("qwen3_vl")
     policy = ppo_policy(parts, algorithm=far, learning_rate=1e-2)
     metrics = policy.update(scored(policy, make_batch(parts)))
-    assert 1 < metrics["epochs_run"] < 8
+    assert 0 < metrics["epochs_run"] < 8
+    assert metrics["kl/policy"] > 1e-3, "the last pass has gone too far, and takes no step"
     free = ppo_policy(tiny("qwen3_vl"), algorithm=far.model_copy(update={"max_policy_kl": None}), learning_rate=1e-2)
     assert free.update(scored(free, make_batch(parts)))["epochs_run"] == 8
 
@@ -188,6 +213,24 @@ def test_a_loaded_policy_goes_on_bit_for_bit(family: str, separate: bool, tmp_pa
     first.save(tmp_path)
     second.load(tmp_path)
     assert [second.update(scored(second, batch)) for batch in batches[2:]] == expected[2:]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_recomputed_activations_change_no_gradient_and_keep_less(separate: bool) -> None:
+    results = []
+    for recompute in (False, True):
+        parts = tiny("qwen3_vl")
+        if recompute:
+            recompute_activations(parts.network)
+        policy = ppo_policy(parts, separate=separate)
+        batch = scored(policy, make_batch(parts))
+        with CountCheckpoints() as calls:
+            policy.update(batch)
+        results.append((gradients(policy), calls.count))
+    (plain, none), (recomputed, some) = results
+    assert largest_relative_difference(plain, recomputed) < 1e-5
+    layers = 3
+    assert (none, some) == (0, layers * (2 if separate else 1)), "the critic's layers too"
 
 
 def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
