@@ -10,6 +10,8 @@ from fovea.config_base import Fraction, NonNegativeInt, PositiveFloat, PositiveI
 from fovea.config_stages import GeoSpotEnvironment
 
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
+IDF_ROWS = 20_000
+"""Enough references to know how rare words are; more would only take memory."""
 JUDGE_PROMPT = """\
 You grade a description of the image above. It was written for this request:
 <request>
@@ -195,7 +197,7 @@ class CaptionEnvironment(FileEnvironment):
     """Column with all references of an image; default: the true answer is the only one."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
     """What the reward is made of, by share: cider (CIDEr-D), chrf, bleu, judge, reward_model."""
-    idf_rows: PositiveInt = 20_000
+    idf_rows: PositiveInt = IDF_ROWS
     """Rows of a split whose references tell CIDEr-D how rare words are."""
     judge: Judge | None = None
     """The model of the metric `judge`."""

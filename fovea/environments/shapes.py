@@ -20,6 +20,7 @@ from fovea.config import ShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.answers import last_boxed
 from fovea.environments.base import Split
+from fovea.environments.grading import Grade, shown
 from fovea.environments.scenes import COLOURS, SHAPES, Colour, Shape, Thing, draw, with_noise
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
@@ -58,17 +59,11 @@ class Shapes:
         return (Message(role="user", parts=(*task.images, task.question)),)
 
     def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        # Strict on purpose: whatever else earned reward would become the policy's format.
-        text = turns[-1].text.strip()
-        is_right = text == self.target(task)
-        parts = {
-            "answer": float(last_boxed(text) == task.answer),
-            "format": float(_BOX.fullmatch(text) is not None),
-        }
-        return Score(reward=float(is_right), accuracy=float(is_right), parts=parts)
+        graded = grade(turns[-1].text, task.answer)
+        return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
 
     def target(self, task: Task) -> str:
-        return rf"\boxed{{{task.answer}}}"
+        return _boxed(task.answer)
 
     def _task(self, split: Split, index: int) -> Task:
         seed = self._seed if split == "train" else _HELD_OUT_SEED
@@ -82,6 +77,19 @@ class Shapes:
         task_id = f"{split}/{index}"
         image = ImageRef(source=pixels_YXC, where=f"shapes {task_id}")
         return Task(id=task_id, question=scene.question, answer=scene.answer, images=(image,), kind=_kind(index))
+
+
+def grade(prediction: str, truth: str) -> Grade:
+    """Right is the boxed answer and nothing beside it: whatever else earned reward would become the policy's format."""
+    text, boxed = prediction.strip(), last_boxed(prediction)
+    is_right = text == _boxed(truth)
+    parts = {"answer": float(boxed == truth), "format": float(_BOX.fullmatch(text) is not None)}
+    reason = f"{shown(text)} {'is' if is_right else 'is not'} {shown(_boxed(truth))}"
+    return Grade(score=float(is_right), parts=parts, reason=reason)
+
+
+def _boxed(answer: str) -> str:
+    return rf"\boxed{{{answer}}}"
 
 
 def _digest(pixels_YXC: NDArray[np.uint8]) -> bytes:
