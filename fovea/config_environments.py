@@ -34,6 +34,12 @@ class ShapesEnvironment(Section):
     name: Literal["shapes"] = "shapes"
     level: Annotated[int, Field(ge=1, le=3)] = 1
     """1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all sizes."""
+    levels: tuple[Annotated[int, Field(ge=1, le=3)], ...] = ()
+    """Levels mixed in equal parts, which curriculum.level_weights names '1' to '3'; default: level alone."""
+    comparison_share: Fraction = 0.0
+    """Share of rows with two images, which are to be compared."""
+    text_share: Fraction = 0.0
+    """Share of rows without an image: their scene is told in words."""
     train_size: PositiveInt = 24_000
     """Distinct training scenes, rendered when first used."""
     dev_size: PositiveInt = 400
@@ -42,6 +48,20 @@ class ShapesEnvironment(Section):
     """Held-out scenes for the final table."""
     image_side_px: Annotated[int, Field(ge=32)] = 48
     """Width and height of a scene."""
+
+    @model_validator(mode="after")
+    def _rows_can_be_mixed(self) -> ShapesEnvironment:
+        if self.levels and (self.level != 1 or len(set(self.levels)) < len(self.levels)):
+            raise ValueError(
+                f"environment.levels={list(self.levels)} with environment.level={self.level}: the levels of a mix stand "
+                "in levels alone, each once; leave level out and name no level twice"
+            )
+        if self.comparison_share + self.text_share > 1:
+            raise ValueError(
+                f"environment.comparison_share={self.comparison_share:g} and environment.text_share="
+                f"{self.text_share:g} are more than all rows together; lower one of them"
+            )
+        return self
 
 
 class FileEnvironment(Section):
