@@ -53,8 +53,8 @@ class ShapesEnvironment(Section):
     def _rows_can_be_mixed(self) -> ShapesEnvironment:
         if self.levels and (self.level != 1 or len(set(self.levels)) < len(self.levels)):
             raise ValueError(
-                f"environment.levels={list(self.levels)} with environment.level={self.level}: the levels of a mix stand "
-                "in levels alone, each once; leave level out and name no level twice"
+                f"environment.levels={list(self.levels)} with environment.level={self.level}: the levels of a mix "
+                "stand in levels alone, each once; leave level out and name no level twice"
             )
         if self.comparison_share + self.text_share > 1:
             raise ValueError(

@@ -160,7 +160,9 @@ def test_rare_words_of_captions_are_those_of_the_file(tmp_path: Path) -> None:
 def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
     environment = Shapes(ShapesEnvironment(), 0)
     tasks = environment.tasks("test")[:8]
-    texts = [environment.target(task) if place % 2 else rf"a \boxed{{{task.answer}}}" for place, task in enumerate(tasks)]
+    texts = [
+        environment.target(task) if place % 2 else rf"a \boxed{{{task.answer}}}" for place, task in enumerate(tasks)
+    ]
     rows, _ = graded(
         tmp_path,
         "shapes",

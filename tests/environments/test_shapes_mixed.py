@@ -90,7 +90,9 @@ def test_answers_and_levels_are_balanced() -> None:
     assert pairs == {(level, answer): 30 for level in "123" for answer in COMPARISON_ANSWERS}
     texts = Counter(level for level, kind in zip(levels, kinds_of(tasks), strict=True) if kind == "text")
     assert texts == {"1": 80, "2": 80, "3": 80}
-    counting = Counter((level, task.answer) for level, task in zip(levels, tasks, strict=True) if task.kind == "counting")
+    counting = Counter(
+        (level, task.answer) for level, task in zip(levels, tasks, strict=True) if task.kind == "counting"
+    )
     assert max(counting.values()) - min(counting.values()) <= 1
     assert len(counting) == 12
 
