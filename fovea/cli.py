@@ -1,4 +1,4 @@
-"""The command line; `eval` and `export` have files of their own.
+"""The command line; `eval`, `export` and `grade` have files of their own.
 
 `train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
 doctor.py are the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
@@ -15,6 +15,7 @@ from fovea import __version__
 from fovea.cli_errors import one_line_errors
 from fovea.cli_eval import evaluate
 from fovea.cli_export import export
+from fovea.cli_grade import grade
 from fovea.config_docs import describe
 from fovea.config_io import load_config
 from fovea.data_command import app as data_app
@@ -34,6 +35,7 @@ app.add_typer(data_app, name="data")
 
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(grade)
 
 WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
 

@@ -10,6 +10,8 @@ from fovea.config_base import Fraction, NonNegativeInt, PositiveFloat, PositiveI
 from fovea.config_stages import GeoSpotEnvironment
 
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
+IDF_ROWS = 20_000
+"""Enough references to know how rare words are; more would only take memory."""
 JUDGE_PROMPT = """\
 You grade a description of the image above. It was written for this request:
 <request>
@@ -32,6 +34,12 @@ class ShapesEnvironment(Section):
     name: Literal["shapes"] = "shapes"
     level: Annotated[int, Field(ge=1, le=3)] = 1
     """1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all sizes."""
+    levels: tuple[Annotated[int, Field(ge=1, le=3)], ...] = ()
+    """Levels mixed in equal parts, which curriculum.level_weights names '1' to '3'; default: level alone."""
+    comparison_share: Fraction = 0.0
+    """Share of rows with two images, which are to be compared."""
+    text_share: Fraction = 0.0
+    """Share of rows without an image: their scene is told in words."""
     train_size: PositiveInt = 24_000
     """Distinct training scenes, rendered when first used."""
     dev_size: PositiveInt = 400
@@ -40,6 +48,20 @@ class ShapesEnvironment(Section):
     """Held-out scenes for the final table."""
     image_side_px: Annotated[int, Field(ge=32)] = 48
     """Width and height of a scene."""
+
+    @model_validator(mode="after")
+    def _rows_can_be_mixed(self) -> ShapesEnvironment:
+        if self.levels and (self.level != 1 or len(set(self.levels)) < len(self.levels)):
+            raise ValueError(
+                f"environment.levels={list(self.levels)} with environment.level={self.level}: the levels of a mix "
+                "stand in levels alone, each once; leave level out and name no level twice"
+            )
+        if self.comparison_share + self.text_share > 1:
+            raise ValueError(
+                f"environment.comparison_share={self.comparison_share:g} and environment.text_share="
+                f"{self.text_share:g} are more than all rows together; lower one of them"
+            )
+        return self
 
 
 class FileEnvironment(Section):
@@ -195,7 +217,7 @@ class CaptionEnvironment(FileEnvironment):
     """Column with all references of an image; default: the true answer is the only one."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
     """What the reward is made of, by share: cider (CIDEr-D), chrf, bleu, judge, reward_model."""
-    idf_rows: PositiveInt = 20_000
+    idf_rows: PositiveInt = IDF_ROWS
     """Rows of a split whose references tell CIDEr-D how rare words are."""
     judge: Judge | None = None
     """The model of the metric `judge`."""

@@ -46,7 +46,7 @@ LEVELS = [
     },
     {"warmup", "run", "draw", "parity", "stages", "loop"},
     {"build", "doctor", "targets", "side_by_side", "export", "export_check", "model_card", "cli", "__main__"}
-    | {"cli_errors", "data_command", "cli_eval", "cli_export"},
+    | {"cli_errors", "data_command", "cli_eval", "cli_export", "cli_grade", "grade_file"},
 ]
 """From the bottom; a module imports its own level and those below."""
 
@@ -75,6 +75,7 @@ LATE_IMPORTS = {
     "fovea/data_command.py": {"geospot"},
     "fovea/cli_eval.py": {"evaluate"},
     "fovea/cli_export.py": {"export"},
+    "fovea/cli_grade.py": {"grade"},
     "fovea/doctor.py": {"check_parity"},
     "fovea/data/rows.py": {"_dataset"},
 }

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
+"""Environments whose answers can be graded offline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

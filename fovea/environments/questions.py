@@ -22,12 +22,12 @@ _ROLES: dict[object, Role] = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
-_SKIP = "fix the row, or set data.on_bad_row=skip"
+ON_BAD_ROW = "fix the row, or set data.on_bad_row=skip"
 
 
 def bad_row(where: str, problem: str, reason: str) -> BadRowError:
     """The error for a row that says what is wrong with it."""
-    return BadRowError(f"{where}: {problem}; {_SKIP}", reason)
+    return BadRowError(f"{where}: {problem}; {ON_BAD_ROW}", reason)
 
 
 def texts_of(cell: object, where: str) -> Texts:

@@ -14,7 +14,8 @@ from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.scenes import COLOURS, SHAPES, Thing, _free_spots, _grid_spots, draw
-from fovea.environments.shapes import KINDS, Shapes, _scene
+from fovea.environments.shapes import Shapes
+from fovea.environments.shapes_questions import KINDS, scene
 from fovea.types import Message, Task, Turn
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
@@ -157,10 +158,10 @@ def test_questions_have_one_answer(level: int) -> None:
     rng = np.random.default_rng(0)
     num_things: dict[str, Counter[int]] = {"yes": Counter(), "no": Counter()}
     for row in range(2000):
-        scene = _scene(KINDS[row % 4], row // 4, level, rng)
-        assert answer_by_looking(scene.question, scene.things) == {scene.answer}
+        seen = scene(KINDS[row % 4], row // 4, level, rng)
+        assert answer_by_looking(seen.question, seen.things) == {seen.answer}
         if KINDS[row % 4] == "existence":
-            num_things[scene.answer][len(scene.things)] += 1
+            num_things[seen.answer][len(seen.things)] += 1
     # whether something exists cannot be told from how many things there are
     assert num_things["yes"].keys() == num_things["no"].keys()
     assert (max(num_things["yes"]) > 1) == (level > 1)

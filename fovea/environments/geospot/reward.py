@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fovea.environments.geospot.countries import country_code, country_name
 from fovea.environments.geospot.gazetteer import LatLon, country_distance_km, great_circle_km
 from fovea.environments.geospot.matching import same_city, same_region
 from fovea.environments.geospot.parsing import Answer, parse_answer
+from fovea.environments.grading import Grade
 from fovea.errors import DataError
 
 PARTS = ("country", "region", "city", "coordinates")
@@ -58,16 +59,6 @@ class Place:
     def known(self) -> tuple[str, ...]:
         values = (self.country, self.region, self.city, self.at)
         return tuple(part for part, value in zip(PARTS, values, strict=True) if value is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grade:
-    """What an answer is worth, and why."""
-
-    score: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Of every part that the truth has, asked for or not."""
-    reason: str = ""
 
 
 def grade_answer(
