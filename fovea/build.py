@@ -31,11 +31,12 @@ from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of, levels_of
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
+from fovea.draw import note_unscored_answer
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.own import CallLimits, GuardedEnvironment, OwnReward
+from fovea.environments.own import CallLimits, GuardedEnvironment, OwnReward, for_readings
 from fovea.environments.own_code import load_environment, load_reward
 from fovea.environments.shapes import Shapes
 from fovea.environments.vqa import Vqa
@@ -124,7 +125,7 @@ def build(config: Config, environment: Environment | None = None) -> Run:
         open_image=opener,
         evaluator=Evaluator(
             engine,
-            environment,
+            for_readings(environment, partial(note_unscored_answer, folder)),
             max_new_tokens=config.rollout.max_new_tokens,
             stop=config.rollout.stop,
             batch_size=config.evaluate.batch_size,

@@ -161,6 +161,43 @@ class GuardedEnvironment:
         return named(lambda error: DataError(f"{where}: {self._name}.{method} raised {first_line(error)}; mend it"))
 
 
+class WrongIfUnscored:
+    """The same environment for readings: an answer that the user's code gives no score counts as wrong, and is noted.
+
+    A reading has no group to leave out, and leaving out the row would flatter the model.
+    """
+
+    def __init__(self, environment: OwnReward | GuardedEnvironment, note: Callable[[str], None]) -> None:
+        self._environment = environment
+        self._note = note
+
+    @property
+    def scores_at_once(self) -> int:
+        return self._environment.scores_at_once
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._environment.tasks(split)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return self._environment.prompt(task)
+
+    def target(self, task: Task) -> str:
+        return self._environment.target(task)
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        try:
+            return self._environment.score(task, turns)
+        except UnscoredError as error:
+            self._note(f"{task.id}: {error}")
+            return Score(reward=0.0, accuracy=0.0, parts={"unscored": 1.0})
+
+
+def for_readings(environment: Environment, note: Callable[[str], None]) -> Environment:
+    """The environment as held-out rows are scored by it; `note` is told of each answer that got no score."""
+    own = isinstance(environment, OwnReward | GuardedEnvironment)
+    return WrongIfUnscored(environment, note) if own else environment
+
+
 class ScoringCalls:
     """Calls of the user's code for a score: what they return as a `Score`, or why there is none."""
 

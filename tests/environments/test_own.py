@@ -18,7 +18,7 @@ from fovea.config import Config
 from fovea.config_io import load_config
 from fovea.environments.base import WaitsToScore
 from fovea.environments.curriculum import Curriculum, Stage
-from fovea.environments.own import CallLimits, GuardedEnvironment, OpenedImages, OwnReward, score_of
+from fovea.environments.own import CallLimits, GuardedEnvironment, OpenedImages, OwnReward, for_readings, score_of
 from fovea.environments.own_code import load_reward
 from fovea.environments.timed import MAX_LATE_CALLS
 from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
@@ -132,6 +132,18 @@ def test_what_a_function_raises_is_named_by_its_first_line() -> None:
         own(raises, on_failure="drop").score(TASK, TURNS)
     with pytest.raises(ScoreError, match=r"^mine\.py:f raised SystemExit: 3; mend it"):
         own(leaves).score(TASK, TURNS)
+
+
+def test_in_readings_an_answer_without_a_score_is_wrong_and_noted() -> None:
+    noted: list[str] = []
+    environment = for_readings(own(raises, on_failure="drop"), noted.append)
+    assert environment.score(TASK, TURNS) == Score(reward=0, accuracy=0, parts={"unscored": 1})
+    assert noted == ["train/0: mine.py:f raised ValueError: first line"]
+    assert environment.target(TASK) == TASK.answer
+    with pytest.raises(ScoreError):
+        for_readings(own(raises), noted.append).score(TASK, TURNS)
+    plain = BanditEnvironment()
+    assert for_readings(plain, noted.append) is plain
 
 
 def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:
