@@ -16,15 +16,27 @@ from rich.text import Text
 
 from fovea.bad_rows import BadRows
 from fovea.checkpoint import Checkpoints
-from fovea.config import CaptionEnvironment, Config, Data, Geo3kEnvironment, GeoSpotEnvironment, Model, VqaEnvironment
+from fovea.config import (
+    CaptionEnvironment,
+    Config,
+    Data,
+    Geo3kEnvironment,
+    GeoSpotEnvironment,
+    Model,
+    OwnEnvironment,
+    VqaEnvironment,
+)
 from fovea.data.fetch import FetchedFiles, UrlLimits
 from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of, levels_of
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
+from fovea.draw import note_unscored_answer
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.geo3k import Geo3k
+from fovea.environments.own import CallLimits, GuardedEnvironment, OwnReward, for_readings
+from fovea.environments.own_code import load_environment, load_reward
 from fovea.environments.shapes import Shapes
 from fovea.environments.vqa import Vqa
 from fovea.errors import ConfigError, DataError
@@ -71,8 +83,11 @@ CORPUS_ROWS = 2000
 """Enough rows to know the words of a task by."""
 
 
-def build(config: Config) -> Run:
-    """Everything made, nothing trained; each error says which setting to change."""
+def build(config: Config, environment: Environment | None = None) -> Run:
+    """Everything made, nothing trained; each error says which setting to change.
+
+    `environment` takes the place of the one that the settings name: for rows that Python holds (docs/own.md).
+    """
     started = perf_counter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -83,7 +98,7 @@ def build(config: Config) -> Run:
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.stage("making the model")
     limits = url_limits(config.data)
-    environment = make_environment(config)
+    environment = make_environment(config, environment)
     parts, vlm = make_model(config, environment)
     progress.print(_model_table(parts, vlm))
     opener = make_opener(config.data, folder, limits)
@@ -110,7 +125,7 @@ def build(config: Config) -> Run:
         open_image=opener,
         evaluator=Evaluator(
             engine,
-            environment,
+            for_readings(environment, partial(note_unscored_answer, folder)),
             max_new_tokens=config.rollout.max_new_tokens,
             stop=config.rollout.stop,
             batch_size=config.evaluate.batch_size,
@@ -157,7 +172,17 @@ def make_access(settings: Data) -> RowAccess:
     )
 
 
-def make_environment(config: Config) -> Environment:
+def make_environment(config: Config, environment: Environment | None = None) -> Environment:
+    """The environment given, or the one that the settings name; scored by the function of `reward`, if there is one."""
+    made = environment or named_environment(config)
+    if config.reward is None:
+        return made
+    opener = make_opener(config.data, Path(config.run_dir), url_limits(config.data))
+    function = load_reward(config.reward)
+    return OwnReward(made, function, opener, limits=call_limits(config), name=config.reward)
+
+
+def named_environment(config: Config) -> Environment:
     """The task family that `environment.name` names."""
     if isinstance(config.environment, Geo3kEnvironment):
         return Geo3k(config.environment, make_access(config.data))
@@ -169,7 +194,19 @@ def make_environment(config: Config) -> Environment:
         from fovea.environments.geospot.environment import GeoSpot  # an extra: it says itself what is absent
 
         return GeoSpot(config.environment, make_access(config.data))
+    if isinstance(config.environment, OwnEnvironment):
+        own = load_environment(config.environment)
+        return GuardedEnvironment(own, limits=call_limits(config), name=config.environment.file)
     return Shapes(config.environment, config.seed)
+
+
+def call_limits(config: Config) -> CallLimits:
+    """How the user's own code is called."""
+    return CallLimits(
+        timeout_seconds=config.reward_timeout_seconds,
+        on_failure=config.reward_on_failure,
+        calls_at_once=config.reward_calls_at_once,
+    )
 
 
 def make_caption(config: Config, settings: CaptionEnvironment) -> Environment:

@@ -28,6 +28,7 @@ from fovea.config_environments import (
     FileEnvironment,
     Geo3kEnvironment,
     Judge,
+    OwnEnvironment,
     RewardModel,
     ShapesEnvironment,
     VqaEnvironment,
@@ -45,6 +46,7 @@ __all__ = [
     "Geo3kEnvironment",
     "GeoSpotEnvironment",
     "Judge",
+    "OwnEnvironment",
     "RewardModel",
     "Section",
     "ShapesEnvironment",
@@ -396,6 +398,14 @@ class Config(Section):
     """Write where the time of a few steps goes to profile/ of the run folder: phases, operators, a trace of one."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
+    reward: str | None = None
+    """`path/to/file.py:function`: a function of your own that scores in place of the environment (docs/own.md)."""
+    reward_timeout_seconds: PositiveFloat = 10.0
+    """For one call of your own function, or of your own environment's score."""
+    reward_on_failure: Literal["error", "drop"] = "error"
+    """When such a call raises, is late or returns no number: stop, or leave the group out (`groups/unscored`)."""
+    reward_calls_at_once: PositiveInt = 1
+    """Such calls at a time, in threads; more than 1 only where your code can be called so."""
     curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None

@@ -237,7 +237,17 @@ class CaptionEnvironment(FileEnvironment):
         return self
 
 
+class OwnEnvironment(Section):
+    """A class of your own (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
+
+    name: Literal["own"] = "own"
+    file: Annotated[str, Field(min_length=1)]
+    """`path/to/file.py:Class`; relative paths start at the working directory."""
+    settings: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
+    """What its constructor gets as `settings`."""
+
+
 EnvironmentConfig: TypeAlias = Annotated[
-    ShapesEnvironment | Geo3kEnvironment | VqaEnvironment | CaptionEnvironment | GeoSpotEnvironment,
+    ShapesEnvironment | Geo3kEnvironment | VqaEnvironment | CaptionEnvironment | GeoSpotEnvironment | OwnEnvironment,
     Field(discriminator="name"),
 ]

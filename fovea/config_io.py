@@ -9,6 +9,7 @@ A layer is one recipe or one override; later layers win:
   written, so that an override is never dropped.
 * A layer that chooses another `algorithm.name` drops what earlier layers set of the parts that the old name or
   the new one stands for.
+* `environment: path/to/file.py:Class` stands for the section `{name: own, file: path/to/file.py:Class}`.
 * Values are YAML, read strictly: `"8"` in quotes is text and no number.
 """
 
@@ -25,7 +26,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fovea.config import Config, Section
+from fovea.config import Config, OwnEnvironment, Section
 from fovea.config_docs import (
     CLOSE_ENOUGH,
     Tree,
@@ -107,7 +108,7 @@ def read_recipe(recipe: Path) -> Tree:
     if not isinstance(tree, dict):
         seen = "it is empty" if tree is None else f"it holds {show(tree)}"
         raise ConfigError(f"{recipe}: a recipe is a mapping of settings, but {seen}; write lines such as `seed: 0`")
-    return tree
+    return _with_own_environment(tree)
 
 
 def parse_override(text: str) -> Tree:
@@ -119,7 +120,15 @@ def parse_override(text: str) -> Tree:
     for part in reversed(key.split(".")):
         tree = {part: tree}
     assert isinstance(tree, dict)
-    return tree
+    return _with_own_environment(tree)
+
+
+def _with_own_environment(layer: Tree) -> Tree:
+    """`environment: path/to/file.py:Class` as the section that it stands for."""
+    value = layer.get("environment")
+    if not isinstance(value, str) or ".py" not in value:
+        return layer
+    return layer | {"environment": {"name": OwnEnvironment.model_fields["name"].default, "file": value}}
 
 
 class _Layers:

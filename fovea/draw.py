@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fovea.environments.base import WaitsToScore
 from fovea.errors import TrainError
@@ -65,11 +66,20 @@ def note_unscored(run: Run, step: int, groups: Sequence[Group], reasons: Sequenc
     if not isinstance(run.environment, WaitsToScore):
         return {}
     if reasons:
-        with (run.folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
+        _write_unscored(run.folder, [{"step": step, "reason": reason} for reason in reasons])
     if not groups:
         raise TrainError(f"none of the {len(reasons)} groups of step {step} could be scored; the last: {reasons[-1]}")
     return {"groups/unscored": float(len(reasons))}
+
+
+def note_unscored_answer(folder: Path, reason: str) -> None:
+    """Write down an answer of a reading that got no score."""
+    _write_unscored(folder, [{"step": None, "reason": reason}])
+
+
+def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    with (folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int, unscored: list[str]) -> list[Group]:

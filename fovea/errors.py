@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class FoveaError(Exception):
@@ -71,6 +72,20 @@ def named(as_ours: Callable[[Exception], FoveaError]) -> Iterator[None]:
         raise
     except Exception as error:
         raise as_ours(error) from error
+
+
+def result_or_error(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """For code of the user's, which may raise anything, `SystemExit` too: what it returns, or what it raised."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
+
+
+def first_line(error: BaseException) -> str:
+    """`ValueError: what was wrong`, the first line of it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def broken_checkpoint(error: Exception) -> str:

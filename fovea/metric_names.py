@@ -50,6 +50,19 @@ CHAPTERS = (
             "is being gamed, or the training rows are learned by heart.",
         ),
         (
+            "reward/image_<position>/<part>/<kind>",
+            "reward",
+            "The next one for one type of question, where there are several.",
+            "Tells in which questions an image is not looked at.",
+        ),
+        (
+            "reward/image_<position>/<part>",
+            "reward",
+            "Mean of one named part of what the first, second, ... image of a prompt earned, over the episodes that "
+            "have it; only where the reward tells images apart (docs/own.md).",
+            "Every position rises; one that stays behind is an image that the policy does not look at.",
+        ),
+        (
             "reward/<part>",
             "reward",
             "Mean of one named part of the reward, as the environment scores it (`answer`, `format`, ...).",
@@ -118,7 +131,8 @@ CHAPTERS = (
         (
             "groups/unscored",
             "groups",
-            "Groups that a judge gave no score, and that were left out by `environment.judge.on_failure`.",
+            "Groups that a judge, or code of your own, gave no score, and that were left out by "
+            "`environment.judge.on_failure` or `reward_on_failure`.",
             "0; `unscored.jsonl` in the run folder says why there are any.",
         ),
         (

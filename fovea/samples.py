@@ -5,6 +5,7 @@ Axes: `P` groups, `G` episodes of a group, `T` tokens of a completion.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -132,12 +133,23 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     }
     for name in sorted({name for episode in episodes for name in episode.score.parts}):
         metrics[f"reward/{name}"] = _mean([episode.score.parts.get(name, 0.0) for episode in episodes])
+    metrics |= _image_metrics(episodes, "")
     kinds = sorted({episode.task.kind for episode in episodes})
     for kind in kinds if len(kinds) > 1 else []:
-        metrics[f"accuracy/train/{kind}"] = _mean(
-            [episode.score.accuracy for episode in episodes if episode.task.kind == kind]
-        )
+        of_kind = [episode for episode in episodes if episode.task.kind == kind]
+        metrics[f"accuracy/train/{kind}"] = _mean([episode.score.accuracy for episode in of_kind])
+        metrics |= _image_metrics(of_kind, f"/{kind}")
     return metrics
+
+
+def _image_metrics(episodes: Sequence[Episode], end: str) -> Metrics:
+    """The mean of every part of every image's share, over the episodes that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for place, parts in enumerate(episode.score.image_parts, start=1):
+            for name, value in parts.items():
+                values[f"reward/image_{place}/{name}{end}"].append(value)
+    return {key: _mean(values[key]) for key in sorted(values)}
 
 
 def _mean(values: Sequence[float]) -> float:

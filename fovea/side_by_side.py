@@ -18,6 +18,7 @@ from fovea.config import Config
 from fovea.config_io import dump_config
 from fovea.data.images import open_image
 from fovea.environments.base import Environment, Split
+from fovea.environments.own import for_readings
 from fovea.errors import ConfigError, DataError
 from fovea.evaluation.baselines import fixed_answers, majority_answers
 from fovea.evaluation.comparison import Comparison, Figures, Reading, Row, figures_of
@@ -51,7 +52,7 @@ def evaluate_targets(
     targets = parse_targets(words)
     config = shared_settings(targets, recipe, overrides)
     console = Console()
-    rows = Rows.of(config, split)
+    rows = Rows.of(config, split, lambda reason: console.print(Text(f"no score, so wrong: {reason}", style="dim")))
     comparison = compare(targets, rows, overrides, lambda text: console.print(Text(text, style="dim")))
     figures = figures_of(comparison)
     title = f"{len(comparison.rows)} {split} rows of {config.environment.name}"
@@ -85,9 +86,12 @@ class Rows:
     open_image: OpenImage
 
     @staticmethod
-    def of(config: Config, split: Split) -> Rows:
-        """The rows that a run with these settings reads: `evaluate.dev_size` of dev, `evaluate.test_size` of others."""
-        environment = make_environment(config)
+    def of(config: Config, split: Split, note: Callable[[str], None] = lambda _: None) -> Rows:
+        """The rows that a run with these settings reads: `evaluate.dev_size` of dev, `evaluate.test_size` of others.
+
+        `note` is told of answers that the user's own code gives no score.
+        """
+        environment = for_readings(make_environment(config), note)
         tasks = environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
         opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)

@@ -151,7 +151,7 @@ def shared_settings(targets: Sequence[Target], recipe: Path | None, overrides: S
         raise ConfigError("no target says which rows to ask; add --recipe RECIPE, such as --recipe recipes/geo3k.yaml")
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):
-        if config.environment != configs[0].environment:
+        if (config.environment, config.reward) != (configs[0].environment, configs[0].reward):
             raise ConfigError(
                 f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); add "
                 "--recipe RECIPE to say which rows all targets are asked"
@@ -170,6 +170,8 @@ def settings_file(target: Target) -> Path | None:
 
 
 def _first_difference(first: Config, second: Config) -> str:
+    if first.environment == second.environment:
+        return f"reward: {first.reward} and {second.reward}"
     one, other = (config.environment.model_dump() for config in (first, second))
     key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
     return f"environment.{key}: {one.get(key)} and {other.get(key)}"

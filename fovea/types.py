@@ -141,6 +141,8 @@ class Score:
     """0..1; what accuracies are reported by, whatever else the reward holds."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The named parts of the reward, for logs and reports."""
+    image_parts: tuple[Mapping[str, float], ...] = ()
+    """The same for every image of the task, in order; empty where the reward does not tell images apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.config import Config, Geo3kEnvironment, Lora, Model, Rollout, ShapesEnvironment, TinyModel, Warmup
+from fovea.config import (
+    Config,
+    Geo3kEnvironment,
+    Lora,
+    Model,
+    OwnEnvironment,
+    Rollout,
+    ShapesEnvironment,
+    TinyModel,
+    Warmup,
+)
 from fovea.config_docs import describe
 from fovea.config_io import dump_config, load_config, parse_override
 from fovea.errors import ConfigError
@@ -168,7 +178,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
         (
             "environment.name=maze",
-            'environment.name: "maze" does not fit; allowed: shapes | geo3k | vqa | caption | geospot',
+            'environment.name: "maze" does not fit; allowed: shapes | geo3k | vqa | caption | geospot | own',
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
@@ -331,7 +341,7 @@ def test_every_setting_is_described() -> None:
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.dual_clip", "number > 1 or null", "3.0"),
-        ("environment.name", "shapes | geo3k | vqa | caption | geospot", "shapes"),
+        ("environment.name", "shapes | geo3k | vqa | caption | geospot | own", "shapes"),
         ("environment.train_files", "list of text", "must be set"),
     ],
 )
@@ -360,3 +370,16 @@ def test_settings_load_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_class_of_a_file_stands_for_a_section(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("model: {tiny: {}}\nenvironment: my/env.py:Mine\n", encoding="utf-8")
+    from_recipe = load_config([recipe], ["environment.settings.level=3"]).environment
+    assert from_recipe == OwnEnvironment(file="my/env.py:Mine", settings={"level": 3})
+    # as a choice of another variant it drops what the recipe set for the old one, wherever it is written
+    recipe.write_text("model: {tiny: {}}\nenvironment: {name: shapes, level: 2}\n", encoding="utf-8")
+    overrides = ["environment.settings.level=3", "environment=my/env.py:Mine"]
+    assert load_config([recipe], overrides).environment == from_recipe
+    with pytest.raises(ConfigError, match="environment"):
+        load_config([recipe], ["environment=geo3k"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fovea.config import Algorithm
+from fovea.metric_names import definition_of
 from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
 
@@ -66,3 +69,23 @@ def test_metrics_are_means_over_episodes_and_by_kind() -> None:
     assert (metrics["accuracy/train/a"], metrics["accuracy/train/b"]) == (0.5, 0.0)
     assert (metrics["response_tokens_mean"], metrics["response_tokens_max"], metrics["truncated_frac"]) == (5, 6, 0.5)
     assert metrics["reward/answer"] == 0.5
+
+
+def test_parts_of_images_are_means_by_position_and_kind() -> None:
+    def with_images(kind: str, *image_parts: dict[str, float]) -> Group:
+        one = episode(1, 4, kind)
+        return replace(group(1), episodes=(replace(one, score=replace(one.score, image_parts=image_parts)),))
+
+    groups = [with_images("a", {"seen": 1.0}, {"seen": 0.5}), with_images("b", {"seen": 0.0}), with_images("b")]
+    metrics = episode_metrics(groups)
+    by_image = {key: value for key, value in metrics.items() if "/image_" in key}
+    assert by_image == {
+        "reward/image_1/seen": 0.5,
+        "reward/image_2/seen": 0.5,
+        "reward/image_1/seen/a": 1.0,
+        "reward/image_2/seen/a": 0.5,
+        "reward/image_1/seen/b": 0.0,
+    }
+    one_kind = episode_metrics(groups[:1])
+    assert {key for key in one_kind if "/image_" in key} == {"reward/image_1/seen", "reward/image_2/seen"}
+    assert all("<position>" in definition_of(key).name for key in by_image)  # type: ignore[union-attr]

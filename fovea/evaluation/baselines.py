@@ -53,4 +53,10 @@ def fixed_answers(
 
 def _scored(environment: Environment, task: Task, text: str) -> SampledAnswer:
     score = environment.score(task, [Turn(messages=tuple(environment.prompt(task)), text=text)])
-    return SampledAnswer(text=text, reward=score.reward, accuracy=score.accuracy, parts=score.parts)
+    return SampledAnswer(
+        text=text,
+        reward=score.reward,
+        accuracy=score.accuracy,
+        parts=score.parts,
+        image_parts=score.image_parts,
+    )

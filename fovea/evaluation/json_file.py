@@ -52,6 +52,7 @@ def _answer(answer: SampledAnswer) -> dict[str, Any]:
         "accuracy": answer.accuracy,
         "reward": answer.reward,
         "parts": dict(answer.parts),
+        "image_parts": list(map(dict, answer.image_parts)),
         "finish": answer.finish,
     }
 

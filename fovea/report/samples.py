@@ -32,6 +32,7 @@ class SampledAnswer:
     reward: float
     accuracy: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    image_parts: tuple[Mapping[str, float], ...] = ()
     finish: FinishReason = "stop"
 
 
@@ -54,6 +55,7 @@ def sampled_answer(episode: Episode) -> SampledAnswer:
         reward=episode.score.reward,
         accuracy=episode.score.accuracy,
         parts=episode.score.parts,
+        image_parts=episode.score.image_parts,
         finish=episode.completion.finish,
     )
 
@@ -109,7 +111,8 @@ def _to_json(record: SampleRecord, image_names: Sequence[str]) -> dict[str, obje
             "text": answer.text,
             "reward": json_number(answer.reward),
             "accuracy": json_number(answer.accuracy),
-            "parts": {name: json_number(value) for name, value in answer.parts.items()},
+            "parts": _parts_to_json(answer.parts),
+            "image_parts": list(map(_parts_to_json, answer.image_parts)),
             "finish": answer.finish,
         }
         for answer in record.answers
@@ -121,6 +124,14 @@ def _to_json(record: SampleRecord, image_names: Sequence[str]) -> dict[str, obje
         "images": list(image_names),
         "answers": answers,
     }
+
+
+def _parts_to_json(parts: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: json_number(value) for name, value in parts.items()}
+
+
+def _parts_from_json(parts: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: from_json_number(value) for name, value in parts.items()}
 
 
 def _read_step(run_dir: Path, step: int) -> tuple[SampleRecord, ...]:
@@ -148,7 +159,8 @@ def _answer_from_json(row: Mapping[str, Any]) -> SampledAnswer:
         text=str(row["text"]),
         reward=from_json_number(row["reward"]),
         accuracy=from_json_number(row["accuracy"]),
-        parts={name: from_json_number(value) for name, value in row["parts"].items()},
+        parts=_parts_from_json(row["parts"]),
+        image_parts=tuple(map(_parts_from_json, row.get("image_parts", ()))),  # older records have none
         finish="stop" if row["finish"] == "stop" else "length",
     )
 

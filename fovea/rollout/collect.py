@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from fovea.environments.base import Environment, WaitsToScore
-from fovea.errors import DataError, UnscoredError
+from fovea.errors import DataError, ScoreError, UnscoredError
 from fovea.prompts import PromptedTask
 from fovea.rollout.base import Engine
 from fovea.types import Completion, Episode, Group, Sampling, Task, Turn
@@ -42,10 +42,11 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
         completions = await engine.generate(item.prompt, own, n)
         try:
             episodes = await _episodes(environment, item.task, completions, threads)
-        except UnscoredError as error:
-            if unscored is None:
-                raise
-            unscored.append(f"{item.task.id}: {error}")
+        except ScoreError as error:
+            reason = f"{item.task.id}: {error}"
+            if unscored is None or not isinstance(error, UnscoredError):
+                raise type(error)(reason) from error
+            unscored.append(reason)
             return None
         return Group(prompt=item.prompt, episodes=episodes)
 

@@ -29,7 +29,13 @@ def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
         "kind": "count",
         "images": (picture(10), picture(200)),
         "answers": (
-            SampledAnswer(text="\\boxed{3}", reward=1.0, accuracy=1.0, parts={"match": 1.0, "format": 0.5}),
+            SampledAnswer(
+                text="\\boxed{3}",
+                reward=1.0,
+                accuracy=1.0,
+                parts={"match": 1.0, "format": 0.5},
+                image_parts=({"seen": 1.0}, {}),
+            ),
             SampledAnswer(text="", reward=-0.5, accuracy=0.0, finish="length"),
         ),
     }

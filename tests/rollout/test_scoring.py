@@ -116,9 +116,9 @@ def test_a_group_that_cannot_be_scored_is_left_out_and_named() -> None:
 
 
 def test_without_a_list_or_with_another_error_it_raises() -> None:
-    with pytest.raises(UnscoredError):
+    with pytest.raises(UnscoredError, match=r"^train/1: away$"):
         collected(Slow(UnscoredError("away"), bad=("train/1",)), Ticking())
-    with pytest.raises(ScoreError, match="broken"):
+    with pytest.raises(ScoreError, match=r"^train/1: broken$"):
         collected(Slow(ScoreError("broken"), bad=("train/1",)), Ticking(), [])
 
 

@@ -1,0 +1,132 @@
+"""Runs with the user's own code: the pages of docs/own.md as they stand, and rewards that fail on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fovea.build import build
+from fovea.cli import sort_words
+from fovea.config_io import load_config
+from fovea.errors import ScoreError
+from fovea.loop import train
+from fovea.metric_names import undefined
+from fovea.metrics import read_metrics
+from fovea.report.samples import read_samples
+from tests.data.web import served
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+FILES = {code.split("\n")[0].removeprefix("# "): code for kind, code in BLOCKS if kind != "sh" and code[0] == "#"}
+COMMANDS = [shlex.split(code) for kind, code in BLOCKS if kind == "sh"]
+TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300, vision_depth: 1}"
+SMALL = [
+    *(TINY, "max_steps=2", "run_dir=run", "log.progress=false", "log.tensorboard=false", "warmup=null"),
+    *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"),
+    *("evaluate.test_size=2", "evaluate.dev_size=2", "evaluate.image_controls=false", "evaluate.shared_images=ignore"),
+    *("parity.prompts=1", "parity.max_new_tokens=2"),
+]
+SHAPES = ["environment.train_size=8", "environment.dev_size=2", "environment.test_size=2"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the recipes and the files of the page."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def metrics() -> list[dict[str, float]]:
+    rows = read_metrics(Path("run"))
+    assert [name for row in rows for name in undefined(row)] == []
+    return rows
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[-1])
+def test_the_commands_of_the_page_run(words: list[str]) -> None:
+    assert words[:2] == ["fovea", "train"]
+    recipes, overrides = sort_words(words[2:])
+    shapes = recipes == [Path("recipes/shapes.yaml")]
+    small = SMALL + (SHAPES if shapes else [])
+    names = {text.partition("=")[0] for text in small}
+    train(build(load_config(recipes, [*(text for text in overrides if text.partition("=")[0] not in names), *small])))
+    rows = metrics()
+    assert len(rows) == 2
+    if shapes:
+        assert all(0 <= row["reward/short"] <= 1 for row in rows)
+        assert all(row["reward"] == pytest.approx(row["accuracy"] + 0.1 * row["reward/short"]) for row in rows)
+
+
+def picture(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), (shade, 255 - shade, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_the_frame_of_the_page_trains() -> None:
+    (code,) = [code for kind, code in BLOCKS if kind == "python" and "GeoSpot" in code]
+    places = [("France", "Paris", 48.86, 2.35), ("Japan", "Tokyo", 35.69, 139.69)] * 5
+    with served({f"/{index}.png": picture(20 * index) for index in range(10)}) as site:
+        urls = [f"{site.url}/{index}.png" for index in range(10)]
+        frame = pd.DataFrame(places, columns=["country", "city", "lat", "lon"]).assign(image_url=urls)
+        frame.to_csv("photos.csv", index=False)
+        changed = [*SMALL, "data.allow_private_addresses=true", "data.on_bad_row=error"]
+        small = re.sub(r"    \[\n        \*\(\"model.*?\n    \],", "    SETTINGS,", code, flags=re.DOTALL)
+        settings = re.findall(r'"([a-z_.]+=[^"]*)"', code)
+        names = {text.partition("=")[0] for text in changed} | {"model.path", "model.tiny", "model.dtype"}
+        kept = [text for text in settings if text.partition("=")[0] not in names]
+        assert small != code
+        exec(compile(small, "own.md", "exec"), {"SETTINGS": [*kept, *changed]})
+        assert len(set(site.asked)) > 2
+    rows = metrics()
+    assert len(rows) == 2
+    assert all("reward/country" in row for row in rows)
+
+
+FAILS = """
+calls = 0
+
+def score(task, text, images):
+    global calls
+    calls += 1
+    if images[0].size and calls % 3 == 0:
+        raise ValueError(f"call {calls} fails")
+    return {"answer": calls, "image_parts": [{"seen": 0.5}]}
+"""
+
+
+def test_a_reward_that_fails_is_counted_and_listed() -> None:
+    Path("fails.py").write_text(FAILS, encoding="utf-8")
+    own = ["reward=fails.py:score", "reward_on_failure=drop", "rollout.prompts_per_step=3", "max_steps=2"]
+    train(build(load_config([], [*SMALL, *SHAPES, *own])))
+    rows = metrics()
+    listed = [json.loads(line) for line in Path("run/unscored.jsonl").read_text(encoding="utf-8").splitlines()]
+    by_step = [sum(entry["step"] == step for entry in listed) for step in (0, 1)]
+    assert by_step == [row["groups/unscored"] for row in rows]
+    assert sum(by_step) > 0
+    assert any(entry["step"] is None for entry in listed), "a reading met a failure too"
+    assert all(re.search(r"/\d+: fails\.py:score raised ValueError: call \d+ fails$", x["reason"]) for x in listed)
+    assert all(row["reward/image_1/seen"] == 0.5 for row in rows)
+    records = [record for step in read_samples(Path("run")).values() for record in step]
+    answers = [answer for record in records for answer in record.answers]
+    assert answers
+    assert all(answer.image_parts == ({"seen": 0.5},) for answer in answers)
+    assert "image 1 <bdi>seen</bdi>" in Path("run/report.html").read_text(encoding="utf-8")
+
+
+def test_a_reward_that_fails_ends_the_run_by_name() -> None:
+    Path("fails.py").write_text("def score(task, text, images): return float('nan')", encoding="utf-8")
+    run = build(load_config([], [*SMALL, *SHAPES, "reward=fails.py:score"]))
+    with pytest.raises(ScoreError, match=r"^test/\d+: fails\.py:score returned nan, which is not finite; mend it"):
+        train(run)
