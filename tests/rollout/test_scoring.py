@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fovea.environments.curriculum import Curriculum
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train
 from fovea.metrics import read_metrics
@@ -123,7 +124,7 @@ def test_without_a_list_or_with_another_error_it_raises() -> None:
 
 
 def with_environment(run: Run, environment: Slow) -> Run:
-    return replace(run, environment=environment)
+    return replace(run, environment=environment, curriculum=Curriculum(environment))
 
 
 def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:
