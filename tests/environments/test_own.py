@@ -309,7 +309,7 @@ class Failing(BanditEnvironment):
 
 
 def test_what_a_class_does_wrong_is_named() -> None:
-    environment = GuardedEnvironment(Failing(), name="mine.py:C")  # type: ignore[arg-type]
+    environment = GuardedEnvironment(Failing(), name="mine.py:C")
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.prompt raised RuntimeError: no prompt; mend it"):
         environment.prompt(TASK)
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target raised RuntimeError: no target"):
