@@ -187,7 +187,7 @@ system takes back when it needs to; every 50th image is decoded."""
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_all_of_geometry3k_streams_in_bounded_memory() -> None:
-    """All 42 MB of it in order, then some in the seeded one, through a memory of 16 MiB; three more times add nothing."""
+    """All 42 MB in order, then some in the seeded one, through 16 MiB of memory; three more times add nothing."""
     if not (SHARED / "train.parquet").exists():
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
     command = [sys.executable, "-c", STREAMED, str(SHARED / "train.parquet")]
