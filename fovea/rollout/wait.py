@@ -18,9 +18,15 @@ def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(coroutine)
+    except BaseException:
+        # it is on its way to the user: asyncio need not log it again for every task that it ended
+        loop.set_exception_handler(lambda *_: None)
+        raise
     finally:
-        _cancel_all(loop)
-        loop.close()
+        try:
+            _cancel_all(loop)
+        finally:
+            loop.close()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
