@@ -119,7 +119,15 @@ def test_ctrl_c_stops_a_real_run(tmp_path: Path) -> None:
     ]
     sizes = ["environment.test_size=8", "environment.dev_size=8", "log.progress=false"]
     command = [sys.executable, "-m", "fovea.cli", "train", *words, *sizes]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell hands "ignore" on to what it starts in the background, as a terminal does not
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             assert run.poll() is None, run.communicate()
