@@ -126,7 +126,7 @@ def test_ctrl_c_stops_a_real_run(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         # a shell hands "ignore" on to what it starts in the background, as a terminal does not
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         while not (tmp_path / "run" / "metrics.jsonl").exists():
