@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fovea.config import Config
 from fovea.environments.base import WaitsToScore
 from fovea.errors import TrainError
 from fovea.rollout.collect import collect
@@ -105,8 +106,13 @@ def _differs(group: Group) -> bool:
 
 
 def sampling_of(run: Run) -> Sampling:
-    """How the rollout draws; each request gets a seed of its own."""
-    rollout = run.config.rollout
+    """How the rollout draws for training; each request gets a seed of its own."""
+    return replace(rollout_sampling(run.config), trace=True)
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    """The settings of `rollout` as an engine takes them."""
+    rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -114,5 +120,4 @@ def sampling_of(run: Run) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         stop=rollout.stop,
-        trace=True,
     )

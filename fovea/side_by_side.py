@@ -17,6 +17,7 @@ from fovea.build import make_engine, make_environment
 from fovea.config import Config
 from fovea.config_io import dump_config
 from fovea.data.images import open_image
+from fovea.draw import rollout_sampling
 from fovea.environments.base import Environment, Split
 from fovea.environments.own import for_readings
 from fovea.errors import ConfigError, DataError
@@ -32,7 +33,7 @@ from fovea.prompts import PromptSource, RendersPrompts
 from fovea.report.evaluation import write_evaluation
 from fovea.rollout.base import Engine
 from fovea.targets import Baseline, OpenedModel, Target, open_model, parse_targets, shared_settings
-from fovea.types import Message, Prompt, Sampling, Task
+from fovea.types import Message, Prompt, Task
 
 Say = Callable[[str], None]
 
@@ -211,19 +212,6 @@ def _controls(
     changed = (with_shuffled_images(tasks), with_blank_images(tasks, rows.open_image))
     shuffled, blank = (_by_id(evaluator.answers(source.with_tasks(each))) for each in changed)
     return shuffled, blank
-
-
-def rollout_sampling(config: Config) -> Sampling:
-    """As the rollout draws."""
-    rollout = config.rollout
-    return Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
-    )
 
 
 def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
