@@ -199,3 +199,11 @@ def _without_use(settings: Algorithm) -> Iterator[str]:
                     f"algorithm.{key}={value} is of PPO, but advantage={settings.advantage} has no value function; "
                     f"set algorithm.name=ppo, or drop {key}"
                 )
+    if not settings.importance_sampling_fix:
+        for key in ("importance_sampling_clip", "importance_sampling_level"):
+            value = getattr(settings, key)
+            if value != Algorithm.model_fields[key].default:
+                yield (
+                    f"algorithm.{key}={value} shapes weights that importance_sampling_fix=false leaves out; set "
+                    f"algorithm.importance_sampling_fix=true, or drop {key}"
+                )

@@ -80,6 +80,7 @@ def test_clip_epsilon_sets_both_bounds() -> None:
         ({"kl_target": 0.1}, "set kl_in=reward with a kl_coef, or kl_target=null"),
         ({"kl_target": 0.1, "kl_coef": 0.1}, "set kl_in=reward with a kl_coef"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss has a gradient of 0 on average"),
+        ({"importance_sampling_clip": 5.0}, "set algorithm.importance_sampling_fix=true, or drop"),
         ({"gamma": 0.9}, "no value function; set algorithm.name=ppo, or drop gamma"),
         ({"value_clip": None}, "no value function; set algorithm.name=ppo, or drop value_clip"),
     ],
