@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, required=True, help="folder for the three run folders")
     parser.add_argument("--only", choices=("exact", "corrected", "uncorrected"), help="one of the three")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     keep_freed_memory()
     for name in [options.only] if options.only else ["exact", "corrected", "uncorrected"]:
         train(build(_config(name, options.recipe, [*options.overrides, f"run_dir={options.out / name}"])))
