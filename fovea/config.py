@@ -449,6 +449,11 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"algorithm.kl_horizon_samples={algorithm.kl_horizon_samples} is no more than the {samples_per_step} "
             "completions of one step, in which kl_coef would jump; set it to many steps' worth"
         )
+    if algorithm.needs_values and config.critic.warmup_steps >= config.max_steps:
+        yield (
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of max_steps={config.max_steps}; "
+            "lower critic.warmup_steps, or raise max_steps"
+        )
     if config.critic != Critic() and not algorithm.needs_values:
         yield (
             f"critic is set, but algorithm.advantage={algorithm.advantage} has no value function; set "

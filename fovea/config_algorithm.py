@@ -100,7 +100,8 @@ class Algorithm(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy of the tokens trained on, aggregated as the loss is."""
     max_groups_without_signal: NonNegativeInt = 0
-    """How many groups of equal rewards train along for the entropy bonus, worst first (with a KL term: all)."""
+    """How many groups of equal rewards train along for the entropy bonus, worst first (all with a KL term, a value
+    function or reinforce++, which act on them anyway)."""
     dynamic_sampling: bool = False
     """Draw until prompts_per_step groups have answers both better and worse (by accuracy), and train on those."""
     max_gen_batches: PositiveInt = 10
@@ -166,6 +167,15 @@ class Critic(Section):
     warmup_steps: NonNegativeInt = 0
     """First steps in which only the value function is trained."""
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Critic:
+        if self.detach_trunk and self.trunk == "separate":
+            raise ValueError(
+                "critic.detach_trunk=true keeps the value loss out of a shared trunk, but critic.trunk=separate shares "
+                "none; set critic.trunk=shared, or critic.detach_trunk=false"
+            )
+        return self
+
 
 def _contradictions(settings: Algorithm) -> Iterator[str]:
     """Parts of an algorithm that cannot work together, and what would."""
@@ -191,19 +201,56 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
 
 def _without_use(settings: Algorithm) -> Iterator[str]:
     """Settings that somebody has changed and nothing reads."""
+    paper = DEFAULTS_OF[settings.name]
+    for keys, reason in _unread(settings):
+        for key in keys:
+            value, default = getattr(settings, key), Algorithm.model_fields[key].default
+            if value not in (default, paper.get(key, default)):
+                yield f"algorithm.{key}={value} {reason}, or algorithm.{key}={_text(default)}"
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _unread(settings: Algorithm) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys that these settings leave without a reader; why, and what would read them."""
     if not settings.needs_values:
-        for key in ("gamma", "gae_lambda", "value_coef", "value_clip"):
-            value = getattr(settings, key)
-            if value != Algorithm.model_fields[key].default:
-                yield (
-                    f"algorithm.{key}={value} is of PPO, but advantage={settings.advantage} has no value function; "
-                    f"set algorithm.name=ppo, or drop {key}"
-                )
+        yield (
+            ("gamma", "gae_lambda", "value_coef", "value_clip"),
+            f"is of PPO, but advantage={settings.advantage} has no value function; set algorithm.name=ppo",
+        )
     if not settings.importance_sampling_fix:
-        for key in ("importance_sampling_clip", "importance_sampling_level"):
-            value = getattr(settings, key)
-            if value != Algorithm.model_fields[key].default:
-                yield (
-                    f"algorithm.{key}={value} shapes weights that importance_sampling_fix=false leaves out; set "
-                    f"algorithm.importance_sampling_fix=true, or drop {key}"
-                )
+        yield (
+            ("importance_sampling_clip", "importance_sampling_level"),
+            "shapes weights that importance_sampling_fix=false leaves out; set algorithm.importance_sampling_fix=true",
+        )
+    if settings.loss == "sapo":
+        yield (
+            ("clip_low", "clip_high"),
+            "is a bound, but loss=sapo has none; set sapo_temperature_positive and _negative",
+        )
+    else:
+        yield (
+            ("sapo_temperature_positive", "sapo_temperature_negative"),
+            f"is of loss=sapo, but loss={settings.loss}; set algorithm.loss=sapo",
+        )
+    if not settings.dynamic_sampling:
+        yield (
+            ("max_gen_batches",),
+            "bounds the rollouts of dynamic sampling, which is off; set algorithm.dynamic_sampling=true",
+        )
+    if not settings.overlong_buffer_frac:
+        yield (
+            ("overlong_penalty_factor",),
+            "scales a penalty that overlong_buffer_frac=0 leaves out; set algorithm.overlong_buffer_frac",
+        )
+    if settings.kl_target is None:
+        yield ("kl_horizon_samples",), "paces a kl_coef that kl_target=null leaves alone; set algorithm.kl_target"
+    if not settings.kl_coef:
+        yield ("kl_in",), "says where the KL stands, but kl_coef=0 leaves it out; set algorithm.kl_coef"
+    if settings.ppo_epochs == settings.minibatches == 1:
+        yield (
+            ("max_policy_kl",),
+            "ends the passes of a step, of which there is one; set algorithm.ppo_epochs or algorithm.minibatches",
+        )

@@ -127,7 +127,18 @@ CHAPTERS = (
             "Groups whose rewards differ, so that there is something to learn from them.",
             "More than half of the step. Few: the questions are too hard, or too easy by now.",
         ),
-        ("groups/without_signal", "groups", "Groups of equal rewards.", "Grows as questions are mastered."),
+        (
+            "groups/without_signal",
+            "groups",
+            "Groups of equal rewards, of those that the step trains on.",
+            "Grows as questions are mastered.",
+        ),
+        (
+            "groups/without_signal_frac",
+            "fraction",
+            "Share of groups of equal rewards in all that was drawn, dynamic sampling's rejects included.",
+            "Under 0.5. Near 1: the step costs a whole rollout and teaches next to nothing.",
+        ),
         (
             "groups/unscored",
             "groups",
@@ -315,15 +326,22 @@ CHAPTERS = (
         (
             "rollout_train_k1",
             "nats",
-            "Mean of the engine's log-prob less the trainer's, over all action tokens of the step.",
+            "Mean of the engine's log-prob less the trainer's, over all action tokens of the step: in every step whose "
+            "log-probs are all at hand, else every `train.plain_update_every_steps`.",
             "Near 0 on both sides of it; of one sign throughout: the engine is surer, or less sure, than it should be.",
         ),
         (
             "rollout_train_kl",
             "nats",
-            "Mean k3 estimate of KL(engine || trainer) over the same. Not there when the update reused its rollout.",
+            "Mean k3 estimate of KL(engine || trainer) over the same.",
             "Under 0.001 in float32 here, under 0.01 between engines in bfloat16. Growing over the run: the run is on "
             "its way to collapse; set `algorithm.importance_sampling_fix=true` and look for the cause.",
+        ),
+        (
+            "rollout_train_kl/trained",
+            "nats",
+            "That of the groups trained on, in every step that reused nothing of its rollout.",
+            "As `rollout_train_kl`.",
         ),
         (
             "rollout_train_abs",

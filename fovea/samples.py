@@ -38,9 +38,14 @@ def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: 
     weights = _weights(groups, settings, max_new_tokens)
     signal_P = has_signal(torch.tensor(rewards))
     kept = _kept(torch.tensor(rewards), signal_P, settings)
-    batch = Batch(groups=tuple(_sample_group(groups[index], rewards[index], weights[index]) for index in kept))
+    samples = [_sample_group(*group) for group in zip(groups, rewards, weights, strict=True)]
+    left_out = sorted(set(range(len(groups))) - set(kept))
+    batch = Batch(groups=tuple(samples[index] for index in kept), left_out=tuple(samples[index] for index in left_out))
     with_signal = float(signal_P.sum())
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
+    if len(rewards[0]) == 1:
+        # nothing to differ from
+        counts = {}
     if settings.overlong_buffer_frac:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
     return batch, counts
@@ -131,6 +136,8 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "response_tokens_max": float(max(lengths)),
         "truncated_frac": _mean([episode.completion.finish == "length" for episode in episodes]),
     }
+    if len(groups[0].episodes) > 1:
+        metrics["groups/without_signal_frac"] = _mean([not _differs(group) for group in groups])
     for name in sorted({name for episode in episodes for name in episode.score.parts}):
         metrics[f"reward/{name}"] = _mean([episode.score.parts.get(name, 0.0) for episode in episodes])
     metrics |= _image_metrics(episodes, "")
@@ -140,6 +147,10 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         metrics[f"accuracy/train/{kind}"] = _mean([episode.score.accuracy for episode in of_kind])
         metrics |= _image_metrics(of_kind, f"/{kind}")
     return metrics
+
+
+def _differs(group: Group) -> bool:
+    return bool(has_signal(torch.tensor([[episode.score.reward for episode in group.episodes]])))
 
 
 def _image_metrics(episodes: Sequence[Episode], end: str) -> Metrics:

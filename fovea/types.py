@@ -213,6 +213,8 @@ class Batch:
     """What one update trains on. The weights of its samples count the whole step, groups left out included."""
 
     groups: tuple[SampleGroup, ...]
+    left_out: tuple[SampleGroup, ...] = ()
+    """Groups of the step that have no gradient to give."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:

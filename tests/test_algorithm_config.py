@@ -80,9 +80,16 @@ def test_clip_epsilon_sets_both_bounds() -> None:
         ({"kl_target": 0.1}, "set kl_in=reward with a kl_coef, or kl_target=null"),
         ({"kl_target": 0.1, "kl_coef": 0.1}, "set kl_in=reward with a kl_coef"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss has a gradient of 0 on average"),
-        ({"importance_sampling_clip": 5.0}, "set algorithm.importance_sampling_fix=true, or drop"),
-        ({"gamma": 0.9}, "no value function; set algorithm.name=ppo, or drop gamma"),
-        ({"value_clip": None}, "no value function; set algorithm.name=ppo, or drop value_clip"),
+        ({"importance_sampling_clip": 5.0}, "importance_sampling_fix=true, or algorithm.importance_sampling_clip=2.0"),
+        ({"gamma": 0.9}, "no value function; set algorithm.name=ppo, or algorithm.gamma=1.0"),
+        ({"value_clip": None}, "no value function; set algorithm.name=ppo, or algorithm.value_clip=0.5"),
+        ({"loss": "sapo", "clip_high": 0.28}, "loss=sapo has none"),
+        ({"sapo_temperature_positive": 2.0}, "set algorithm.loss=sapo, or algorithm.sapo_temperature_positive=1.0"),
+        ({"max_gen_batches": 3}, "set algorithm.dynamic_sampling=true, or algorithm.max_gen_batches=10"),
+        ({"overlong_penalty_factor": 0.5}, "set algorithm.overlong_buffer_frac"),
+        ({"kl_horizon_samples": 99}, "set algorithm.kl_target"),
+        ({"kl_in": "reward"}, "set algorithm.kl_coef, or algorithm.kl_in=loss"),
+        ({"max_policy_kl": 0.1}, "of which there is one; set algorithm.ppo_epochs or"),
     ],
 )
 def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], message: str) -> None:
@@ -114,3 +121,19 @@ def test_ppo_needs_no_groups() -> None:
     config = Config(model=Model(path="folder"), algorithm=Algorithm(name="ppo"), critic=Critic(warmup_steps=2))
     assert config.algorithm.needs_values
     assert settings("algorithm.name=ppo", "rollout.samples_per_prompt=1")
+
+
+@pytest.mark.parametrize("name", list(DEFAULTS_OF))
+def test_what_a_paper_sets_is_never_refused_as_unread(name: str) -> None:
+    """rloo sets where its KL stands, dapo a bound on the ratio: the user has changed neither."""
+    changes: dict[str, dict[str, object]] = {"rloo": {"kl_coef": 0.0}, "dapo": {"loss": "sapo"}}
+    Algorithm.model_validate({"name": name, **changes.get(name, {})})
+
+
+def test_a_critic_that_would_wait_for_ever_or_detach_nothing_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"set critic\.trunk=shared, or critic\.detach_trunk=false"):
+        Critic(trunk="separate", detach_trunk=True)
+    with pytest.raises(ValidationError, match="leaves the policy none of max_steps=5"):
+        Config.model_validate(
+            {"model": {"tiny": {}}, "max_steps": 5, "algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 5}}
+        )

@@ -89,3 +89,17 @@ def test_parts_of_images_are_means_by_position_and_kind() -> None:
     one_kind = episode_metrics(groups[:1])
     assert {key for key in one_kind if "/image_" in key} == {"reward/image_1/seen", "reward/image_2/seen"}
     assert all("<position>" in definition_of(key).name for key in by_image)  # type: ignore[union-attr]
+
+
+def test_what_does_not_train_is_handed_on_for_the_comparison_with_the_engine() -> None:
+    batch, _ = batch_of(max_groups_without_signal=1)
+    assert [[s.reward for s in g.samples] for g in batch.left_out] == [[1, 1], [0.5, 0.5]]
+    assert len(batch.groups) + len(batch.left_out) == len(GROUPS)
+    assert not batch_of(kl_coef=0.1)[0].left_out
+
+
+def test_the_share_without_signal_is_of_all_that_was_drawn_and_needs_two_answers() -> None:
+    assert episode_metrics(GROUPS)["groups/without_signal_frac"] == 3 / 5
+    single = [group(1), group(0)]
+    assert "groups/without_signal_frac" not in episode_metrics(single)
+    assert make_batch(single, Algorithm(), max_new_tokens=10)[1] == {}, "one answer differs from nothing"

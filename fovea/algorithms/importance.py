@@ -6,6 +6,7 @@ Axes: `A` action tokens, of any number of completions, one completion after the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import torch
@@ -17,10 +18,18 @@ from fovea.algorithms.sequences import sequence_sums, spread
 Level = Literal["token", "sequence", "sequence_mask"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportanceWeights:
+    """Of each action, without a gradient, and where the cap took something off."""
+
+    weights_A: Tensor
+    capped_A: Tensor
+
+
 def importance_weights(
     old_logprobs_A: Tensor, rollout_logprobs_A: Tensor, lengths: Sequence[int], *, level: Level, cap: float
-) -> Tensor:
-    """[A] without a gradient, to multiply the policy loss with; no lower bound at any level:
+) -> ImportanceWeights:
+    """What to multiply the policy loss of each action with; no lower bound at any level:
 
         token          min(exp(lp_old - lp_rollout), cap)
         sequence       the product of the ratios over a completion, at most cap, for each of its actions
@@ -32,11 +41,13 @@ def importance_weights(
     """
     log_ratios_A = (old_logprobs_A - rollout_logprobs_A).detach()
     if level == "token":
-        return ratios(log_ratios_A).clamp(max=cap)
-    ratios_A = spread(ratios(sequence_sums(log_ratios_A, lengths)), lengths)
+        ratios_A = ratios(log_ratios_A)
+    else:
+        ratios_A = spread(ratios(sequence_sums(log_ratios_A, lengths)), lengths)
+    above_A = ratios_A > cap
     match level:
-        case "sequence":
-            return ratios_A.clamp(max=cap)
+        case "token" | "sequence":
+            return ImportanceWeights(weights_A=ratios_A.clamp(max=cap), capped_A=above_A)
         case "sequence_mask":
-            return torch.where(ratios_A > cap, 0.0, ratios_A)
+            return ImportanceWeights(weights_A=torch.where(above_A, 0.0, ratios_A), capped_A=above_A)
     assert_never(level)

@@ -90,7 +90,8 @@ class Backward:
         if scores.values_A is not None:
             value_loss, value_sums = value_terms(scores.values_A, micro, self._algorithm)
             loss, sums = loss + value_loss, sums | value_sums
-        if not bool(torch.isfinite(loss)):
+        # an engine's log-prob that is not finite says that it drew what it could not, whether or not the loss reads it
+        if not bool(torch.isfinite(loss) & micro.rollout_logprobs_A.isfinite().all()):
             done.mark(micro, scores.logprobs_A, scores.values_A)
             return
         (scale * loss).backward()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fovea.algorithms.kl import k3
-from fovea.types import Batch, Metrics
+from fovea.types import Metrics, SampleGroup
 
 
-def mismatch(batch: Batch) -> Metrics:
-    """Over all actions of the batch, lp the engine's and lp_old the trainer's; empty where the latter are not there.
+def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
+    """Over all actions of the groups, lp the engine's and lp_old the trainer's, of which there is one [T] per sample.
 
-    k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are of the difference itself.
+    k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are of the difference itself. Empty without
+    groups.
     """
-    old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
-    if not old or len(old) != len(batch.samples):
+    rollout = [sample.rollout_logprobs_T for group in groups for sample in group.samples]
+    if not rollout:
         return {}
-    old_A = torch.from_numpy(np.concatenate(old))
-    rollout_A = torch.from_numpy(np.concatenate([sample.rollout_logprobs_T for sample in batch.samples]))
+    rollout_A, old_A = torch.from_numpy(np.concatenate(rollout)), torch.from_numpy(np.concatenate(old_logprobs))
     difference_A = rollout_A - old_A
     return {
         "rollout_train_k1": float(difference_A.mean()),

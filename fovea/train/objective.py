@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fovea.algorithms.importance import importance_weights
+from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.config import Algorithm
@@ -29,9 +29,12 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
         "kl/policy": k3(scores.logprobs_A.detach(), old_A).sum(),
     }
     if settings.importance_sampling_fix:
-        weights_A = _importance_weights(old_A, micro, settings)
-        loss_A = loss_A * weights_A
-        sums |= _corrections(weights_A, settings.importance_sampling_clip)
+        correction = _importance_weights(old_A, micro, settings)
+        loss_A = loss_A * correction.weights_A
+        sums |= {
+            "importance/weight": correction.weights_A.sum(),
+            "importance/clipped_frac": correction.capped_A.sum(),
+        }
     policy_loss = (micro.weights_A * loss_A.detach()).sum()
     if settings.entropy_coef:
         loss_A = loss_A - settings.entropy_coef * scores.entropies_A
@@ -62,7 +65,7 @@ def _policy_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings:
             )
 
 
-def _importance_weights(old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> Tensor:
+def _importance_weights(old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> ImportanceWeights:
     return importance_weights(
         old_A,
         micro.rollout_logprobs_A,
@@ -70,9 +73,3 @@ def _importance_weights(old_A: Tensor, micro: MicroBatch, settings: Algorithm) -
         level=settings.importance_sampling_level,
         cap=settings.importance_sampling_clip,
     )
-
-
-def _corrections(weights_A: Tensor, cap: float) -> dict[str, Tensor]:
-    """A weight at the cap was cut there; one of 0 belongs to a completion that was left out."""
-    cut_A = (weights_A >= cap) | (weights_A == 0)
-    return {"importance/weight": weights_A.sum(), "importance/clipped_frac": cut_A.sum()}

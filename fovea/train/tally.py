@@ -32,7 +32,7 @@ class Tally:
     operations: float = 0.0
     """That the passes need, by the model's sizes."""
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    """[T] of every sample, by the last whole pass over the batch."""
+    """[T] of every sample, by the last whole pass over the batch; none where that is cut into minibatches."""
     not_finite: list[str] = field(default_factory=list)
     """Tasks for which the last step was left out."""
 

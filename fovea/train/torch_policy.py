@@ -117,10 +117,12 @@ class TorchPolicy:
         """
         rates, tally = self._set_rates(), Tally()
         given = has_old_logprobs(batch)
+        # what the update leaves out is scored for the comparison with the engine only
+        left_out = self.logprobs(Batch(groups=batch.left_out)) if self._is_plain_step else None
         self._train_mode(True)
         for epoch in range(self._algorithm.ppo_epochs):
-            went_through = self._epoch(batch, tally)
-            if epoch == 0 and not given and self._algorithm.minibatches == 1 and tally.logprobs:
+            went_through = self._epoch(epoch, batch, tally)
+            if epoch == 0 and not given and tally.logprobs:
                 # made before the only step so far: what later epochs call old
                 batch = with_old_logprobs(batch, tally.logprobs)
             if not went_through:
@@ -128,13 +130,12 @@ class TorchPolicy:
         self._train_mode(False)
         self._steps += 1
         self._count_skipped(tally.not_finite)
-        skipped = {"updates_skipped": float(bool(tally.not_finite))}
-        if not batch.groups:
-            return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | skipped | rates
         # an update that looked its first pass up in the rollout's cannot say how far the two are from each other
-        measured = mismatch(batch) if given or not tally.sums["reused_actions"] else {}
-        memory = {"memory/activations_gib": self._backward.activations.gib}
-        return tally.metrics() | rates | skipped | memory | measured
+        measured = _mismatch(batch, left_out) if given or not tally.sums["reused_actions"] else {}
+        always = {"updates_skipped": float(bool(tally.not_finite))} | rates | measured
+        if not batch.groups:
+            return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
+        return tally.metrics() | always | {"memory/activations_gib": self._backward.activations.gib}
 
     def weights(self) -> Weights:
         """Current weights, adapters merged; a weight without an adapter is the parameter itself."""
@@ -160,10 +161,10 @@ class TorchPolicy:
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
-    def _epoch(self, batch: Batch, tally: Tally) -> bool:
+    def _epoch(self, epoch: int, batch: Batch, tally: Tally) -> bool:
         """One pass over the batch, an optimizer step after each minibatch; False where the update ends before that."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
-        minibatches = _cut(batch.groups, self._algorithm.minibatches)
+        minibatches = _cut(self._in_order_of(epoch, batch.groups), self._algorithm.minibatches)
         tally.minibatches = len(minibatches)
         for groups in minibatches:
             for optimizer in self._optimizers:
@@ -177,8 +178,16 @@ class TorchPolicy:
             if tally.not_finite or too_far or not self._step(groups, tally):
                 return False
             logprobs += done.logprobs
-        tally.logprobs = in_batch_order(logprobs)
+        if len(minibatches) == 1:
+            tally.logprobs = in_batch_order(logprobs)
         return True
+
+    def _in_order_of(self, epoch: int, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+        """The first epoch goes through the step as it came, later ones cut it into other minibatches."""
+        if epoch == 0 or self._algorithm.minibatches == 1:
+            return groups
+        # of the counts alone, so that a resumed run cuts as one never stopped
+        return [groups[index] for index in np.random.default_rng((self._steps, epoch)).permutation(len(groups))]
 
     def _step(self, groups: Sequence[SampleGroup], tally: Tally) -> bool:
         """The optimizer step after a pass, unless a gradient is not finite."""
@@ -231,15 +240,31 @@ class TorchPolicy:
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
         """What the rollout of these groups has left; None when that is stale, or this step is to be a plain one."""
-        plain = self._steps % self._train.plain_update_every_steps == 0
-        if plain or not self._engine_has_these_weights:
+        if self._is_plain_step or not self._engine_has_these_weights:
             forget_graphs(groups)
             return None
         return Reuse.of(groups)
 
+    @property
+    def _is_plain_step(self) -> bool:
+        """One that reuses nothing, and compares all of the step with the engine."""
+        return self._steps % self._train.plain_update_every_steps == 0
+
     def _set_rates(self) -> Metrics:
         rates = [optimizer.set_rate(self._steps) for optimizer in self._optimizers]
         return dict(zip(("learning_rate", "learning_rate/value"), rates, strict=False))
+
+
+def _mismatch(batch: Batch, left_out: Sequence[NDArray[np.float32]] | None) -> Metrics:
+    """Of the groups trained on, and of the whole step where those left out have been scored or there are none."""
+    old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
+    if len(old) != len(batch.samples):
+        return {}
+    trained = mismatch(batch.groups, old)
+    whole = trained if not batch.left_out else {}
+    if left_out:
+        whole = mismatch((*batch.groups, *batch.left_out), [*old, *left_out])
+    return whole | {f"{key}/trained": value for key, value in trained.items() if key == "rollout_train_kl"}
 
 
 def _cut(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:

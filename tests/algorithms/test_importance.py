@@ -27,9 +27,10 @@ LOG_RATIOS = torch.tensor([0.2, 0.3, 1.0, -2.0, 0.5])
 )
 def test_numbers_by_hand(level: Level, expected: list[float]) -> None:
     old = (LOG_RATIOS - 3).requires_grad_()
-    weights = importance_weights(old, torch.full((5,), -3.0), LENGTHS, level=level, cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor(expected), atol=1e-5, rtol=1e-5)
-    assert not weights.requires_grad
+    result = importance_weights(old, torch.full((5,), -3.0), LENGTHS, level=level, cap=2.0)
+    torch.testing.assert_close(result.weights_A, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    assert not result.weights_A.requires_grad
+    assert result.capped_A.tolist() == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -37,21 +38,23 @@ def test_numbers_by_hand(level: Level, expected: list[float]) -> None:
 @given(st.lists(st.lists(st.floats(-30, 0, width=32), max_size=5), min_size=1, max_size=5))
 def test_equal_logprobs_are_the_identity(level: Level, completions: list[list[float]]) -> None:
     logprobs = torch.tensor([lp for completion in completions for lp in completion])
-    weights = importance_weights(logprobs, logprobs.clone(), list(map(len, completions)), level=level, cap=2.0)
-    assert weights.tolist() == [1.0] * len(logprobs)
+    for cap in (1.0, 2.0):
+        result = importance_weights(logprobs, logprobs.clone(), list(map(len, completions)), level=level, cap=cap)
+        assert result.weights_A.tolist() == [1.0] * len(logprobs)
+        assert not result.capped_A.any(), "a cap of 1 takes nothing off a weight of 1"
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("log_ratio", [-500.0, 500.0])
 def test_nothing_overflows(level: Level, log_ratio: float) -> None:
-    weights = importance_weights(torch.full((3,), log_ratio), torch.zeros(3), [2, 1], level=level, cap=2.0)
-    assert torch.isfinite(weights).all()
-    assert (weights <= 2.0).all()
+    result = importance_weights(torch.full((3,), log_ratio), torch.zeros(3), [2, 1], level=level, cap=2.0)
+    assert torch.isfinite(result.weights_A).all()
+    assert (result.weights_A <= 2.0).all()
 
 
 def test_a_weight_is_the_same_as_a_scaled_advantage() -> None:
     lp, old, advantages = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    weights = importance_weights(old, old - LOG_RATIOS, LENGTHS, level="token", cap=2.0)
+    weights = importance_weights(old, old - LOG_RATIOS, LENGTHS, level="token", cap=2.0).weights_A
     bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
     torch.testing.assert_close(
         clipped_loss(lp, old, advantages, **bounds).loss_A * weights,

@@ -86,7 +86,7 @@ def test_k3_by_hand() -> None:
 def test_importance_weights_are_the_ratio_up_to_the_cap() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0, -3.0], requires_grad=True)
     rollout = torch.tensor([-1.0, -1.5, -3.0, -1.0])
-    weights = importance_weights(old, rollout, [len(old)], level="token", cap=2.0)
+    weights = importance_weights(old, rollout, [len(old)], level="token", cap=2.0).weights_A
     # e^0, e^0.5, e^2 capped, e^-2: no lower bound
     torch.testing.assert_close(weights, torch.tensor([1.0, 1.6487213, 2.0, 0.1353353]))
     assert not weights.requires_grad

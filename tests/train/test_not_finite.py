@@ -83,7 +83,9 @@ def test_the_rest_of_an_update_is_left_out_too() -> None:
 
 
 def test_a_limit_on_the_kl_hides_nothing() -> None:
-    policy = make_policy(tiny("qwen3_vl"), algorithm=Algorithm(max_policy_kl=1e-9), max_tokens_per_microbatch=100)
+    policy = make_policy(
+        tiny("qwen3_vl"), algorithm=Algorithm(max_policy_kl=1e-9, ppo_epochs=2), max_tokens_per_microbatch=100
+    )
     metrics = policy.update(with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan))
     assert metrics["updates_skipped"] == 1
 
@@ -112,3 +114,16 @@ def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     second.load(tmp_path)
     with pytest.raises(TrainError, match="all of the last 2 updates"):
         second.update(bad)
+
+
+def test_an_engine_that_drew_the_impossible_skips_the_step_whether_or_not_the_loss_reads_it() -> None:
+    policy = make_policy(tiny("qwen3_vl"), max_skipped_updates=0)
+    batch = named(make_batch(tiny("qwen3_vl")))
+    groups = list(batch.groups)
+    first, *others = groups[1].samples
+    impossible = replace(first, rollout_logprobs_T=np.full_like(first.rollout_logprobs_T, -np.inf))
+    groups[1] = replace(groups[1], samples=(impossible, *others))
+    before = weights_of(policy)
+    with pytest.raises(TrainError, match="with the samples of row 1;"):
+        policy.update(replace(batch, groups=tuple(groups)))
+    assert torch.equal(weights_of(policy), before)
