@@ -45,7 +45,7 @@ CHAPTERS = (
         (
             "reward",
             "reward",
-            "Mean over the episodes of the step.",
+            "Mean over the episodes of the step, as the environment scores them: without `reward/overlong` and `reward_kl`.",
             "Rises; noisy from step to step, so look at tens of steps. Rising while `accuracy/dev` falls: the reward "
             "is being gamed, or the training rows are learned by heart.",
         ),
@@ -71,7 +71,8 @@ CHAPTERS = (
         (
             "reward/overlong",
             "reward",
-            "Mean penalty for completions that run into the last tokens they may have (DAPO, arXiv 2503.14476).",
+            "Mean penalty for completions that run into the last tokens they may have (DAPO, arXiv 2503.14476), on top of "
+            "`reward`.",
             "At most 0, and near it. Growing more negative: completions grow to their limit; raise it, or read them.",
         ),
         (
@@ -226,7 +227,8 @@ CHAPTERS = (
         (
             "loss",
             "",
-            "What was minimised: the policy loss with its bonus and penalty terms, over the whole batch.",
+            "What was minimised, mean of the optimizer steps: the policy loss with its bonus and penalty terms, and with a "
+            "value function `value_coef` times the value loss.",
             "Near 0 and no measure of progress: centred advantages make it so.",
         ),
         ("policy_loss", "", "Its policy term alone.", "As `loss`."),
@@ -312,7 +314,12 @@ CHAPTERS = (
             "Mean estimate of the KL to the reference that the reward is charged for (`algorithm.kl_in=reward`).",
             "As `kl/reference`; with a controller it comes near `algorithm.kl_target`.",
         ),
-        ("kl/coef", "", "Weight of the KL term, where a controller moves it.", "Settles."),
+        (
+            "kl/coef",
+            "",
+            "Weight of the KL in the reward (`algorithm.kl_in=reward`); moves with `algorithm.kl_target`.",
+            "Settles.",
+        ),
         (
             "kl/policy",
             "nats",
