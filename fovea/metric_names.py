@@ -45,7 +45,8 @@ CHAPTERS = (
         (
             "reward",
             "reward",
-            "Mean over the episodes of the step, as the environment scores them: without `reward/overlong` and `reward_kl`.",
+            "Mean over the episodes of the step, as the environment scores them: before `reward/overlong` and "
+            "`reward_kl`.",
             "Rises; noisy from step to step, so look at tens of steps. Rising while `accuracy/dev` falls: the reward "
             "is being gamed, or the training rows are learned by heart.",
         ),
@@ -71,8 +72,8 @@ CHAPTERS = (
         (
             "reward/overlong",
             "reward",
-            "Mean penalty for completions that run into the last tokens they may have (DAPO, arXiv 2503.14476), on top of "
-            "`reward`.",
+            "Mean penalty for completions that run into the last tokens they may have (DAPO, arXiv 2503.14476), on "
+            "top of `reward`.",
             "At most 0, and near it. Growing more negative: completions grow to their limit; raise it, or read them.",
         ),
         (
@@ -227,8 +228,8 @@ CHAPTERS = (
         (
             "loss",
             "",
-            "What was minimised, mean of the optimizer steps: the policy loss with its bonus and penalty terms, and with a "
-            "value function `value_coef` times the value loss.",
+            "What was minimised, mean of the optimizer steps: the policy loss with its bonus and penalty terms, and "
+            "with a value function `value_coef` times the value loss.",
             "Near 0 and no measure of progress: centred advantages make it so.",
         ),
         ("policy_loss", "", "Its policy term alone.", "As `loss`."),
