@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from fovea.config_io import load_config
 from fovea.metrics import read_metrics, write_atomically
 from fovea.report.curve import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 
@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_curve(name: str, folder: Path) -> Curve:
     """The dev readings of a run. ValueError where there are none."""
     rows = read_metrics(folder)
-    rollout = load_config([folder / "config.yaml"], []).rollout
-    completions = rollout.prompts_per_step * rollout.samples_per_prompt
+    # not by load_config: `benchmarks.mismatch` makes a run that the settings refuse
+    rollout = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["rollout"]
+    completions = rollout["prompts_per_step"] * rollout["samples_per_prompt"]
     generated = list(accumulate(row["response_tokens_mean"] * completions for row in rows))
     read = [index for index, row in enumerate(rows) if "accuracy/dev" in row]
     if not read:
