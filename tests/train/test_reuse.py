@@ -21,6 +21,7 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.setup import Tuning
 from fovea.rollout.wait import wait_for
+from fovea.samples import with_old_logprobs
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
 from tests.reference import largest_relative_difference
@@ -41,6 +42,7 @@ class Pair:
         settings: Model = TRAINED,
         max_bytes: float = 2**26,
         linears: bool = True,
+        algorithm: Algorithm | None = None,
         **train: object,
     ) -> None:
         choose_trainable(parts.network, settings, seed=0)
@@ -49,7 +51,11 @@ class Pair:
         self.engine = EmbeddedEngine(self.vlm, parts, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
         self.policy = TorchPolicy(
-            self.vlm, train=Train.model_validate(values), algorithm=Algorithm(), temperature=0.9, max_steps=10
+            self.vlm,
+            train=Train.model_validate(values),
+            algorithm=algorithm or Algorithm(),
+            temperature=0.9,
+            max_steps=10,
         )
         self.policy._steps = 1  # step 0 is a plain one
         self.engine.load_weights(self.policy.weights(), version=0)
@@ -164,6 +170,41 @@ def test_only_the_first_step_after_a_rollout_may_reuse_it() -> None:
     assert pair.policy.update(batch)["reused_frac"] == 0, "the weights have moved"
     pair.engine.load_weights(pair.policy.weights(), version=1)
     assert pair.policy.update(batch)["reused_frac"] == 0, "the tape has been overwritten"
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_what_one_of_several_steps_reuses_changes_none_of_them(minibatches: int) -> None:
+    """The first minibatch of the first epoch takes over everything, the later ones and the next epoch nothing."""
+    gradients: list[list[dict[str, torch.Tensor]]] = []
+    for traces in (True, False):
+        pair = Pair(tiny("qwen3_vl"), algorithm=Algorithm(ppo_epochs=2, minibatches=minibatches), learning_rate=0.1)
+        pair.prompts = pair.prompts * 2
+        batch = batch_of(pair.prompts, pair.rollout(max_new_tokens=16), traces=traces)
+        if minibatches > 1:
+            batch = with_old_logprobs(batch, pair.policy.logprobs(batch))
+        gradients.append(gradients_of_steps(pair, batch))
+        first = batch.groups[: len(batch.groups) // minibatches]
+        actions = sum(len(sample.token_ids_T) for group in first for sample in group.samples)
+        assert pair.metrics["reused_frac"] == traces * actions / pair.metrics["actions_trained"]
+        assert pair.metrics["reused_images"] == traces * 3
+        assert pair.metrics["clip_frac/low"] + pair.metrics["clip_frac/high"] > 0, "old log-probs count"
+    reused, plain = gradients
+    assert len(reused) == len(plain) == 2 * minibatches
+    for step in range(2 * minibatches):
+        assert largest_relative_difference(plain[step], reused[step]) < GRADIENT_TOLERANCE, f"step {step}"
+
+
+def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """Those of every optimizer step, in proportion to which the weights move."""
+    steps: list[dict[str, torch.Tensor]] = []
+    adamw, parameters = pair.policy._optimizer._adamw, trainable_parameters(pair.vlm)
+    # with its usual epsilon Adam turns the rounding of a gradient near 0 into a step as long as any
+    adamw.param_groups[0]["eps"] = 1.0
+    adamw.register_step_pre_hook(
+        lambda *_: steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+    )
+    pair.metrics = pair.policy.update(batch)
+    return steps
 
 
 @pytest.mark.parametrize("change", ["start_here", "load"])
