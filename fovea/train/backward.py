@@ -43,11 +43,12 @@ class Pass:
     @property
     def bad_tasks(self) -> list[str]:
         """Those with a number of their own that is not finite; where there is none, all that may have done it."""
-        return self.not_finite or self.in_bad_rows
+        return list(dict.fromkeys(self.not_finite or self.in_bad_rows))
 
     def mark(self, micro: MicroBatch, *values_A: Tensor | None) -> None:
         """The loss of this micro-batch is not finite; one of these, or of what it came with, may say why."""
-        given = (micro.rollout_logprobs_A, micro.old_logprobs_A, micro.reference_logprobs_A, micro.values_A, *values_A)
+        known = (micro.rollout_logprobs_A, micro.old_logprobs_A, micro.reference_logprobs_A)
+        given = (*known, micro.values_A, micro.returns_A, *values_A)
         finite_A = torch.stack([value.detach().isfinite() for value in given if value is not None]).all(0)
         tasks = [group.task_id for group in micro.groups for _ in group.samples]
         bad = [not bool(part.all()) for part in finite_A.cpu().split(micro.lengths)]

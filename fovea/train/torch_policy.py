@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fovea.config import Algorithm, Train
 from fovea.errors import TrainError
@@ -66,7 +66,7 @@ class TorchPolicy:
         self._reference = None if reference is None else Scorer(reference, train, temperature)
         self._reference_is_loaded_model = True
         self._backward = Backward(self._scorer, algorithm, critic)
-        self._guard = FrozenGuard(vlm)
+        self._guards = [(model, FrozenGuard(model)) for model in self._models]
         self._optimizer = Optimizer(
             policy_parameters(vlm), train, peak_learning_rate=train.learning_rate, max_steps=max_steps
         )
@@ -144,7 +144,8 @@ class TorchPolicy:
 
     def save(self, folder: Path) -> None:
         """Trainable parameters, optimizers and counts; checks first that nothing frozen has moved."""
-        self._guard.check(self._vlm)
+        for model, guard in self._guards:
+            guard.check(model)
         self._optimizer.save(folder, POLICY)
         if self._critic is not None:
             self._critic.optimizer.save(folder, VALUE)
@@ -171,7 +172,7 @@ class TorchPolicy:
                 optimizer.forget_gradients()
             done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
             tally.add(done.sums, done.policy_kl)
-            tally.operations += self._num_models * sum(self._scorer.cost.operations(group) for group in groups)
+            tally.operations += len(self._models) * sum(self._scorer.cost.operations(group) for group in groups)
             limit = self._algorithm.max_policy_kl
             too_far = limit is not None and done.policy_kl > limit
             tally.not_finite = done.bad_tasks
@@ -208,9 +209,10 @@ class TorchPolicy:
             self._critic.train(mode)
 
     @property
-    def _num_models(self) -> int:
-        """That go forward and backward over a batch."""
-        return 1 if self._critic is None or self._critic.model is None else 2
+    def _models(self) -> list[nn.Module]:
+        """That go forward and backward over a batch: the policy, then a critic that has a model of its own."""
+        own = None if self._critic is None else self._critic.model
+        return [self._vlm, *([] if own is None else [own])]
 
     @property
     def _optimizers(self) -> list[Optimizer]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from fovea.build import make_policy, make_vlm
 from fovea.config import Config
+from fovea.errors import TrainError
 from fovea.models.trainable import VALUE_HEAD
 from fovea.train.torch_policy import TorchPolicy
 from tests.policies import make_batch
@@ -84,6 +87,18 @@ def test_a_frozen_tower_stays_in_policy_and_critic_and_all_else_trains(trunk: st
     assert len(of_values(towers)) == (len(towers) / 2 if trunk == "separate" else 0)
     kept = {name for optimizer in policy._optimizers for name in optimizer.parameters}
     assert not any(".visual." in name for name in kept), "nor does it take memory of an optimizer"
+
+
+def test_a_frozen_tower_of_the_critic_that_moves_is_noticed_before_it_is_saved(tmp_path: Path) -> None:
+    policy = built_policy("separate", model={"freeze_vision_tower": True})
+    policy.save(tmp_path)
+    assert policy._critic is not None
+    assert policy._critic.model is not None
+    name, frozen = next((n, p) for n, p in policy._critic.model.named_parameters() if not p.requires_grad)
+    with torch.no_grad():
+        frozen.add_(1e-3)
+    with pytest.raises(TrainError, match=f"frozen parameters changed, first {name}"):
+        policy.save(tmp_path)
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)

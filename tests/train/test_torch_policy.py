@@ -233,7 +233,8 @@ def test_frozen_vision_tower_stays_and_its_features_are_made_once(lora: bool) ->
     assert not np.allclose(before[0], policy.logprobs(batch)[0])
     for name, parameter in parts.network.get_submodule("model.visual").named_parameters():
         assert torch.equal(parameter, tower[name]), name
-    policy._guard.check(policy._vlm)
+    for model, guard in policy._guards:
+        guard.check(model)
 
 
 def test_the_guard_notices_a_frozen_parameter_that_moved(tmp_path: Path) -> None:
