@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -66,6 +67,24 @@ def test_images_beside_the_table_go_into_the_files(tmp_path: Path) -> None:
     result = fetched(tmp_path / "copy", tmp_path / "out", "--split", "train", "--split", "test")
     assert result.exit_code == 0, result.output
     assert pq.read_table(tmp_path / "out" / "test.parquet").to_pylist() == [row("Find x.", "12")]
+
+
+def test_a_data_set_as_the_hub_package_keeps_it(tmp_path: Path) -> None:
+    """The way of a hub id, but for the download."""
+    features = datasets.Features(
+        {
+            "images": datasets.Sequence(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    splits = {split: datasets.Dataset.from_list(ROWS, features=features) for split in ("train", "validation", "test")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    result = fetched(tmp_path / "saved", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert pq.read_table(tmp_path / "out" / "validation.parquet").to_pylist() == ROWS
+    result = fetched(tmp_path / "saved", tmp_path / "out", "--split", "dev")
+    assert "no split 'dev'; its splits are train, validation, test" in result.stderr
 
 
 def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -89,6 +89,16 @@ def test_gold_answers_of_written_shapes_score_full_marks(split: Split, folders: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["vqa", "caption"])
+def test_gold_answers_of_a_set_as_large_as_by_default_score_full_marks(name: str, tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["data", name, "--out", str(tmp_path)]).exit_code == 0
+    environment = make_environment(config_of(name, tmp_path))
+    assert [len(environment.tasks(split)) for split in SPLITS] == [5000, 500]
+    for split in SPLITS:
+        check_gold(environment, split)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "dev", "test"])
 def test_gold_answers_of_every_drawn_row_score_full_marks(split: Split) -> None:
     """The rows of recipes/shapes.yaml, which no file holds."""
