@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from fovea.data.cells import image_refs
 from fovea.data.readers.base import listed
-from fovea.data.rows import Rows, open_rows
+from fovea.data.readers.parquet import GroupCache
+from fovea.data.rows import RowAccess, Rows, open_rows
 from fovea.data.writing import IMAGE_TYPE, image_cell, write_rows
 from fovea.errors import DataError
 from fovea.types import ImageRef
@@ -34,7 +35,8 @@ def write_geo3k(folder: Path, *, source: str, splits: Sequence[str] = SPLITS) ->
 
 
 def _opened(source: str, split: str) -> Rows:
-    rows = open_rows([_name(source, split)], setting=_SETTING)
+    one_group = GroupCache(max_bytes=0)  # rows are read once, in order
+    rows = open_rows([_name(source, split)], setting=_SETTING, access=RowAccess(cache=one_group))
     missing = [column for column in _COLUMNS if column not in rows.columns]
     if missing:
         raise DataError(
