@@ -214,7 +214,7 @@ class CaptionEnvironment(FileEnvironment):
 
     name: Literal["caption"] = "caption"
     references_key: str | None = None
-    """Column with all references of an image; default: the true answer is the only one."""
+    """Column with all references of an image; default: the true answer, which may be a list of them."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
     """What the reward is made of, by share: cider (CIDEr-D), chrf, bleu, judge, reward_model."""
     idf_rows: PositiveInt = IDF_ROWS

@@ -72,7 +72,7 @@ SINGLE_FILE_BACKENDS = {"vllm", "sglang"}
 LATE_IMPORTS = {
     "fovea/build.py": None,
     "fovea/cli.py": {"train", "report"},
-    "fovea/data_command.py": {"geospot"},
+    "fovea/data_command.py": {"geospot", "geo3k", "vqa", "caption", "shapes"},
     "fovea/cli_eval.py": {"evaluate"},
     "fovea/cli_export.py": {"export"},
     "fovea/cli_grade.py": {"grade"},

@@ -20,7 +20,7 @@ from fovea.config_environments import CaptionMetric
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
 from fovea.environments.cider import CiderD, words_of
-from fovea.environments.file_tasks import FileTasks
+from fovea.environments.file_tasks import ANSWER_KEYS, FileTasks
 from fovea.environments.grading import Grade, shown
 from fovea.environments.questions import IMAGE_MARK, plain_answer
 from fovea.errors import DataError
@@ -88,9 +88,15 @@ class Caption:
 
     def references(self, task: Task) -> list[str]:
         """All references of a task's image, the true answer first."""
-        key = self._config.references_key
-        cell = None if key is None else task.row.get(key)
+        cell = self._reference_cell(task)
         return list(dict.fromkeys([task.answer, *(captions_of(cell, task.id) if cell is not None else [])]))
+
+    def _reference_cell(self, task: Task) -> object:
+        """Of the column that holds them; without one, an answer that is a list is all of them."""
+        if self._config.references_key is not None:
+            return task.row.get(self._config.references_key)
+        cell = task.row.get(self._config.answer_key or ANSWER_KEYS[0])
+        return cell if isinstance(cell, list | tuple) else None
 
     def _cider(self, task: Task) -> CiderD:
         with self._lock:

@@ -68,6 +68,14 @@ def test_all_references_count(tmp_path: Path) -> None:
         Caption(settings_of(tmp_path, [row("Describe it.", [None])])).tasks("test")[0]
 
 
+def test_an_answer_that_is_a_list_is_all_references(tmp_path: Path) -> None:
+    said = ["a cat on a mat by the door", "one cat lies here and sleeps"]
+    environment = Caption(settings_of(tmp_path, [row("Describe it.", said)], metric_weights={"chrf": 1}))
+    (task,) = environment.tasks("test")
+    assert environment.references(task) == said
+    assert [environment.score(task, turns(text)).reward for text in said] == [1, 1]
+
+
 def test_a_word_that_every_reference_has_tells_nothing(tmp_path: Path) -> None:
     """One row: every IDF is 0, and all that is left is equality."""
     environment = Caption(settings_of(tmp_path, ROWS[:1]))

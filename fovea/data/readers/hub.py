@@ -53,10 +53,12 @@ def open_dataset(name: str, split: str | None, setting: str) -> DatasetTable:
 
 
 def _unreadable(name: str, setting: str, error: Exception) -> DataError:
-    return DataError(
-        f"{setting}: the data set {name} cannot be loaded ({type(error).__name__}: {first_line(error)}); correct the "
-        "name, or give the folder of a local copy"
-    )
+    if isinstance(error, ConnectionError):
+        fix = "check the network, set HF_ENDPOINT to a mirror, or copy its files by hand and name their folder instead"
+    else:
+        fix = "correct the name, or give the folder of a local copy"
+    seen = f"{type(error).__name__}: {first_line(error)}"
+    return DataError(f"{setting}: the data set {name} cannot be loaded ({seen}); {fix}")
 
 
 def _split_of(

