@@ -12,7 +12,7 @@ from PIL import Image
 from benchmarks.cases import BenchEnvironment, Case, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
-from fovea.build import make_engine
+from fovea.builders.engine import make_engine
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Lora, Model
 from fovea.data.images import open_image

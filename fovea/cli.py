@@ -1,7 +1,7 @@
 """The command line; `eval`, `export` and `grade` have files of their own.
 
 `train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
-doctor.py are the only imports inside functions besides those of build.py (tests/test_imports.py holds it).
+doctor.py are the only imports inside functions besides those of builders/ (tests/test_imports.py holds it).
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from fovea import __version__
-from fovea.build import make_engine, make_environment
+from fovea.builders.engine import make_engine
+from fovea.builders.environment import make_environment
 from fovea.config import Config
 from fovea.config_io import dump_config
 from fovea.data.images import open_image

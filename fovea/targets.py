@@ -19,7 +19,8 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fovea.build import make_environment, make_model, make_vlm
+from fovea.builders.environment import make_environment
+from fovea.builders.model import make_model, make_vlm
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Model
 from fovea.config_io import load_config

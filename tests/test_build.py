@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.build import _corpus, _liger_kernels, build, make_model
+from fovea.build import build
+from fovea.builders.model import _corpus, _liger_kernels, make_model
 from fovea.config import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Split

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.build import peak_tflops
+from fovea.builders.outputs import peak_tflops
 from fovea.config import Algorithm, Config, Log, Model, TinyModel
 from fovea.models.parts import ModelParts
 from fovea.report.progress import Progress

@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fovea.build import make_environment
+from fovea.builders.environment import make_environment
 from fovea.config import CaptionEnvironment, Config, RewardModel
 from fovea.data.images import open_image
 from fovea.environments.base import WaitsToScore

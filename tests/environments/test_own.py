@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fovea.build import make_environment
+from fovea.builders.environment import make_environment
 from fovea.config import Config
 from fovea.config_io import load_config
 from fovea.environments.base import WaitsToScore

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.build import build, make_environment
+from fovea.build import build
+from fovea.builders.environment import make_environment
 from fovea.config import Config, VqaEnvironment
 from fovea.config_io import load_config
 from fovea.data.order import kinds_of

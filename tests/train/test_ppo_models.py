@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.build import make_policy, make_vlm
+from fovea.builders.model import make_vlm
+from fovea.builders.trainer import make_policy
 from fovea.config import Config
 from fovea.errors import TrainError
 from fovea.models.trainable import VALUE_HEAD

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from fovea.build import make_environment
+from fovea.builders.environment import make_environment
 from fovea.cli import app
 from fovea.config_io import load_config
 from fovea.environments.base import Split

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from fovea.build import build, make_environment
+from fovea.build import build
+from fovea.builders.environment import make_environment
 from fovea.cli import app
 from fovea.config import Config, ShapesEnvironment
 from fovea.config_io import load_config

@@ -1,0 +1,51 @@
+"""What draws completions, and its memory for what an update can take over."""
+
+from __future__ import annotations
+
+import torch
+
+from fovea.config import Config
+from fovea.errors import ConfigError
+from fovea.models.parts import ModelParts
+from fovea.models.tape import Tape
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.setup import Tuning
+
+MIN_RECORDED_WIDTH = 128
+"""Of narrower models a linear layer's output is computed faster than it is read from memory."""
+
+
+def make_engine(config: Config, parts: ModelParts, vlm: VLM) -> EmbeddedEngine:
+    """The embedded engine."""
+    int8 = config.rollout.decode_weights == "int8"
+    device = next(vlm.parameters()).device
+    if int8 and device.type != "cpu":
+        raise ConfigError(
+            f"rollout.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for CPUs; set "
+            "rollout.decode_weights=exact"
+        )
+    return EmbeddedEngine(
+        vlm,
+        parts,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        tape=make_tape(vlm, config),
+        tuning=Tuning(int8_decoding=int8),
+    )
+
+
+def make_tape(vlm: VLM, config: Config) -> Tape | None:
+    """Memory for what the update can take over from the rollout; None where it is not wanted."""
+    device = next(vlm.parameters()).device
+    if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
+        return None
+    narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
+    inexact = config.rollout.decode_weights != "exact"
+    padded = not config.train.variable_seq_lengths
+    # in 16 bits the later steps of an update would be compared with another computation of the first
+    algorithm = config.algorithm
+    again = algorithm.ppo_epochs * algorithm.minibatches > 1 or algorithm.needs_old_logprobs
+    mixed = vlm.dtype != torch.float32 and again
+    return Tape(
+        [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
+    )
