@@ -40,8 +40,9 @@ def test_an_unknown_key_is_refused() -> None:
     ],
 )
 def test_values_out_of_range_are_refused(section: type[Rollout], values: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError) as caught:
         section(**values)  # type: ignore[arg-type]
+    assert "extra_forbidden" not in [problem["type"] for problem in caught.value.errors()], "a setting of another name"
 
 
 @pytest.mark.parametrize("values", [{}, {"path": "folder", "tiny": {}}])

@@ -190,9 +190,10 @@ def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) 
     assert AutoImageProcessor.from_pretrained(out).patch_size == model.parts.image_processor.patch_size
     prompt = renderer(model.parts).prompt(user(image(1), "How many circles?"))
     answer = np.array([9, 8, 7])
-    again = replace(model.parts, network=plain, tokenizer=tokenizer)
+    again = replace(model.parts, network=plain.float(), tokenizer=tokenizer)  # bfloat16 would round other logits alike
+    model.parts.network.float()
     torch.testing.assert_close(
-        reference_logprobs(again, prompt, answer), reference_logprobs(model.parts, prompt, answer), atol=0.05, rtol=0
+        reference_logprobs(again, prompt, answer), reference_logprobs(model.parts, prompt, answer), atol=1e-5, rtol=0
     )
     assert texts(read(str(out), "test")) == texts(full.readings[-3])
     assert parts.config.model.dtype == "bfloat16"

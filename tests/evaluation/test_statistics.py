@@ -74,6 +74,7 @@ def test_pairs_that_move_together_leave_a_small_difference() -> None:
     found = paired_difference(first, second)
     assert (found.mean, found.better, found.worse, found.n) == (0.01, 2, 1, 100)
     # d is +1 twice, -1 once: the deviation of its mean is sqrt(3 / 100 - 0.01^2) / 10
+    # and one step of the grid, for means of 100 whole numbers lie 0.01 apart
     assert found.low == pytest.approx(0.01 - 1.96 * 0.0173, abs=0.011)
     assert found.high == pytest.approx(0.01 + 1.96 * 0.0173, abs=0.011)
     alone = estimate(first)

@@ -43,4 +43,5 @@ def test_dev_accuracy_gets_its_panel(tmp_path: Path) -> None:
 def test_a_young_run_can_be_drawn(tmp_path: Path, metrics: list[dict[str, float]]) -> None:
     draw_curve(metrics, tmp_path / "curve.png")
     with Image.open(tmp_path / "curve.png") as image:
+        assert image.size == (1024, 560), "the page and one panel"
         image.verify()

@@ -138,7 +138,7 @@ def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
         for layer in range(SHAPE.num_layers):
             key, value = rows.random(3, 2, 8), rows.random(3, 2, 8)
             attend(layer, rows.random(3, 6, 8), key, value)
-            for row in (0, 2):
+            for row in (0, 2):  # what they wrote is what the step below must find
                 rows.keys[row][layer] = torch.cat([rows.keys[row][layer], key[row, :, None]], 1)
                 rows.values[row][layer] = torch.cat([rows.values[row][layer], value[row, :, None]], 1)
     rows.stored = [5, 5, 5]
