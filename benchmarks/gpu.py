@@ -126,13 +126,12 @@ class Findings:
         self.failed: list[str] = []
 
     def part(self, name: str, title: str, rows: Iterator[Row]) -> None:
-        """Run a part and print what it found. What goes wrong in it ends it, not those after it: a call on such a
-        machine is dear."""
+        """Run a part and print what it found. What goes wrong in it ends it, not those after it, and is in `failed`."""
         found = self.rows[name] = []
         try:
             for row in rows:
                 found.append(row)
-        except Exception:
+        except Exception:  # of any kind: a kernel, memory, TRL; the parts after it are worth their hour on the machine
             traceback.print_exc()
             self.failed.append(name)
             give_back_memory()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3VLConfig
 
 from fovea.config import TinyModel
 from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
-from fovea.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, build_image_processor
+from fovea.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, build_image_processor, with_chat_tokens
 
 QWEN3_VL_2B: dict[str, dict[str, Any]] = {
     "text": {
@@ -95,16 +95,7 @@ def build_wide_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=list(SPECIAL_TOKENS),
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return with_chat_tokens(bpe)
 
 
 def _build_network(

@@ -79,6 +79,11 @@ def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTo
         show_progress=False,
     )
     bpe.train_from_iterator(["user\n", "assistant\n", "system\n", *corpus], trainer)
+    return with_chat_tokens(bpe)
+
+
+def with_chat_tokens(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    """Qwen's special tokens and chat template, on any vocabulary."""
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
