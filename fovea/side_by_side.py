@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from fovea import __version__
+from fovea.builders.data import make_opener
 from fovea.builders.engine import make_engine
 from fovea.builders.environment import make_environment
 from fovea.config import Config
 from fovea.config_io import dump_config
-from fovea.data.images import open_image
 from fovea.draw import rollout_sampling
 from fovea.environments.base import Environment, Split
 from fovea.environments.own import for_readings
@@ -96,13 +96,12 @@ class Rows:
         environment = for_readings(make_environment(config), note)
         tasks = environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
-        opener = partial(open_image, max_mib=config.data.max_image_mib, max_megapixels=config.data.max_image_megapixels)
         return Rows(
             config=config,
             environment=environment,
             tasks=tasks,
             size=min(size or len(tasks), len(tasks)),
-            open_image=opener,
+            open_image=make_opener(config.data, Path(config.run_dir)),
         )
 
 
