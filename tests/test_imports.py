@@ -27,6 +27,7 @@ LEVELS = [
         "config_base",
         "config_algorithm",
         "config_environments",
+        "config_model",
         "config_stages",
     },
     {"algorithms", "data", "models"},
@@ -53,6 +54,7 @@ LEVELS = [
 STRANGERS = {
     ("config_base", "config"),
     ("config_base", "config_environments"),
+    ("config_model", "config"),
     ("config_environments", "config"),
     ("config", "config_docs"),
     ("config", "config_io"),
