@@ -24,7 +24,7 @@ class RewardScorer:
                 "folder of a sequence classifier saved as safetensors"
             )
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False
             )

@@ -13,7 +13,7 @@ from fovea.config import Config, VqaEnvironment
 from fovea.config_io import load_config
 from fovea.data.order import kinds_of
 from fovea.environments.vqa import Vqa
-from fovea.errors import DataError
+from fovea.errors import BadRowError
 from fovea.loop import train
 from fovea.types import ImageRef, Score, Task, Turn
 from tests.environments.files import COLOURS, files, row
@@ -84,8 +84,9 @@ def test_options_stand_under_the_question_and_one_letter_is_right(tmp_path: Path
 
 def test_an_answer_that_is_no_option_is_a_bad_row(tmp_path: Path) -> None:
     environment = vqa(tmp_path, [row("Which?", "pink", choices=["red", "blue"])], choices_key="choices")
-    with pytest.raises(DataError, match=r"test/0: the answer 'pink' is none of the 2 options"):
+    with pytest.raises(BadRowError, match=r"test/0: the answer 'pink' is none of the 2 options") as caught:
         environment.prompt(environment.tasks("test")[0])
+    assert caught.value.reason == "choices"
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

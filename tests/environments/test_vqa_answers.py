@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fovea.environments.vqa import grade
 from fovea.environments.vqa_answers import found_answer, same_short_answer, soft_accuracy, spelled
 from fovea.environments.vqa_choices import listed_options, options_of, picked_letter, true_letter
-from fovea.errors import DataError
+from fovea.errors import BadRowError
 
 OWN = [
     json.loads(line) for line in Path(__file__).with_name("vqa_cases.jsonl").read_text(encoding="utf-8").splitlines()
@@ -117,11 +117,12 @@ def test_options_of_a_row() -> None:
     assert listed_options(("cat", "dog")) == "A. cat\nB. dog"
     assert [true_letter(answer, OPTIONS, "row 1") for answer in ("red car", "c", "(C)", "2", "4")] == [*"CCCC", "D"]
     for answer in ("E", "7", "bird", ""):
-        with pytest.raises(DataError, match=r"row 1: the answer .* is none of the 4 options"):
+        with pytest.raises(BadRowError, match=r"row 1: the answer .* is none of the 4 options"):
             true_letter(answer, OPTIONS, "row 1")
     for cell in (None, ["one"], "cat", ["x"] * 27):
-        with pytest.raises(DataError, match=r"row 1: the options are .* not a list of 2 to 26 texts"):
+        with pytest.raises(BadRowError, match=r"row 1: the options are .* not a list of 2 to 26 texts") as caught:
             options_of(cell, "row 1")
+        assert caught.value.reason == "choices"
 
 
 PIECES = st.sampled_from(
