@@ -10,10 +10,10 @@ from pathlib import Path
 from fovea.bad_rows import BadRows
 from fovea.checkpoint import Checkpoint, Checkpoints
 from fovea.config import Config
+from fovea.data.images import OpenImage
 from fovea.data.order import Order
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
-from fovea.evaluation.controls import OpenImage
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import MetricsLog, Phases
 from fovea.prompts import PromptSource

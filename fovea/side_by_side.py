@@ -18,13 +18,14 @@ from fovea.builders.engine import make_engine
 from fovea.builders.environment import make_environment
 from fovea.config import Config
 from fovea.config_io import dump_config
+from fovea.data.images import OpenImage
 from fovea.draw import rollout_sampling
 from fovea.environments.base import Environment, Split
 from fovea.environments.own import for_readings
 from fovea.errors import ConfigError, DataError
 from fovea.evaluation.baselines import fixed_answers, majority_answers
 from fovea.evaluation.comparison import Comparison, Figures, Reading, Row, figures_of
-from fovea.evaluation.controls import OpenImage, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
 from fovea.evaluation.json_file import write_json
 from fovea.evaluation.tables import tables

@@ -8,11 +8,10 @@ from pathlib import Path
 from fovea.bad_rows import BadRows
 from fovea.config import Config, Data
 from fovea.data.fetch import FetchedFiles, UrlLimits
-from fovea.data.images import open_image
+from fovea.data.images import OpenImage, open_image
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
-from fovea.evaluation.controls import OpenImage
 from fovea.models.render import Renderer
 from fovea.prompts import PromptSource
 from fovea.run import Sources

@@ -28,6 +28,8 @@ from fovea.types import ImageRef
 
 Fetch: TypeAlias = Callable[[str, str], bytes]
 """(URL, what an error calls the image) to what is there."""
+OpenImage: TypeAlias = Callable[[ImageRef], Image.Image]
+"""`open_image` with its limits bound, or a stand-in."""
 
 # Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")

@@ -17,6 +17,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 from fovea.config import CaptionEnvironment
 from fovea.config_environments import CaptionMetric
+from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
 from fovea.environments.cider import CiderD, words_of
@@ -24,7 +25,7 @@ from fovea.environments.file_tasks import ANSWER_KEYS, FileTasks
 from fovea.environments.grading import Grade, shown
 from fovea.environments.questions import IMAGE_MARK, plain_answer
 from fovea.errors import DataError
-from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea.types import Message, Score, Task, Turn
 
 MAX_CHARS = 10_000
 """Of a caption that is compared; n-grams beyond would only cost time."""
@@ -123,9 +124,7 @@ class Caption:
 class JudgedCaption:
     """The environment `caption` with a judge, for which scoring waits (`base.WaitsToScore`)."""
 
-    def __init__(
-        self, caption: Caption, judge: SeesImages, open_image: Callable[[ImageRef], Image], *, scores_at_once: int
-    ) -> None:
+    def __init__(self, caption: Caption, judge: SeesImages, open_image: OpenImage, *, scores_at_once: int) -> None:
         self._caption = caption
         self._judge = judge
         self._open_image = open_image

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, SupportsFloat, TypeAlias, overload
+from typing import Literal, SupportsFloat, overload
 
 from PIL.Image import Image
 
+from fovea.data.images import OpenImage
 from fovea.environments.base import Environment, Split, WaitsToScore
 from fovea.environments.curriculum import Stage, Staged
 from fovea.environments.own_code import RewardFunction
@@ -21,7 +22,6 @@ from fovea.environments.timed import FailedCallError, TimedCalls
 from fovea.errors import DataError, ScoreError, UnscoredError, first_line, named
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
-OpenImage: TypeAlias = Callable[[ImageRef], Image]
 REWARD, ACCURACY, IMAGE_PARTS = "reward", "accuracy", "image_parts"
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from PIL.Image import Image
 
+from fovea.data.images import OpenImage
 from fovea.prompts import PromptSource
 from fovea.types import ImageRef, Task
 
-OpenImage = Callable[[ImageRef], Image]
 GREY = 128
 
 

@@ -6,18 +6,16 @@ Equal to transformers' own processor token for token and pixel for pixel, withou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL.Image import Image
 
+from fovea.data.images import OpenImage
 from fovea.errors import BadRowError
 from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
 from fovea.models.positions import prompt_positions
 from fovea.types import ImageRef, Message, Prompt, PromptImage
-
-OpenImage = Callable[[ImageRef], Image]
 
 
 class Renderer:

@@ -50,7 +50,8 @@ class VLM(nn.Module):
         self._feature_cache = feature_cache
         if "sliding_attention" in getattr(config_of(language_model(parts.network)), "layer_types", ()):
             raise ModelError(
-                f"{parts.name}: its config asks for sliding-window attention, which packed rows do not have"
+                f"{parts.name}: its config asks for sliding-window attention, which packed rows do not have; "
+                "name a model without it in model.path"
             )
         self._attention = attention
         self._kernels = kernels
