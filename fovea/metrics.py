@@ -146,7 +146,7 @@ class Phases:
 
     Seconds of a phase that is entered again add up. CUDA work that was started but not awaited counts for the phase
     that waits for it. Memory is the most that CUDA held within the phase, or, without CUDA, what the process held
-    at its end; that of a phase with others inside is the most of all.
+    at its end; that of a phase with others inside, or entered again, is the most of all.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -156,7 +156,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        key, start = f"seconds/{name}", self._clock()
+        key, gib_key, start = f"seconds/{name}", f"memory/{name}_gib", self._clock()
         before = set(self._gib)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -166,7 +166,7 @@ class Phases:
         finally:
             self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
             inside = [gib for phase, gib in self._gib.items() if phase not in before]
-            self._gib[f"memory/{name}_gib"] = max([_phase_gib(), *inside])
+            self._gib[gib_key] = max(_phase_gib(), self._gib.get(gib_key, 0.0), *inside)
 
     def seconds(self) -> Metrics:
         """`{"seconds/rollout": 0.031, ...}` since the last call."""

@@ -183,7 +183,7 @@ def _machine_figures(metrics: Sequence[Metrics]) -> list[Figure]:
     figures = []
     for key, label in {
         "memory/peak_rss_gib": "peak memory",
-        "memory/peak_cuda_gib": "peak on the GPU",
+        "memory/step_gib": "memory of a step, on the GPU where there is one",
     }.items():
         if values := _values(metrics, key):
             figures.append(Figure(label=label, value=f"{max(values):.2f} GiB"))

@@ -93,7 +93,11 @@ def fill(run_dir: Path, text: str) -> Path:
     with MetricsLog([JsonlSink(run_dir)]) as log:
         for step in range(1, 11):
             times = {"seconds/rollout": 0.25, "seconds/update": 0.5, "seconds/step": 1.0}
-            log.write(step, {"reward": step / 10, f"seconds/{text}": 0.125, "memory/peak_rss_gib": 1.5} | times)
+            log.write(
+                step,
+                {"reward": step / 10, f"seconds/{text}": 0.125, "memory/peak_rss_gib": 1.5, "memory/step_gib": 0.75}
+                | times,
+            )
     for step in (1, 2, 3, 4, 5):
         write_samples(run_dir, step, [record(f"{text} of step {step}")])
     accuracies = SUMMARY.final.accuracies | {text: (1.0,)}
@@ -145,6 +149,7 @@ def test_a_run_without_warmup_has_no_such_column(tmp_path: Path) -> None:
 def test_phases_and_memory(tmp_path: Path) -> None:
     text = Page(write_report(fill(tmp_path, "score"))).text
     assert "peak memory 1.50 GiB" in text
+    assert "memory of a step, on the GPU where there is one 0.75 GiB" in text
     phases = text[text.index("phase s in all") :]
     assert phases.startswith(
         "phase s in all ms a step share update 5.0 500.0 50.0 % rollout 2.5 250.0 25.0 % "
