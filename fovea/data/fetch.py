@@ -7,6 +7,7 @@ the environment are not used: behind one, nobody could check the address.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import ipaddress
@@ -26,6 +27,7 @@ from fovea.data.readers.copies import copied_once
 from fovea.errors import BadRowError
 
 _REDIRECTS = {301, 302, 303, 307, 308}
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TRY_AGAIN = {429, 500, 502, 503, 504}
 _CHUNK_BYTES = 1 << 16
 _FIRST_PAUSE_SECONDS = 0.5
@@ -125,6 +127,8 @@ def _failures_named(where: str, limits: UrlLimits, deadline: float) -> Iterator[
     except BadRowError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+            raise  # ours, not the server's: no other try would help
         if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
             problem = f"the server took more than data.url_timeout_seconds={limits.timeout_seconds:g}"
             raise _Retryable(_bad(where, problem, "url_timeout")) from error

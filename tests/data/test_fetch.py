@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import socket
 import time
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 
 from fovea.data import fetch as fetch_module
-from fovea.data.fetch import FetchedFiles, UrlLimits, fetch, is_public
+from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch, is_public
 from fovea.data.images import open_image
 from fovea.errors import BadRowError
 from fovea.types import ImageRef
@@ -187,3 +188,16 @@ def test_what_has_come_once_is_kept(site: Site, tmp_path: Path) -> None:
     small = FetchedFiles(tmp_path / "images", len(png()) / 2**30, read)
     assert small(f"{site.url}/a.png?other", WHERE) == png()
     assert len(list((tmp_path / "images").iterdir())) == 1, "no room for another"
+
+
+class FullDisk(io.BytesIO):
+    def write(self, _: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_not_the_servers_fault(site: Site) -> None:
+    """`copied_once` turns it into what to do; asking again would not help."""
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        download(f"{site.url}/big", WHERE, limits(retries=3), FullDisk())
+    assert not isinstance(caught.value, BadRowError)
+    assert site.asked == ["/big"]
