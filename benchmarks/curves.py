@@ -2,7 +2,7 @@
 
     python -m benchmarks.curves --out docs/ppo_and_grpo.png GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
 
-Each run needs dev readings (evaluate.every_steps) and its metrics.jsonl. One line per run, one colour per name.
+Each run needs dev readings (evaluate.every_steps) in its metrics.jsonl. One line per run, one colour per name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -55,10 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_curve(name: str, folder: Path) -> Curve:
     """The dev readings of a run. ValueError where there are none."""
     rows = read_metrics(folder)
-    # not by load_config: `benchmarks.mismatch` makes a run that the settings refuse
-    rollout = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["rollout"]
-    completions = rollout["prompts_per_step"] * rollout["samples_per_prompt"]
-    generated = list(accumulate(row["response_tokens_mean"] * completions for row in rows))
+    # of all that was scored: dynamic sampling draws more than a step's worth
+    generated = list(accumulate(row["tokens_per_second"] * row["seconds/step"] for row in rows))
     read = [index for index, row in enumerate(rows) if "accuracy/dev" in row]
     if not read:
         raise ValueError(f"{folder} has no dev readings; set evaluate.every_steps")
@@ -79,7 +76,7 @@ def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
     names = list(dict.fromkeys(curve.name for curve in curves))
     drawn: set[str] = set()
     for curve in curves:
-        colour, label = COLOURS[names.index(curve.name)], None if curve.name in drawn else curve.name
+        colour, label = COLOURS[names.index(curve.name) % len(COLOURS)], None if curve.name in drawn else curve.name
         thousands = [tokens / 1000 for tokens in curve.tokens]
         panels[0].plot(thousands, curve.accuracy, color=colour, linewidth=1.3, label=label)
         if with_entropy:

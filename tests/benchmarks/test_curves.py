@@ -1,0 +1,40 @@
+"""The curves of finished runs, read from their metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.curves import main, read_curve
+from fovea.metrics import JsonlSink
+
+
+def run(folder: Path, *, readings: bool = True) -> Path:
+    folder.mkdir()
+    sink = JsonlSink(folder)
+    for step in range(1, 5):
+        # the second step drew twice as many tokens, as dynamic sampling does
+        metrics = {"tokens_per_second": 200.0 if step == 2 else 100.0, "seconds/step": 2.0, "entropy": 1 / step}
+        sink.write(step, metrics | ({"accuracy/dev": step / 10} if readings and step % 2 == 0 else {}))
+    sink.close()
+    return folder
+
+
+def test_tokens_are_all_that_were_drawn(tmp_path: Path) -> None:
+    curve = read_curve("a", run(tmp_path / "a"))
+    assert curve.tokens == [600, 1000]
+    assert curve.accuracy == [0.2, 0.4]
+    assert curve.entropy == [0.5, 0.25]
+
+
+def test_a_run_without_readings_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no dev readings; set evaluate\.every_steps"):
+        read_curve("a", run(tmp_path / "a", readings=False))
+
+
+def test_more_names_than_colours_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"{name}={run(tmp_path / name)}" for name in "abcde"]
+    main(["--out", str(tmp_path / "curves.png"), "--entropy", *words])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("1,000") == 5
