@@ -195,7 +195,7 @@ class Evaluate(Section):
     batch_size: PositiveInt = 200
     """Rows in flight at once."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"
-    """Test images that are also in the training split: count them at the end, or stop with an error."""
+    """Test images that are also in the training split: count them, or stop with an error, before any training."""
     image_controls: bool = True
     """Also answer every question with another row's image and with a blank one: what the text alone gives."""
     samples_per_prompt: NonNegativeInt = 0
@@ -219,7 +219,7 @@ class Checkpoint(Section):
     """When a run is saved, so that it can go on bit for bit."""
 
     every_steps: NonNegativeInt = 100
-    """0: at the end only."""
+    """0: before the first step and at the end only."""
     keep: PositiveInt = 2
     """Older ones are deleted."""
 
