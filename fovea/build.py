@@ -10,20 +10,18 @@ from time import perf_counter
 import torch
 
 from fovea.bad_rows import BadRows
-from fovea.builders.data import make_opener, make_sources
-from fovea.builders.engine import make_engine
+from fovea.builders.data import make_opener, make_order, make_sources
+from fovea.builders.engine import make_engine, make_evaluator
 from fovea.builders.environment import make_environment
 from fovea.builders.model import make_model
 from fovea.builders.outputs import make_profile, make_sinks, model_table, peak_tflops
 from fovea.builders.trainer import make_policy, make_warmup
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config
-from fovea.data.order import Order, kinds_of, levels_of
 from fovea.draw import note_unscored_answer
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.own import for_readings
-from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics import MetricsLog, Phases
 from fovea.models.render import Renderer
 from fovea.report.progress import Progress
@@ -59,24 +57,13 @@ def build(config: Config, environment: Environment | None = None) -> Run:
         folder=folder,
         environment=environment,
         sources=sources,
-        order=Order(
-            kinds_of(sources.train.tasks),
-            weights=config.data.kind_weights,
-            seed=config.seed,
-            levels=levels_of(sources.train.tasks),
-        ),
+        order=make_order(config, sources.train.tasks),
         curriculum=Curriculum(environment, config.curriculum),
         engine=engine,
         policy=make_policy(config, vlm),
         warmup=make_warmup(config, vlm, environment, sources.train, renderer),
         open_image=opener,
-        evaluator=Evaluator(
-            engine,
-            for_readings(environment, partial(note_unscored_answer, folder)),
-            max_new_tokens=config.rollout.max_new_tokens,
-            stop=config.rollout.stop,
-            batch_size=config.evaluate.batch_size,
-        ),
+        evaluator=make_evaluator(config, engine, for_readings(environment, partial(note_unscored_answer, folder))),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([*sinks, profile] if profile else sinks),

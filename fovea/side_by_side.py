@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fovea import __version__
 from fovea.builders.data import make_opener
-from fovea.builders.engine import make_engine
+from fovea.builders.engine import make_engine, make_evaluator
 from fovea.builders.environment import make_environment
 from fovea.config import Config
 from fovea.config_io import dump_config
@@ -183,13 +183,7 @@ def _source(rows: Rows, renderer: RendersPrompts) -> PromptSource:
 
 def _read_model(name: str, engine: Engine, source: PromptSource, rows: Rows, say: Say) -> Reading:
     config = rows.config
-    evaluator = Evaluator(
-        engine,
-        rows.environment,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop=config.rollout.stop,
-        batch_size=config.evaluate.batch_size,
-    )
+    evaluator = make_evaluator(config, engine, rows.environment)
     say(f"{rows.size} rows, greedy")
     greedy = _by_id(evaluator.answers(source, rows.size))
     samples: Mapping[str, AnsweredRow] = {}

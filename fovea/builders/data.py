@@ -1,7 +1,8 @@
-"""How data files, images and prompts are reached."""
+"""How data files, images and prompts are reached, and in which order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from fovea.bad_rows import BadRows
 from fovea.config import Config, Data
 from fovea.data.fetch import FetchedFiles, UrlLimits
 from fovea.data.images import OpenImage, open_image
+from fovea.data.order import Order, kinds_of, levels_of
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.models.render import Renderer
 from fovea.prompts import PromptSource
 from fovea.run import Sources
+from fovea.types import Task
 
 
 def url_limits(settings: Data) -> UrlLimits:
@@ -67,3 +70,8 @@ def make_sources(config: Config, environment: Environment, renderer: Renderer, b
         test=source("test"),
         bad_rows=bad_rows,
     )
+
+
+def make_order(config: Config, tasks: Sequence[Task]) -> Order:
+    """Which training row comes next."""
+    return Order(kinds_of(tasks), weights=config.data.kind_weights, seed=config.seed, levels=levels_of(tasks))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from fovea.config import Config
+from fovea.environments.base import Environment
 from fovea.errors import ConfigError
+from fovea.evaluation.evaluator import Evaluator
 from fovea.models.parts import ModelParts
 from fovea.models.tape import Tape
 from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.setup import Tuning
 
@@ -29,13 +32,16 @@ def make_engine(config: Config, parts: ModelParts, vlm: VLM) -> EmbeddedEngine:
         vlm,
         parts,
         max_batch_tokens=config.rollout.max_batch_tokens,
-        tape=make_tape(vlm, config),
+        tape=make_tape(config, vlm),
         tuning=Tuning(int8_decoding=int8),
     )
 
 
-def make_tape(vlm: VLM, config: Config) -> Tape | None:
-    """Memory for what the update can take over from the rollout; None where it is not wanted."""
+def make_tape(config: Config, vlm: VLM) -> Tape | None:
+    """Memory for what the update can take over from the rollout; None where it is not wanted.
+
+    Of the vision tower alone where linear outputs do not pay, or are not those that the update computes.
+    """
     device = next(vlm.parameters()).device
     if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
         return None
@@ -48,4 +54,15 @@ def make_tape(vlm: VLM, config: Config) -> Tape | None:
     mixed = vlm.dtype != torch.float32 and again
     return Tape(
         [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
+    )
+
+
+def make_evaluator(config: Config, engine: Engine, environment: Environment) -> Evaluator:
+    """What asks the engine held-out rows, scored by this environment."""
+    return Evaluator(
+        engine,
+        environment,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop=config.rollout.stop,
+        batch_size=config.evaluate.batch_size,
     )
