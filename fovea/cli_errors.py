@@ -13,7 +13,7 @@ from fovea.errors import FoveaError
 
 @contextmanager
 def one_line_errors(*, debug: bool = False) -> Iterator[None]:
-    """The way out of every command."""
+    """What the user can mend (code 2) and Ctrl-C (code 130) end a command in one line; `debug` adds the traceback."""
     try:
         yield
     except FoveaError as error:

@@ -23,7 +23,7 @@ from typing import BinaryIO, TypeVar
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from fovea import __version__
-from fovea.data.readers.copies import copied_once
+from fovea.data.readers.copies import made_once
 from fovea.errors import BadRowError
 
 _REDIRECTS = {301, 302, 303, 307, 308}
@@ -241,7 +241,10 @@ def _bad(where: str, problem: str, reason: str) -> BadRowError:
 
 
 class FetchedFiles:
-    """`read` with a memory on disk: an image that has come once is the same in every epoch and after a resume."""
+    """`read` with a memory on disk: an image that has come once is the same in every epoch and after a resume.
+
+    A disk that refuses is an OSError and no bad row: the row is as good as before.
+    """
 
     def __init__(self, folder: Path, max_gib: float, read: Callable[[str, str], bytes]) -> None:
         self._folder = folder
@@ -254,6 +257,6 @@ class FetchedFiles:
             return file.read_bytes()
         content = self._read(url, where)
         if len(content) <= self._left_bytes:
-            copied_once(self._folder, file.name, lambda into: into.write_bytes(content))
+            made_once(self._folder, file.name, lambda into: into.write_bytes(content))
             self._left_bytes -= len(content)
         return content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from PIL import Image
 from fovea.data import fetch as fetch_module
 from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch, is_public
 from fovea.data.images import open_image
-from fovea.errors import BadRowError
+from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.data.web import Site, served
 
@@ -201,3 +202,19 @@ def test_a_full_disk_is_not_the_servers_fault(site: Site) -> None:
         download(f"{site.url}/big", WHERE, limits(retries=3), FullDisk())
     assert not isinstance(caught.value, BadRowError)
     assert site.asked == ["/big"]
+
+
+def test_an_image_that_cannot_be_kept_is_no_bad_row(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`data.on_bad_row=skip` would drop it for the whole run."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    kept = FetchedFiles(tmp_path, 1.0, lambda url, where: fetch(url, where, limits()))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        kept(f"{site.url}/a.png", WHERE)
+    assert not isinstance(caught.value, DataError)
+    assert list(tmp_path.iterdir()) == []

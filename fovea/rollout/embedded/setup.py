@@ -44,7 +44,6 @@ class Tuning:
     """Of prompts, in one forward pass."""
     int8_decoding: bool = False
     """The one setting that changes results: decoding steps in 8 bits (`int8`); prompts run as they are."""
-
     packed_decoding: bool = True
     """Weights of decoding steps laid out for few rows where that pays (`packed`)."""
 
