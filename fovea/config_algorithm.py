@@ -16,8 +16,14 @@ KL_IN_REWARD: Mapping[str, object] = {"kl_in": "reward", "kl_estimator": "k1"}
 DEFAULTS_OF: Mapping[str, Mapping[str, object]] = {
     # DeepSeekMath, arXiv 2402.03300, with the token mean and without the KL term that most runs have left behind
     "grpo": {},
-    # Liu et al., arXiv 2503.20783
-    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", "kl_coef": 0.0},
+    # Liu et al., arXiv 2503.20783. No entropy bonus here and in rloo: beside advantages that are not divided by their
+    # deviation, one that suits grpo outweighs the reward
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "aggregation": "seq-mean-token-sum-norm",
+        "kl_coef": 0.0,
+        "entropy_coef": 0.0,
+    },
     # Yu et al., arXiv 2503.14476: a buffer of 4,096 of 20,480 tokens
     "dapo": {
         "aggregation": "token-mean",
@@ -36,6 +42,7 @@ DEFAULTS_OF: Mapping[str, Mapping[str, object]] = {
         "kl_in": "reward",
         "kl_estimator": "k1",
         "kl_coef": 0.03,
+        "entropy_coef": 0.0,
     },
     # Hu et al., arXiv 2501.03262: the KL in the reward
     "reinforce++": {"advantage": "reinforce++", **KL_IN_REWARD, "kl_coef": 0.01},
