@@ -131,7 +131,7 @@ class TorchPolicy:
         self._steps += 1
         self._count_skipped(tally.not_finite)
         # an update that looked its first pass up in the rollout's cannot say how far the two are from each other
-        measured = _mismatch(batch, left_out) if given or not tally.sums["reused_actions"] else {}
+        measured = _mismatch(batch, left_out) if given or not tally.sums.get("reused_actions", 0) else {}
         always = {"updates_skipped": float(bool(tally.not_finite))} | rates | measured
         if not batch.groups:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
