@@ -37,8 +37,8 @@ class _Saved(dict[str, Any]):
 
     def __missing__(self, key: str) -> NoReturn:
         raise DataError(
-            f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it and the run cannot go "
-            "on as it was; resume it with that version, or begin anew with another run_dir"
+            f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it and the run cannot "
+            "go on as it was; resume it with that version, or begin anew with another run_dir"
         )
 
 
