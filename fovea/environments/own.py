@@ -237,6 +237,8 @@ def score_of(returned: object, *, num_images: int) -> Score:
         reward = _number(returned, "")
         return Score(reward=reward, accuracy=_held(reward))
     parts = {str(name): _number(value, str(name)) for name, value in returned.items() if name != IMAGE_PARTS}
+    if not parts:
+        raise ValueError(f"{returned!r:.60}, which names no part and no reward")
     reward = parts[REWARD] if REWARD in parts else sum(parts.values())
     accuracy = _held(parts.get(ACCURACY, reward))
     parts.pop(REWARD, None)

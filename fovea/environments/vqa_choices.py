@@ -6,8 +6,8 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 
+from fovea.environments.questions import bad_row
 from fovea.environments.vqa_answers import spelled
-from fovea.errors import DataError
 
 LETTERS = string.ascii_uppercase
 _LETTER = r"(?:\(([A-Za-z])\)|\b([A-Za-z])(?=$|[.):,]|\s+(?:because|since)\b))"
@@ -16,13 +16,10 @@ _OTHER = re.compile(r"^(?:or|and|,)?\s*\(?([A-Z])\)?(?:$|[.):,\s])")
 
 
 def options_of(cell: object, where: str) -> tuple[str, ...]:
-    """The texts of a row's options, in the order of their letters; DataError unless there are 2 to 26."""
+    """The texts of a row's options, in the order of their letters; BadRowError unless there are 2 to 26."""
     texts = list(cell.values()) if isinstance(cell, Mapping) else cell
     if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= len(LETTERS):
-        raise DataError(
-            f"{where}: the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts; fix the row, or "
-            "set data.on_bad_row=skip"
-        )
+        raise bad_row(where, f"the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts", "options")
     return tuple(str(text).strip() for text in texts)
 
 
@@ -41,10 +38,8 @@ def true_letter(answer: str, options: Sequence[str], where: str) -> str:
         return letter
     if answer.isascii() and answer.isdigit() and int(answer) < len(options):
         return LETTERS[int(answer)]
-    raise DataError(
-        f"{where}: the answer {answer[:60]!r} is none of the {len(options)} options, nor a letter or place of one; fix "
-        "the row, or set data.on_bad_row=skip"
-    )
+    problem = f"the answer {answer[:60]!r} is none of the {len(options)} options, nor a letter or place of one"
+    raise bad_row(where, problem, "answer_no_option")
 
 
 def picked_letter(answer: str, options: Sequence[str] = ()) -> str | None:
