@@ -7,8 +7,9 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fovea.errors import DataError, broken_checkpoint
 from fovea.train.base import Policy
@@ -25,6 +26,20 @@ class Checkpoint:
     """RL steps taken."""
     state: Mapping[str, Any]
     """Whatever the run keeps beside the policy: data order, readings, seconds."""
+
+
+class _Saved(dict[str, Any]):
+    """What a checkpoint holds; DataError for what it was written without."""
+
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._folder = folder
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise DataError(
+            f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it and the run cannot "
+            "go on as it was; resume it with that version, or begin anew with another run_dir"
+        )
 
 
 class Checkpoints:
@@ -57,7 +72,8 @@ class Checkpoints:
         if not folders:
             return None
         try:
-            state = json.loads((folders[-1] / STATE).read_text())
+            written = (folders[-1] / STATE).read_text()
+            state = json.loads(written, object_hook=partial(_Saved, folders[-1]))
             return Checkpoint(folder=folders[-1], step=state.pop("step"), state=state)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{folders[-1]}: {broken_checkpoint(error)}") from error

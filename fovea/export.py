@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,8 @@ from fovea.targets import RECIPE_FILE, CheckpointTarget, OpenedModel, find_check
 
 CARD_FILE = "README.md"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
+_OF_IMAGES_AND_VIDEOS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,23 @@ def write_model(folder: Path, model: OpenedModel) -> None:
     limits = pixel_limits(parts.image_processor.size, settings.min_pixels, settings.max_pixels)
     own = {key: x for key, x in parts.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
     type(parts.image_processor).from_dict(own | {"size": limits}).save_pretrained(folder)
+    _write_video_processor(folder, model, own)
+
+
+def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Mapping[str, Any]) -> None:
+    """That of the base folder, else the family's own with this model's patches.
+
+    Without one AutoProcessor makes a video processor of the image processor: of Qwen2-VL's class, whatever the model,
+    and with the pixels of one image as the limit of a whole video.
+    """
+    base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
+    if model.config.model.path is not None and base.is_file():
+        shutil.copyfile(base, folder / VIDEO_PROCESSOR_FILE)
+        return
+    kind = "Qwen3VLVideoProcessor" if config_of(model.vlm.network).model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    shared = {key: image_processor[key] for key in _OF_IMAGES_AND_VIDEOS}
+    written = json.dumps({"video_processor_type": kind, **shared}, indent=2)
+    (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
 
 
 def plain_network(network: PreTrainedModel) -> PreTrainedModel:

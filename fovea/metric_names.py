@@ -107,6 +107,12 @@ CHAPTERS = (
             "As `accuracy/train/<kind>`.",
         ),
         (
+            "accuracy/dev_unscored",
+            "rows",
+            "Dev rows that count as wrong because your own code gave no score (`reward_on_failure: drop`).",
+            "Absent; `unscored.jsonl` in the run folder says why there are any.",
+        ),
+        (
             "response_tokens_mean",
             "tokens",
             "Mean length of the completions.",

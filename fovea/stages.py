@@ -236,7 +236,8 @@ def _evaluation_from_json(saved: Mapping[str, Sequence[float]] | None) -> Evalua
 
 def _dev_metrics(dev: Evaluation) -> Metrics:
     by_kind = {f"accuracy/dev/{kind}": sum(x) / len(x) for kind, x in dev.accuracies.items()}
-    return {"accuracy/dev": dev.accuracy} | (by_kind if len(by_kind) > 1 else {})
+    readings = {"accuracy/dev": dev.accuracy} | (by_kind if len(by_kind) > 1 else {})
+    return readings | ({"accuracy/dev_unscored": float(dev.num_unscored)} if dev.num_unscored else {})
 
 
 def _count_shared(run: Run) -> int | None:

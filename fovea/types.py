@@ -227,6 +227,8 @@ class Evaluation:
 
     accuracies: Mapping[str, tuple[float, ...]]
     """For each kind, one value in 0..1 per row."""
+    num_unscored: int = 0
+    """Rows that count as wrong because the user's own code gave no score."""
 
     @property
     def num_rows(self) -> int:

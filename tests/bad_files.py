@@ -1,4 +1,4 @@
-"""A JSONL file with rows that are bad in 35 ways, and the reason that each is to be counted under."""
+"""A JSONL file with rows that are bad in 36 ways, and the reason that each is to be counted under."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def broken_rows(site: str) -> list[tuple[object, str]]:
         (row(answer=None), "answer_missing"),
         (row(answer="  "), "answer_missing"),
         (row(answer=["1"]), "answer_kind"),
+        (row(answer=10**400), "answer_kind"),
         (row(answer="\ud800"), "text_damaged"),
         ('{"problem": "<image>How many?", "ans', "row_unreadable"),
         ("[1, 2]", "row_unreadable"),

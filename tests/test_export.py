@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from fovea.cli import app
 from fovea.config import Config
 from fovea.errors import ConfigError, ModelError
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
-from fovea.export import check_repo, export, push, reload_model
+from fovea.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
 from fovea.export_check import check, make_probe
 from fovea.loop import train
 from fovea.metrics import read_metrics
@@ -203,6 +204,22 @@ def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
     size = AutoImageProcessor.from_pretrained(merged).size
     assert size["longest_edge"] == 1600
     assert size["shortest_edge"] == 256
+
+
+def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: Path, tmp_path: Path) -> None:
+    images = json.loads((merged / "preprocessor_config.json").read_text())
+    videos = json.loads((merged / VIDEO_PROCESSOR_FILE).read_text())
+    assert videos.pop("video_processor_type") == "Qwen3VLVideoProcessor"
+    assert videos == {key: images[key] for key in videos}
+    assert "size" not in videos, "one image's pixels are no limit for a video"
+    base = tmp_path / "base"
+    shutil.copytree(merged, base)
+    (base / VIDEO_PROCESSOR_FILE).write_text('{"fps": 3}')
+    model = open_checkpoint(find_checkpoint(full.folder))
+    settings = model.config.model.model_copy(update={"tiny": None, "path": str(base)})
+    (tmp_path / "out").mkdir()
+    write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
+    assert (tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
 
 
 def test_the_card_tells_recipe_and_figures(lora: Trained, merged: Path, tmp_path: Path) -> None:

@@ -224,3 +224,17 @@ def test_values_reach_the_update_and_no_group_is_left_out(tmp_path: Path) -> Non
     for sample in batch.samples:
         assert sample.returns_T is not None
         np.testing.assert_allclose(sample.returns_T, [sample.reward], rtol=1e-6)  # one action: the reward itself
+
+
+def test_a_checkpoint_of_another_version_says_what_it_lacks(tmp_path: Path) -> None:
+    train(bandit_run(tmp_path, max_steps=20))
+    written = tmp_path / "checkpoints" / "step-20" / "state.json"
+    state = json.loads(written.read_text())
+    del state["curriculum"], state["standing"]["kl_coef"]
+    written.write_text(json.dumps(state))
+    latest = Checkpoints(tmp_path, keep=2).latest()
+    assert latest is not None
+    assert latest.state.get("curriculum") is None
+    for saved, key in ((latest.state, "curriculum"), (latest.state["standing"], "kl_coef")):
+        with pytest.raises(DataError, match=rf"step-20: this checkpoint has no '{key}', .* or begin anew"):
+            saved[key]

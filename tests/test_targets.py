@@ -141,3 +141,12 @@ def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
         load_pretrained(Model(path=str(tmp_path), revision="v1"))
     with pytest.raises(ValueError, match=r"model\.tiny is made here and has no revisions"):
         Model.model_validate({"tiny": {}, "revision": "v1"})
+
+
+def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
+    targets = parse_targets([str(first), str(second)])
+    with pytest.raises(ConfigError, match=r"different environments \(reward: mine\.py:score and None\); add --recipe"):
+        shared_settings(targets, None, [])
+    assert shared_settings(targets, second / "config.yaml", []).reward is None
+    assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"

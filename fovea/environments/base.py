@@ -8,6 +8,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from fovea.types import Message, Score, Task, Turn
 
 Split: TypeAlias = Literal["train", "dev", "test"]
+UNSCORED = "unscored"
+"""The part of a score that is none: in a reading such an answer counts as wrong, and is counted."""
 
 
 class Environment(Protocol):

@@ -65,13 +65,17 @@ def grade(prediction: str, truth: str, *, think_tags: bool = False) -> Grade:
     """
     boxed = last_boxed(prediction)
     accuracy = float(boxed is not None and same_answer(boxed, truth))
-    tail = _after_thinking(prediction) if think_tags else prediction
-    formatted = float(tail is not None and last_boxed(tail) is not None)
+    formatted = float(boxed is not None and (not think_tags or _boxed_after_thinking(prediction)))
     if boxed is None:
         reason = r"no \boxed{} that closes"
     else:
         reason = f"boxed {shown(boxed)} {'equals' if accuracy else 'is not'} {shown(truth)}"
     return Grade(score=accuracy, parts={"answer": accuracy, "format": formatted}, reason=reason)
+
+
+def _boxed_after_thinking(text: str) -> bool:
+    tail = _after_thinking(text)
+    return tail is not None and last_boxed(tail) is not None
 
 
 def _after_thinking(text: str) -> str | None:

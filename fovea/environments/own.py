@@ -15,7 +15,7 @@ from typing import Literal, SupportsFloat, overload
 from PIL.Image import Image
 
 from fovea.data.images import OpenImage
-from fovea.environments.base import Environment, Split, WaitsToScore
+from fovea.environments.base import UNSCORED, Environment, Split, WaitsToScore
 from fovea.environments.curriculum import Stage, Staged
 from fovea.environments.own_code import RewardFunction
 from fovea.environments.timed import FailedCallError, TimedCalls
@@ -23,6 +23,8 @@ from fovea.errors import DataError, ScoreError, UnscoredError, first_line, named
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
 REWARD, ACCURACY, IMAGE_PARTS = "reward", "accuracy", "image_parts"
+MAX_PARTS = 100
+"""Of a score, and of each of its images: every part is a line of every step's metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,7 @@ class WrongIfUnscored:
             return self._environment.score(task, turns)
         except UnscoredError as error:
             self._note(f"{task.id}: {error}")
-            return Score(reward=0.0, accuracy=0.0, parts={"unscored": 1.0})
+            return Score(reward=0.0, accuracy=0.0, parts={UNSCORED: 1.0})
 
 
 def for_readings(environment: Environment, note: Callable[[str], None]) -> Environment:
@@ -235,6 +237,8 @@ def score_of(returned: object, *, num_images: int) -> Score:
         reward = _number(returned, "")
         return Score(reward=reward, accuracy=_held(reward))
     parts = {str(name): _number(value, str(name)) for name, value in returned.items() if name != IMAGE_PARTS}
+    if not parts:
+        raise ValueError(f"{returned!r:.60}, which names no part and no reward")
     reward = parts[REWARD] if REWARD in parts else sum(parts.values())
     accuracy = _held(parts.get(ACCURACY, reward))
     parts.pop(REWARD, None)
@@ -246,6 +250,9 @@ def score_of(returned: object, *, num_images: int) -> Score:
 
 def _checked(score: Score, num_images: int) -> Score:
     """The score with plain numbers throughout."""
+    num_parts = max(map(len, (score.parts, *score.image_parts)))
+    if num_parts > MAX_PARTS:
+        raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     return Score(

@@ -11,6 +11,7 @@ from fovea.errors import BadRowError
 from fovea.types import ImageRef, Message
 
 IMAGE_MARK = "<image>"
+_MAX_BITS = 1024  # of an integer in float64; Python refuses to write out much larger ones
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Texts: TypeAlias = list[tuple[Role, str]]
 """Messages before their images are put in."""
@@ -70,18 +71,25 @@ def plain_answer(cell: object, where: str) -> str:
     r"""The bare answer: out of verl's struct, out of its `\boxed{}`."""
     if isinstance(cell, Mapping):
         cell = cell.get("ground_truth")
-    if isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell):
-        cell = str(cell)
+    cell = _written_number(cell)
     if cell is None:
         raise bad_row(where, "the answer is missing, so nothing can be right", "answer_missing")
     if not isinstance(cell, str):
-        seen = cell if isinstance(cell, float) else f"of type {type(cell).__name__}"
+        is_large = isinstance(cell, int) and not isinstance(cell, bool)
+        seen = cell if isinstance(cell, float) else "too large" if is_large else f"of type {type(cell).__name__}"
         raise bad_row(where, f"the answer is {seen}, not a text or a number", "answer_kind")
     boxed = last_boxed(cell)
     answer = (cell if boxed is None else boxed).strip()
     if not answer:
         raise bad_row(where, "the answer is empty, so nothing can be right", "answer_missing")
     return checked_text(answer, where)
+
+
+def _written_number(cell: object) -> object:
+    """A number as its text; what is none, not finite or beyond float64 as it is."""
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return str(cell) if cell.bit_length() <= _MAX_BITS else cell
+    return str(cell) if isinstance(cell, float) and math.isfinite(cell) else cell
 
 
 def checked_text(text: str, where: str) -> str:

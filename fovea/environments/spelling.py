@@ -40,14 +40,20 @@ _SMALL = str.maketrans(_RAISED + _LOWERED, "0123456789" * 2)
 _SMALL_FRACTION = re.compile(f"([{_RAISED}]+)[/\N{FRACTION SLASH}]([{_LOWERED}]+)")
 _RAISED_DIGITS = re.compile(f"[⁻]?[{_RAISED}]+")
 
-_FONTS = r"text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|operatorname|[mf]?box|boxed|boldsymbol|bm"
+_FONTS = (
+    r"text(?:bf|it|rm|sf|tt|up|sl|sc|normal)?|emph|math(?:rm|bf|it|sf|tt|normal)|operatorname|[mfh]?box|boxed"
+    r"|boldsymbol|bm"
+)
 _COLOUR = r"(?:textcolor|color) ?\{[a-zA-Z]{1,20}\}"
 _WRAPPER = re.compile(rf"\\(?:{_FONTS}|ensuremath|underline|mathbin|mathrel|{_COLOUR})\s*\{{([^{{}}]*)\}}")
 # In this order; (?![A-Za-z]) ends a command, so that `\left(` goes and `\leftarrow` stays.
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\\(?:left|right) ?\.|\\tag ?\{[^{}]*\}", " "),
         (r"\\(?:left|right|displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (r"\\[lr]vert(?![A-Za-z])", "|"),
+        (r"\{ ?\} ?(?=\^)", ""),
         (r"\\(?:small|large|Large|LARGE|huge|Huge|bf|rm|it)(?![A-Za-z])", " "),
         (r"\\[hv]space ?\{[^{}]*\}|\\(?:color) ?\{[a-zA-Z]{1,20}\}|\*\*|`|\\\\\s*$", " "),
         (r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])", r"\\frac"),
@@ -73,6 +79,8 @@ _REWRITES = [
         (r"(?<![A-Za-z\\])deg(?:rees?|\.)?(?![A-Za-z])", " "),
         (r" +", " "),
         (r"(?<=[\d)}]) to (?=[\d(\\])", ":"),
+        (r"(?<=\d) x (?=10 ?\^)", r"\\times "),
+        (r"^ ?\(([^(),]*)\)[ .]*$", r"\1"),
         (r"\{([^{}]*) ?\\over(?![A-Za-z]) ?([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"^([^{}]*) ?\\over(?![A-Za-z]) ?([^{}]*)$", r"\\frac{\1}{\2}"),
         (r"\\frac ?(\d) ?(?=[\d{\\])", r"\\frac{\1}"),
@@ -84,8 +92,8 @@ _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar) ?\{ ?(\d+) ?\
 # 1,200 and 1 200; not in brackets, where a comma parts two numbers, nor before a slash: `4 100/111` is mixed.
 _GROUPED_DIGITS = re.compile(r"(?<![\d.,/(\[])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d/]|,\d)")
 _UNIT = re.compile(
-    r"(?:(?<=[\d)}.])| )\(?(?:(?:square|cubic|sq\.?) ?)?"
-    r"(?:units?|(?:milli|centi|kilo)?met(?:er|re)s?|inch(?:es)?|foot|feet|yards?|miles?|[mck]m|ft|in|yd|mi"
+    r"(?:(?<=[\d)}.])| )\(?(?:(?:square|cubic|linear|sq\.?) ?)?"
+    r"(?:(?i:units?|(?:milli|centi|deci|kilo)?met(?:er|re)s?|inch(?:es)?|foot|feet|yards?|miles?|[mcdk]m|ft|in|yd|mi)"
     r"|(?<=[ \d])m|(?<=\d)(?:''|\"))\.?(?: ?\^ ?(?:[23]|\{ ?[23] ?\})| squared| cubed)?\)?$"
 )
 _ANSWER_IS = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:)(?: ?:)?|there is|there's|approximately|about) ", re.I)

@@ -42,8 +42,11 @@ _LABEL = re.compile(r"\banswer\b\**\s*(?:is\b|:)[\s:*]*", re.IGNORECASE)
 _COPULA = re.compile(r"^(?:\w+ ){1,12}?(?:is|are|was|were|looks|appears|seems) (?:to be )?(.+)$|^(?:its|thats) (.+)$")
 _HEDGE = re.compile(
     r"\b(?:or|between|not|nt|isnt|arent|at least|at most|more|less|fewer|over|under|about|around|approximately|almost"
-    r"|nearly|minus|maybe|perhaps|possibly|either|to)\b"
+    r"|nearly|roughly|minus|negative|maybe|perhaps|possibly|either|to"
+    # of another size than the number that stands beside it
+    r"|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half)\b"
 )
+_TWICE = re.compile(r"\W*(\w+) ?\((\w+)\)\W*")
 
 
 def found_answer(response: str) -> str:
@@ -82,15 +85,19 @@ def spelled(answer: str) -> str:
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text) if re.match(r"\s*-?\.\d", text) else text
     text = re.sub(r"\.(?!\d)|(?<!\d)\.", "", text)  # not a decimal point
     text = re.sub(r"[,:](?!\d)|(?<!\d)[,:]|,|/", " ", text)
+    text = re.sub(r"^\s*\$([^$]+)\$\s*$", r"\1", text)
     text = _PUNCTUATION.sub(" ", text)
+    text = re.sub(rf"(?<!\S)-(?=(?:{'|'.join(_NUMBER_WORDS)})\b)", "minus ", text)
     text = re.sub(r"(?<!\S)-(?!\d)|(?<=\s)-(?=\s)|-(?!\S)", " ", text)
     words = _with_numbers([_SPELLINGS.get(word, word) for word in _split_number_words(text).split()])
-    return " ".join([word for word in words if word not in _ARTICLES] or words)
+    text = " ".join(_without_articles(words) or words)
+    text = re.sub(r"(?<!\S)(?:minus|negative) (?=\d)", "-", text)
+    return re.sub(r"(?<=\d) (?:%|percent|per cent)(?!\S)", "%", text)
 
 
 def same_short_answer(given: str, truth: str) -> bool:
     """Whether a found answer is the true one, in the same words or in a sentence that says nothing else."""
-    one, other = spelled(given), spelled(truth)
+    one, other = spelled(_said_once(given)), spelled(truth)
     if not one or not other:
         return False
     if _equal(one, other):
@@ -102,7 +109,7 @@ def same_short_answer(given: str, truth: str) -> bool:
     if _NUMBER.fullmatch(other):
         return _equal(_only_number(one), other)
     said = _COPULA.match(one)
-    return said is not None and _equal(_without_articles(said[1] or said[2]), other)
+    return said is not None and _equal(" ".join(_without_articles((said[1] or said[2]).split())), other)
 
 
 def soft_accuracy(given: str, truths: Sequence[str]) -> float:
@@ -145,8 +152,20 @@ def _hyphen_forms(text: str) -> set[str]:
     return {text, re.sub(r"(?<=[^\W\d])-(?=\w)", "", text), re.sub(r"(?<=[^\W\d])-(?=\w)", " ", text)} - {""}
 
 
-def _without_articles(text: str) -> str:
-    return " ".join(word for word in text.split() if word not in _ARTICLES)
+def _without_articles(words: Sequence[str]) -> list[str]:
+    """`a` stays where no noun follows: in `plan A`, and in `A, B`, which picks two."""
+    following = [*words, ""][1:]
+    return [
+        word
+        for word, after in zip(words, following, strict=True)
+        if word not in _ARTICLES or (word == "a" and (not after or (len(after) == 1 and after.isalpha())))
+    ]
+
+
+def _said_once(answer: str) -> str:
+    """`Three (3)` says three."""
+    twice = _TWICE.fullmatch(answer[:MAX_CHARS])
+    return twice[1] if twice is not None and spelled(twice[1]) == spelled(twice[2]) else answer
 
 
 def _only_number(text: str) -> str:

@@ -19,8 +19,7 @@ def options_of(cell: object, where: str) -> tuple[str, ...]:
     """The texts of a row's options, in the order of their letters; BadRowError unless there are 2 to 26."""
     texts = list(cell.values()) if isinstance(cell, Mapping) else cell
     if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= len(LETTERS):
-        problem = f"the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts"
-        raise bad_row(where, problem, "choices")
+        raise bad_row(where, f"the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts", "options")
     return tuple(str(text).strip() for text in texts)
 
 
@@ -40,7 +39,7 @@ def true_letter(answer: str, options: Sequence[str], where: str) -> str:
     if answer.isascii() and answer.isdigit() and int(answer) < len(options):
         return LETTERS[int(answer)]
     problem = f"the answer {answer[:60]!r} is none of the {len(options)} options, nor a letter or place of one"
-    raise bad_row(where, problem, "choices")
+    raise bad_row(where, problem, "answer_no_option")
 
 
 def picked_letter(answer: str, options: Sequence[str] = ()) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from fovea.environments.base import Environment
-from fovea.errors import DataError
+from fovea.environments.base import Environment, WaitsToScore
+from fovea.errors import DataError, ScoreError
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.prompts import PromptSource
 from fovea.report.samples import SampledAnswer
@@ -15,6 +17,7 @@ from fovea.types import Task, Turn
 
 MAX_MAJORITY_ROWS = 5000
 """Enough to know the most frequent answers; they are drawn from the whole split."""
+_ROWS_AT_ONCE = 256  # a task may hold the bytes of its images
 
 
 def majority_answers(environment: Environment, train: Sequence[Task]) -> Callable[[Task], str]:
@@ -41,18 +44,32 @@ def majority_answers(environment: Environment, train: Sequence[Task]) -> Callabl
 def fixed_answers(
     environment: Environment, source: PromptSource, size: int | None, say: Callable[[Task], str]
 ) -> dict[str, AnsweredRow]:
-    """What `say` says to each of the first `size` rows, scored as a model's answer would be."""
+    """What `say` says to each of the first `size` rows, scored as a model's answer would be.
+
+    An environment that waits to score does so in as many threads as in a rollout.
+    """
+    size = min(size or len(source), len(source))
     found: dict[str, AnsweredRow] = {}
-    for index in range(min(size or len(source), len(source))):
-        task = source.read(index, lambda index=index: source.tasks[index])  # type: ignore[misc]
-        if task is not None:
-            answer = _scored(environment, task, say(task))
-            found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
+    with ThreadPoolExecutor(environment.scores_at_once if isinstance(environment, WaitsToScore) else 1) as threads:
+        for start in range(0, size, _ROWS_AT_ONCE):
+            tasks = _tasks(source, range(start, min(start + _ROWS_AT_ONCE, size)))
+            answers = threads.map(lambda task: _scored(environment, task, say(task)), tasks.values())
+            for (index, task), answer in zip(tasks.items(), answers, strict=True):
+                found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
     return found
 
 
+def _tasks(source: PromptSource, indices: Iterable[int]) -> dict[int, Task]:
+    """Those of these rows that can be read."""
+    read = ((index, source.read(index, partial(source.tasks.__getitem__, index))) for index in indices)
+    return {index: task for index, task in read if task is not None}
+
+
 def _scored(environment: Environment, task: Task, text: str) -> SampledAnswer:
-    score = environment.score(task, [Turn(messages=tuple(environment.prompt(task)), text=text)])
+    try:
+        score = environment.score(task, [Turn(messages=tuple(environment.prompt(task)), text=text)])
+    except ScoreError as error:
+        raise type(error)(f"{task.id}: {error}") from error
     return SampledAnswer(
         text=text,
         reward=score.reward,

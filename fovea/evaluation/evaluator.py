@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from fovea.environments.base import Environment
+from fovea.environments.base import UNSCORED, Environment
 from fovea.prompts import PromptSource
 from fovea.report.samples import SampledAnswer, sampled_answer
 from fovea.rollout.base import Engine
@@ -47,9 +47,13 @@ class Evaluator:
     def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
         """Greedy accuracies by question type over the first `size` rows that are usable."""
         accuracies: dict[str, list[float]] = defaultdict(list)
-        for row in self.answers(source, size):
+        rows = self.answers(source, size)
+        for row in rows:
             accuracies[row.kind].append(row.answers[0].accuracy)
-        return Evaluation(accuracies={kind: tuple(accuracies[kind]) for kind in sorted(accuracies)})
+        return Evaluation(
+            accuracies={kind: tuple(accuracies[kind]) for kind in sorted(accuracies)},
+            num_unscored=sum(UNSCORED in row.answers[0].parts for row in rows),
+        )
 
     def answers(
         self,

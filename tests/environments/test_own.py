@@ -104,6 +104,13 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
         (None, "None, which is no number"),
         ("1.0", "'1.0', which is no number"),
         (float("nan"), "nan, which is not finite"),
+        ({}, "{}, which names no part and no reward"),
+        ({"image_parts": []}, "which names no part and no reward"),
+        ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a metric of its own; return at most 100"),
+        (
+            {"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]},
+            "101 parts, and each is a metric of its own",
+        ),
         ({"answer": float("inf")}, "inf as answer, which is not finite"),
         ({"answer": 1, "format": None}, "None as format, which is no number"),
         (np.ones(2), "which is not one number"),

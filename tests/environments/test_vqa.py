@@ -86,7 +86,7 @@ def test_an_answer_that_is_no_option_is_a_bad_row(tmp_path: Path) -> None:
     environment = vqa(tmp_path, [row("Which?", "pink", choices=["red", "blue"])], choices_key="choices")
     with pytest.raises(BadRowError, match=r"test/0: the answer 'pink' is none of the 2 options") as caught:
         environment.prompt(environment.tasks("test")[0])
-    assert caught.value.reason == "choices"
+    assert caught.value.reason == "answer_no_option"
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

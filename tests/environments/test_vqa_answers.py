@@ -122,7 +122,7 @@ def test_options_of_a_row() -> None:
     for cell in (None, ["one"], "cat", ["x"] * 27):
         with pytest.raises(BadRowError, match=r"row 1: the options are .* not a list of 2 to 26 texts") as caught:
             options_of(cell, "row 1")
-        assert caught.value.reason == "choices"
+        assert caught.value.reason == "options"
 
 
 PIECES = st.sampled_from(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fovea.errors import DataError
+from fovea.environments.base import UNSCORED
+from fovea.errors import DataError, ScoreError
 from fovea.evaluation.baselines import fixed_answers, majority_answers
 from fovea.evaluation.evaluator import Evaluator
 from fovea.prompts import PromptSource
 from fovea.stages import begin
-from fovea.types import Sampling, Task
+from fovea.types import Sampling, Score, Task, Turn
 from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run
 
 
@@ -115,3 +118,40 @@ def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
     assert {row.answers[0].text for row in rows} == {"c"}
     evaluation = evaluator.evaluate(source, 10)
     assert evaluation.accuracies["kind 0"] == tuple(row.answers[0].accuracy for row in rows if row.kind == "kind 0")
+
+
+class Waits(BanditEnvironment):
+    """Scores four answers at once, and waits until there are four."""
+
+    scores_at_once = 4
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self._barrier = threading.Barrier(4)
+        self._breaks = breaks
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        self._barrier.wait(timeout=20)
+        if self._breaks:
+            raise ScoreError("the judge is away")
+        return super().score(task, turns)
+
+
+def test_a_baseline_is_scored_in_as_many_threads_as_a_rollout() -> None:
+    environment = Waits()
+    found = fixed_answers(environment, source_of(environment.tasks("test")), 8, environment.target)
+    assert [row.index for row in found.values()] == list(range(8))
+    with pytest.raises(ScoreError, match=r"^test/0: the judge is away"):
+        fixed_answers(Waits(breaks=True), source_of(environment.tasks("test")), 4, environment.target)
+
+
+def test_rows_without_a_score_are_counted() -> None:
+    class SomeUnscored(BanditEnvironment):
+        def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+            parts = {UNSCORED: 1.0} if task.id.endswith("3") else {}
+            return replace(super().score(task, turns), parts=parts)
+
+    engine = BanditEngine()
+    engine.load_weights([("table", [[0, 0, 9, 0]] * 4)], 0)  # type: ignore[list-item]
+    evaluator = Evaluator(engine, SomeUnscored(), max_new_tokens=1, stop=(), batch_size=3)
+    assert evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10).num_unscored == 1

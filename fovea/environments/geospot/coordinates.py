@@ -1,7 +1,7 @@
 """Latitudes and longitudes in the ways in which people and models write them.
 
-`-33.87`, `−33,87`, `33.87° S`, `S 33.87`, `33°52′10″S`, `33 52 10 S`, `33.87 degrees south`. A letter decides the
-sign; what is out of range, or names the other axis, is no coordinate.
+`-33.87`, `−33,87`, `33.87° S`, `33.87 (S)`, `S 33.87`, `33°52′10″S`, `33 52 10 S`, `33.87 degrees south`, `33.87° Sur`.
+A letter decides the sign; what is out of range, or names the other axis, is no coordinate.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ _MARKS = str.maketrans(
 _MORE_MARKS = str.maketrans({"”": '"', "“": '"', "ʺ": '"', "˝": '"', "٫": ".", "·": ".", "，": ","})
 _NUMBER = r"\d{1,3}(?:[.,]\d{1,20})?"
 _SIXTIETHS = r"\d{1,2}(?:[.,]\d{1,20})?"
-_HEMISPHERE = r"(?:north|south|east|west|[nsew])(?![^\W\d_])"
+_HEMISPHERES: Mapping[str, tuple[Axis, int]] = {
+    **dict.fromkeys(("n", "north", "norte", "nord"), ("lat", 1)),
+    **dict.fromkeys(("s", "south", "sur", "sul", "sud", "süd"), ("lat", -1)),
+    **dict.fromkeys(("e", "east", "este", "leste", "est", "ost"), ("lon", 1)),
+    **dict.fromkeys(("w", "west", "oeste", "ouest"), ("lon", -1)),
+}
+"""Not the letter O: it is west in Spanish and French, east in German."""
+_HEMISPHERE = rf"(?:{'|'.join(sorted(_HEMISPHERES, key=len, reverse=True))})(?![^\W\d_])"
 _COORDINATE = re.compile(
     rf"""(?<![\w.])(?<!\d-)(?:(?P<before>{_HEMISPHERE})[\s:]{{0,3}})?
-    (?P<sign>[-+])?\s?(?P<degrees>{_NUMBER})(?!\.?\d)
+    (?P<sign>[-+]|minus\b|negative\b)?\s?(?P<degrees>{_NUMBER})(?!\.?\d)
     (?:
       \s{{0,3}}(?:°|degrees?\b|deg\b|d(?=\s{{0,3}}\d))
       (?:\s{{0,3}}(?P<minutes>{_SIXTIETHS})\s{{0,3}}(?:'(?!')|minutes?\b|min\b|m(?![^\W\d_]))
@@ -35,7 +42,7 @@ _COORDINATE = re.compile(
       )?
     | [\s:](?P<bare_minutes>\d{{1,2}})[\s:](?P<bare_seconds>{_SIXTIETHS})(?=\s?[nsew](?![^\W\d_]))
     )?
-    (?(before)|(?:\s{{0,3}}(?P<after>{_HEMISPHERE}))?)""",
+    (?(before)|(?:\s{{0,3}}(?:(?P<after>{_HEMISPHERE})|\((?P<in_brackets>{_HEMISPHERE})\)))?)""",
     re.VERBOSE | re.IGNORECASE,
 )
 
@@ -90,13 +97,10 @@ def _read(match: re.Match[str]) -> _Found | None:
     if minutes >= 60 or seconds >= 60:
         return None
     degrees += minutes / 60 + seconds / 3600
-    letter = (match["after"] or match["before"] or "").lower()[:1]
-    if match["sign"] == "-" or letter in ("s", "w"):
-        degrees = -degrees
-    axis: Axis | None = None
-    if letter:
-        axis = "lat" if letter in "ns" else "lon"
-    return _Found(degrees, axis, match.end())
+    letter = (match["after"] or match["in_brackets"] or match["before"] or "").lower()
+    axis, side = _HEMISPHERES.get(letter, (None, 1))
+    is_negative = side < 0 or match["sign"] not in (None, "+")
+    return _Found(-degrees if is_negative else degrees, axis, match.end())
 
 
 def _number(text: str) -> float:

@@ -25,11 +25,18 @@ from fovea.environments.geospot.folding import fold
 
 _MAX_CHARS = 200
 _CODE = re.compile(r"[A-Za-z]{2,3}")
-_PARTS = re.compile(r"[,()\[\];/|?!]|\s[-–—]+\s|[–—]|:\s|\.\s|\b(?:or|and|aka|a\.k\.a\.|i\.e\.|formerly)\b")
+_PARTS = re.compile(
+    r"[,()\[\];/|?!]|\s[-–—]+\s|[–—]|:\s|(?<=\w\w\w)(?<!\b[Rr]ep)(?<!\b[Dd]em)(?<!\b[Ff]ed)\.\s"  # not `St. Maarten`
+    r"|\b(?:or|and|aka|a\.k\.a\.|i\.e\.|formerly)\b"
+)
+_OR = re.compile(r"\bor\b")
 _NAME_FIELDS = ("name", "common_name", "official_name")
 _FLAG = re.compile("[\U0001f1e6-\U0001f1ff]{2}")
 _FIRST_LETTER_OF_FLAGS = 0x1F1E6
-_HEDGES = re.compile(r"^(?:most |very |quite )?(?:likely|probably|possibly|perhaps|maybe|presumably|i think|it is)\s+")
+_HEDGES = re.compile(
+    r"^(?:(?:most |very |quite )?"
+    r"(?:likely|probably|possibly|perhaps|maybe|presumably|i think|it is|its|this is|somewhere in)\s+)+"
+)
 _SHARED_WITH_A_STATE = {"GE", "US"}
 """Georgia, USA: the state; no other name of a country is also one of its neighbour's regions."""
 
@@ -42,10 +49,18 @@ def country_code(text: str) -> str | None:
     whole = _lookup(_FLAG.sub("", text))
     if whole is not None:
         return whole
+    if _OR.search(text):
+        return _said_by_all(_OR.split(text))
     found = {code for part in _PARTS.split(text) if (code := _lookup(part))}
     found |= {code for flag in _FLAG.findall(text) if (code := _codes().get(_letters(flag)))}
     if found == _SHARED_WITH_A_STATE and _lookup(text.rpartition(",")[2]) == "US":
         return "US"
+    return found.pop() if len(found) == 1 else None
+
+
+def _said_by_all(sides: Iterable[str]) -> str | None:
+    """`Holland or the Netherlands` is one country; `France or thereabouts` is a guess."""
+    found = {country_code(side) for side in sides}
     return found.pop() if len(found) == 1 else None
 
 

@@ -46,6 +46,11 @@ _MARKUP = " \t\r\n*_`\"'“”‘’«»|<>#[]{}"
 _EDGES = _MARKUP + ".,;:，；。"
 _NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null"}
 _NOTHING |= {"unknown", "not sure", "unclear", "undetermined", "unspecified"}
+_SIGN_APART = re.compile(r"^([ \t*_`\"']{0,8})[-−–—] (?=\d)")
+# `latitude 33.87° S`: without a colon, and not `long`, which is a word
+_BARE_DEGREES = re.compile(
+    r"(?<![^\W_])(?P<label>latitude|longitude|lat|lon|lng)\.?\s{1,3}(?=[-+−–]?\s?\d|[NSEW]\s?\d|minus\s)", re.IGNORECASE
+)
 _BULLET = re.compile(r"^\s*(?:[-*•·–—>#+]\s*|\d{1,2}[.)]\s+)+")
 _BOX = re.compile(r"\\boxed\s*\{(?:\\text\s*\{)?([^{}]*)\}")
 _COORDINATE_START = re.compile(r"[-+]?\d|\b[NSEW]\s?\d")
@@ -93,8 +98,19 @@ def parse_answer(text: str) -> Answer:
     line = draft.fields.pop("line", None) or (boxed[-1] if boxed else None)
     answer = _finish(draft)
     if line is not None:
-        return _filled(answer, _from_line(line) or Answer())
-    return answer if draft.fields else (_from_lines(text) or answer)
+        answer = _filled(answer, _from_line(line) or Answer())
+    elif not draft.fields:
+        answer = _from_lines(text) or answer
+    return _filled(answer, _bare_degrees(text)) if draft.fields.keys().isdisjoint(("lat", "lon", "point")) else answer
+
+
+def _bare_degrees(text: str) -> Answer:
+    """`Latitude 33.87° S, longitude 151.21° E`; read only where no label with a colon says it."""
+    labels = list(_BARE_DEGREES.finditer(text))
+    ends = [*(label.start() for label in labels), len(text)][1:]
+    return _finish(
+        _Draft({_FIELD_OF[m["label"].lower()]: text[m.end() : end][:60] for m, end in zip(labels, ends, strict=True)})
+    )
 
 
 def _finish(draft: _Draft) -> Answer:
@@ -123,7 +139,8 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
     ends = [*(label.start() for label in labels), len(text)][1:]
     for label, end in zip(labels, ends, strict=True):
         field = _FIELD_OF[re.sub(r"[\s_]+", " ", label["label"].lower())]
-        value = _clean(_first_line(text[label.end() : end][:_MAX_LINE_CHARS]))
+        written = _SIGN_APART.sub(r"\1-", text[label.end() : end][:_MAX_LINE_CHARS])  # a sign, no bullet
+        value = _clean(_first_line(written))
         if value is not None:
             yield field, value
 
@@ -135,24 +152,26 @@ def _first_line(text: str) -> str:
 
 def _clean(value: str) -> str | None:
     """Without bullets, bold, quotes; None for `unknown` and the like."""
-    bare = _BULLET.sub("", value) if not _COORDINATE_START.match(value.strip(_MARKUP)) else value
+    bare = _BULLET.sub("", value) if not _COORDINATE_START.match(plain(value).strip(_MARKUP)) else value
     bare = bare.replace("**", "").strip(_EDGES)
     return None if bare.casefold() in _NOTHING else bare
 
 
 def _from_json(text: str) -> Iterator[tuple[str, str]]:
-    """The last JSON object that names a field."""
+    """The last JSON object that names a field; the whole of it, not one of the alternatives that it lists."""
     decoder = json.JSONDecoder()
     starts = [match.start() for match in re.finditer(r"\{", text)]
+    best: list[tuple[str, str]] = []
+    best_end = 0
     for start in reversed(starts[-_MAX_JSON_TRIES:]):
         try:
-            found, _ = decoder.raw_decode(text, start)
+            found, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         pairs = list(_json_fields(found))
-        if any(field in ("country", "region", "city") for field, _ in pairs):
-            yield from pairs
-            return
+        if end > best_end and any(field in ("country", "region", "city") for field, _ in pairs):
+            best, best_end = pairs, end
+    yield from best
 
 
 def _json_fields(found: object, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -178,7 +197,7 @@ def _from_lines(text: str) -> Answer | None:
 
 def _from_line(line: str) -> Answer | None:
     """`Paris, Île-de-France, France, 48.86, 2.35`; fewer parts name the country, or city and country."""
-    line = _BULLET.sub("", plain(line)).strip(_EDGES + "()")
+    line = _BARE_DEGREES.sub("", _BULLET.sub("", plain(line)).strip(_EDGES + "()"))
     if len(line) > _MAX_LINE_CHARS:
         return None
     number = _COORDINATE_START.search(line)

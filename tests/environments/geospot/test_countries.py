@@ -54,6 +54,12 @@ US: America|Estados Unidos|États-Unis|Vereinigte Staaten|アメリカ|Georgia, 
 VA: Vatican City|Holy See|Vatican|Holy See (Vatican City State)    VC: St. Vincent and the Grenadines
 VE: Venezuela|Venezuela, Bolivarian Republic of|Bolivarian Republic of Venezuela    VG: British Virgin Islands
 VI: U.S. Virgin Islands|Virgin Islands, U.S.    VN: Vietnam|Viet Nam|Việt Nam|越南    XK: Kosovo|Republic of Kosovo|Kosova
+AT: Oesterreich    BJ: Dahomey    BQ: Bonaire    CI: Elfenbeinküste|Costa de Marfil    CN: Chine    CD: RD Congo
+CG: Rep. of Congo|Congo, Rep.    CZ: République tchèque    ET: Abyssinia    FR: Metropolitan France|France métropolitaine
+GB: Großbritannien    GF: Guyane    GL: Kalaallit Nunaat    IN: Inde    KR: SKorea    MX: Méjico    PF: Tahiti    SJ: Svalbard
+MK: The former Yugoslav Republic of Macedonia    MM: Birmanie    PS: Occupied Palestinian Territory    SS: S. Sudan|South Sudan
+SD: Sudan    SX: St. Maarten|Sint Maarten    TC: Turks and Caicos    TH: Siam|ประเทศไทย    TW: Taiwan, China    WS: Western Samoa
+ZA: S. Africa
 ZA: South Africa|Republic of South Africa|ZAF|RSA    ZM: Zambia    ZW: Zimbabwe
 """
 
@@ -113,6 +119,14 @@ def test_every_country_is_known_by_its_name_and_codes() -> None:
         ("Côte d'Ivoire (Ivory Coast)", "CI"),
         ("United Kingdom / England", "GB"),
         ("“Chile”", "CL"),
+        ("This is Chile", "CL"),
+        ("It's somewhere in Chile", "CL"),
+        ("Somewhere in France or Belgium", None),
+        ("France or thereabouts", None),
+        ("Holland or the Netherlands", "NL"),
+        ("St. Nowhere", None),  # not ST, which is São Tomé
+        ("S. Nowhere", None),
+        ("Chile. I am sure of it", "CL"),
         ("Lyon, France", "FR"),
         ("x" * 201, None),
     ],

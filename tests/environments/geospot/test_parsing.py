@@ -60,6 +60,40 @@ def test_forms_of_one_answer(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "degrees",
+    [
+        "Latitude: –33.87\nLongitude: 151.21",  # an en dash is a sign, no bullet
+        "Latitude: - 33.87\nLongitude: 151.21",
+        "**Latitude:** − 33.87\n**Longitude:** 151.21",
+        "Latitude: minus 33.87\nLongitude: 151.21",
+        "Latitude: 33.87 (S)\nLongitude: 151.21 (E)",
+        "Latitude: 33.87° (South)\nLongitude: 151.21° (East)",
+        "Latitude: 33.87° Sur\nLongitude: 151.21° Este",
+        "Latitude: 33,87° Süd\nLongitude: 151,21° Ost",
+        "Latitude -33.87\nLongitude 151.21",
+        "It lies at latitude 33.87° S, longitude 151.21° E.",
+        "Latitude:\n- 33.87° S\nLongitude:\n- 151.21° E",
+    ],
+)
+def test_no_sign_is_lost(degrees: str) -> None:
+    assert parse_answer(f"City: Sydney\nCountry: Australia\n{degrees}").at == pytest.approx((-33.87, 151.21))
+
+
+def test_a_line_may_name_its_degrees() -> None:
+    answer = parse_answer("Sydney, New South Wales, Australia, lat -33.87, lon 151.21")
+    assert (answer.city, answer.country) == ("Sydney", "Australia")
+    assert answer.at == pytest.approx((-33.87, 151.21))
+
+
+def test_alternatives_inside_an_object_are_not_the_answer() -> None:
+    other = [{"city": "Paris", "country": "France"}, {"city": "Rome", "country": "Italy"}]
+    answer = parse_answer(json.dumps({"city": "Sydney", "country": "Australia", "alternatives": other}))
+    assert (answer.city, answer.country) == ("Sydney", "Australia")
+    nested = {"guess": {"city": "Sydney", "country": "Australia"}, "alternatives": other}
+    assert parse_answer(json.dumps(nested)).country == "Australia"
+
+
+@pytest.mark.parametrize(
     ("text", "fields"),
     [
         ("", (None, None, None, None)),
