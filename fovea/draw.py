@@ -70,8 +70,8 @@ def note_unscored(run: Run, step: int, groups: Sequence[Group], reasons: Sequenc
         _write_unscored(run.folder, [{"step": step, "reason": reason} for reason in reasons])
     if not groups:
         raise TrainError(
-            f"none of the {len(reasons)} groups of step {step} could be scored; the last: {reasons[-1]}; mend that (all "
-            f"are in {UNSCORED_FILE} of the run folder) and go on with resume=auto"
+            f"none of the {len(reasons)} groups of step {step} could be scored; the last: {reasons[-1]}; mend that "
+            f"({UNSCORED_FILE} of the run folder has them all) and go on with resume=auto"
         )
     return {"groups/unscored": float(len(reasons))}
 
