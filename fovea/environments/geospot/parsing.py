@@ -44,8 +44,10 @@ _THINKING = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _MARKUP = " \t\r\n*_`\"'“”‘’«»|<>#[]{}"
 _EDGES = _MARKUP + ".,;:，；。"
-_NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null"}
+_NOTHING = {"", "-", "?", "n/a", "na", "none", "null"}
 _NOTHING |= {"unknown", "not sure", "unclear", "undetermined", "unspecified"}
+_NOT_A_NUMBER = {"nan", "NaN", "NAN"}
+"""As programs write it; Nan is a city in Thailand."""
 _SIGN_APART = re.compile(r"^([ \t*_`\"']{0,8})[-−–—] (?=\d)")
 # `latitude 33.87° S`: without a colon, and not `long`, which is a word
 _BARE_DEGREES = re.compile(
@@ -154,7 +156,7 @@ def _clean(value: str) -> str | None:
     """Without bullets, bold, quotes; None for `unknown` and the like."""
     bare = _BULLET.sub("", value) if not _COORDINATE_START.match(plain(value).strip(_MARKUP)) else value
     bare = bare.replace("**", "").strip(_EDGES)
-    return None if bare.casefold() in _NOTHING else bare
+    return None if bare.casefold() in _NOTHING or bare in _NOT_A_NUMBER else bare
 
 
 def _from_json(text: str) -> Iterator[tuple[str, str]]:

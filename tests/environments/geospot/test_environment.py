@@ -18,8 +18,9 @@ from fovea.config_io import load_config
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of, levels_of
 from fovea.environments.base import Environment
+from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.geospot.rendered import write_maps
+from fovea.environments.geospot.rendered import _spots, write_maps
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics import read_metrics
@@ -66,6 +67,21 @@ def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) ->
     check_gold(environment, train_tasks + test_tasks)
     assert set(levels_of(environment.tasks("train")) or ()) == {"wide", "medium", "close"}
     assert set(kinds_of(environment.tasks("dev"))) == {"all"}
+
+
+@pytest.mark.slow
+def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_path: Path) -> None:
+    """Nan is a city in Thailand, and no missing value."""
+    places = [
+        {"image": png(), "country": country_name(spot.country), "region": spot.region, "city": spot.city}
+        | {"lat": spot.at.lat, "lon": spot.at.lon}
+        for spot in _spots()
+    ]
+    assert len(places) > 30_000
+    environment = geospot(tmp_path, places)
+    for task in environment.tasks("train"):
+        score = environment.at(4).score(task, [Turn(messages=(), text=environment.target(task))])
+        assert (score.reward, set(score.parts.values())) == (1.0, {1.0}), environment.target(task)
 
 
 def test_gold_answers_of_photos_score_full_marks() -> None:

@@ -241,3 +241,8 @@ def test_hostile_texts_take_no_time(text: str) -> None:
 def test_json_of_all_kinds_of_values() -> None:
     for value in (None, True, 1, -1.5, [], {}, "x", [1, [2]], {"a": {"b": {"c": "d"}}}):
         check_any_text(json.dumps({"country": value, "latitude": value, "coordinates": value, "city": value}))
+
+
+@pytest.mark.parametrize(("city", "read"), [("Nan", "Nan"), ("nan", None), ("NaN", None), ("NAN", None)])
+def test_a_city_in_thailand_is_not_what_programs_write_for_nothing(city: str, read: str | None) -> None:
+    assert parse_answer(f"Country: Thailand\nCity: {city}").city == read
