@@ -10,9 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 from fovea.bad_rows import BAD_ROWS_FILE
 from fovea.build import build
+from fovea.cli import app
 from fovea.config_io import load_config
 from fovea.errors import DataError
 from fovea.loop import train
@@ -32,11 +34,13 @@ SMALL = [
     *("train.gradient_checkpointing=false", "train.learning_rate=1e-3"),
 ]
 
+PHOTOS = ["environment.level_key=null", "curriculum.level_weights=[]", "curriculum.enabled=false", "warmup=null"]
 
-def trained(folder: Path, files: tuple[Path, Path], *settings: str) -> Summary:
+
+def trained(folder: Path, files: tuple[Path, Path], *settings: str, recipe: str = "geo3k") -> Summary:
     own = [f"run_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
     own += [f"environment.train_files=['{files[0]}']", f"environment.test_files=['{files[1]}']"]
-    return train(build(load_config([ROOT / "recipes" / "geo3k.yaml"], [*SMALL, *own, *settings])))
+    return train(build(load_config([ROOT / "recipes" / f"{recipe}.yaml"], [*SMALL, *own, *settings])))
 
 
 @pytest.mark.parametrize(
@@ -47,20 +51,29 @@ def trained(folder: Path, files: tuple[Path, Path], *settings: str) -> Summary:
         (("geo3k/train.parquet", "geo3k/validation.parquet"), []),
         (("vqa/fixture_train.parquet", "vqa/fixture_test.parquet"), ["environment.kind_key=question_type"]),
         (("vqa/nlvr_vqa_train.parquet", "vqa/fixture_test.parquet"), []),
+        (("geospot/osv5m_fixture24.parquet", "geospot/osv5m_fixture24.parquet"), PHOTOS),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_public_files_train(names: tuple[str, str], settings: list[str], tmp_path: Path) -> None:
+def test_public_files_train_and_are_read_again_by_eval(
+    names: tuple[str, str], settings: list[str], tmp_path: Path
+) -> None:
     files = (SHARED / names[0], SHARED / names[1])
     if not all(file.exists() for file in files):
         pytest.skip(f"the shared data files are not here ({SHARED})")
-    summary = trained(tmp_path, files, *settings)
+    recipe = "geospot" if names[0].startswith("geospot") else "geo3k"
+    summary = trained(tmp_path, files, *settings, recipe=recipe)
     assert summary.steps == 2
     assert summary.final is not None
     assert summary.final.num_rows == 4
     metrics = read_metrics(tmp_path / "run")
     assert [row["data/rows_skipped"] for row in metrics] == [0, 0]
     assert all(row["grad_norm"] > 0 for row in metrics)
+    report = tmp_path / "eval.json"
+    done = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--json", str(report)])
+    assert done.exit_code == 0, done.output
+    (target,) = json.loads(report.read_text())["targets"]
+    assert (target["accuracy"]["mean"], target["accuracy"]["n"]) == (summary.final.accuracy, 4)
 
 
 def image(n: int) -> dict[str, object]:
