@@ -209,55 +209,59 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
 def _without_use(settings: Algorithm) -> Iterator[str]:
     """Settings that somebody has changed and nothing reads."""
     paper = DEFAULTS_OF[settings.name]
-    for keys, reason in _unread(settings):
-        for key in keys:
+    for is_read, keys, why in _readers(settings):
+        for key in () if is_read else keys.split():
             value, default = getattr(settings, key), Algorithm.model_fields[key].default
             if value not in (default, paper.get(key, default)):
-                yield f"algorithm.{key}={value} {reason}, or algorithm.{key}={_text(default)}"
+                yield f"algorithm.{key}={value} {why}, or algorithm.{key}={'null' if default is None else default}"
 
 
-def _text(value: object) -> str:
-    return "null" if value is None else str(value)
-
-
-def _unread(settings: Algorithm) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Keys that these settings leave without a reader; why, and what would read them."""
-    if not settings.needs_values:
-        yield (
-            ("gamma", "gae_lambda", "value_coef", "value_clip"),
+def _readers(settings: Algorithm) -> tuple[tuple[bool, str, str], ...]:
+    """Whether something reads these keys, and if not: why, and what would."""
+    return (
+        (
+            settings.needs_values,
+            "gamma gae_lambda value_coef value_clip",
             f"is of PPO, but advantage={settings.advantage} has no value function; set algorithm.name=ppo",
-        )
-    if not settings.importance_sampling_fix:
-        yield (
-            ("importance_sampling_clip", "importance_sampling_level"),
+        ),
+        (
+            settings.importance_sampling_fix,
+            "importance_sampling_clip importance_sampling_level",
             "shapes weights that importance_sampling_fix=false leaves out; set algorithm.importance_sampling_fix=true",
-        )
-    if settings.loss == "sapo":
-        yield (
-            ("clip_low", "clip_high"),
+        ),
+        (
+            settings.loss != "sapo",
+            "clip_low clip_high",
             "is a bound, but loss=sapo has none; set sapo_temperature_positive and _negative",
-        )
-    else:
-        yield (
-            ("sapo_temperature_positive", "sapo_temperature_negative"),
+        ),
+        (
+            settings.loss == "sapo",
+            "sapo_temperature_positive sapo_temperature_negative",
             f"is of loss=sapo, but loss={settings.loss}; set algorithm.loss=sapo",
-        )
-    if not settings.dynamic_sampling:
-        yield (
-            ("max_gen_batches",),
+        ),
+        (
+            settings.dynamic_sampling,
+            "max_gen_batches",
             "bounds the rollouts of dynamic sampling, which is off; set algorithm.dynamic_sampling=true",
-        )
-    if not settings.overlong_buffer_frac:
-        yield (
-            ("overlong_penalty_factor",),
+        ),
+        (
+            settings.overlong_buffer_frac > 0,
+            "overlong_penalty_factor",
             "scales a penalty that overlong_buffer_frac=0 leaves out; set algorithm.overlong_buffer_frac",
-        )
-    if settings.kl_target is None:
-        yield ("kl_horizon_samples",), "paces a kl_coef that kl_target=null leaves alone; set algorithm.kl_target"
-    if not settings.kl_coef:
-        yield ("kl_in",), "says where the KL stands, but kl_coef=0 leaves it out; set algorithm.kl_coef"
-    if settings.ppo_epochs == settings.minibatches == 1:
-        yield (
-            ("max_policy_kl",),
+        ),
+        (
+            settings.kl_target is not None,
+            "kl_horizon_samples",
+            "paces a kl_coef that kl_target=null leaves alone; set algorithm.kl_target",
+        ),
+        (
+            settings.kl_coef > 0,
+            "kl_in",
+            "says where the KL stands, but kl_coef=0 leaves it out; set algorithm.kl_coef",
+        ),
+        (
+            settings.ppo_epochs > 1 or settings.minibatches > 1,
+            "max_policy_kl",
             "ends the passes of a step, of which there is one; set algorithm.ppo_epochs or algorithm.minibatches",
-        )
+        ),
+    )
