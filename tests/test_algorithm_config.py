@@ -127,7 +127,8 @@ def test_ppo_needs_no_groups() -> None:
 def test_what_a_paper_sets_is_never_refused_as_unread(name: str) -> None:
     """rloo sets where its KL stands, dapo a bound on the ratio: the user has changed neither."""
     changes: dict[str, dict[str, object]] = {"rloo": {"kl_coef": 0.0}, "dapo": {"loss": "sapo"}}
-    Algorithm.model_validate({"name": name, **changes.get(name, {})})
+    settings = Algorithm.model_validate({"name": name, **changes.get(name, {})})
+    assert (settings.kl_in == "reward") == (name in ("rloo", "reinforce++"))
 
 
 def test_a_critic_that_would_wait_for_ever_or_detach_nothing_is_refused() -> None:
