@@ -159,6 +159,16 @@ class Train(Section):
     liger_kernels: bool = False
     """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Train:
+        if self.groups_per_microbatch > 1 and self.enable_dynamic_batch_size:
+            raise ValueError(
+                f"train.groups_per_microbatch={self.groups_per_microbatch} counts groups, but "
+                "train.enable_dynamic_batch_size=true fills microbatches by tokens; set "
+                "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"
+            )
+        return self
+
 
 class Warmup(Section):
     """Supervised pairs before RL, so that a model that starts from nothing has something to reinforce."""

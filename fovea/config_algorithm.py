@@ -256,8 +256,8 @@ def _readers(settings: Algorithm) -> tuple[tuple[bool, str, str], ...]:
         ),
         (
             settings.kl_coef > 0,
-            "kl_in",
-            "says where the KL stands, but kl_coef=0 leaves it out; set algorithm.kl_coef",
+            "kl_in kl_estimator",
+            "says what the KL is and where it stands, but kl_coef=0 leaves it out; set algorithm.kl_coef",
         ),
         (
             settings.ppo_epochs > 1 or settings.minibatches > 1,

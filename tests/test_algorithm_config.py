@@ -89,6 +89,7 @@ def test_clip_epsilon_sets_both_bounds() -> None:
         ({"overlong_penalty_factor": 0.5}, "set algorithm.overlong_buffer_frac"),
         ({"kl_horizon_samples": 99}, "set algorithm.kl_target"),
         ({"kl_in": "reward"}, "set algorithm.kl_coef, or algorithm.kl_in=loss"),
+        ({"kl_estimator": "k2"}, "set algorithm.kl_coef, or algorithm.kl_estimator=k3"),
         ({"max_policy_kl": 0.1}, "of which there is one; set algorithm.ppo_epochs or"),
     ],
 )
@@ -104,6 +105,7 @@ def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], mes
         (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
         (["algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=1"],
          "dynamic_sampling=true compares"),
+        (["train.groups_per_microbatch=2"], "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"),
         (["critic.warmup_steps=3"], "set algorithm.name=ppo, or critic.warmup_steps=0"),
         (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1",
           "algorithm.kl_horizon_samples=320"], "no more than the 320 completions of one step"),
