@@ -46,10 +46,12 @@ DEFAULTS_OF: Mapping[str, Mapping[str, object]] = {
     },
     # Hu et al., arXiv 2501.03262: the KL in the reward
     "reinforce++": {"advantage": "reinforce++", **KL_IN_REWARD, "kl_coef": 0.01},
-    # Schulman et al., arXiv 1707.06347 and 1506.02438; the numbers are those of vlm-gym
+    # Schulman et al., arXiv 1707.06347 and 1506.02438; the numbers are those of vlm-gym, but for the limit on the KL:
+    # four passes at a rate that was chosen for one wreck a policy without it (docs/log.md)
     "ppo": {
         "advantage": "gae",
         "ppo_epochs": 4,
+        "max_policy_kl": 0.03,
         "clip_low": 0.2,
         "clip_high": 0.2,
         "entropy_coef": 0.01,
@@ -167,8 +169,8 @@ class Critic(Section):
 
     trunk: Literal["shared", "separate"] = "shared"
     """shared: a head on the policy's last hidden state; separate: a model of its own, begun as a copy of the policy."""
-    learning_rate: PositiveFloat = 1e-5
-    """Peak rate of AdamW for the head, or for the model of its own."""
+    learning_rate: PositiveFloat | None = None
+    """Peak rate of AdamW for the head, or for the model of its own; default: 20 times train.learning_rate."""
     detach_trunk: bool = False
     """Keep the value loss out of a shared trunk: it trains the head only."""
     warmup_steps: NonNegativeInt = 0

@@ -30,6 +30,7 @@ def test_each_name_sets_the_defaults_of_its_paper() -> None:
     ppo = Algorithm(name="ppo")
     assert (ppo.ppo_epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef) == (4, 0.2, 0.2, 0.5)
     assert (ppo.entropy_coef, ppo.gamma, ppo.gae_lambda, ppo.value_clip) == (0.01, 0.99, 0.95, 0.5)
+    assert ppo.max_policy_kl == 0.03
     assert Algorithm() == Algorithm(name="grpo")
 
 

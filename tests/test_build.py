@@ -136,3 +136,14 @@ def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
     assert all(parameter.requires_grad for parameter in trained.parameters())
     own = {parameter.data_ptr() for parameter in trained.parameters()}
     assert not own & {parameter.data_ptr() for parameter in reference.parameters()}
+
+
+@pytest.mark.parametrize(("critic", "rate"), [({}, 0.02), ({"trunk": "separate"}, 0.02), ({"learning_rate": 0.5}, 0.5)])
+def test_the_critics_rate_follows_the_policys_unless_it_is_set(
+    critic: dict[str, object], rate: float, tmp_path: Path
+) -> None:
+    """1e-5 beside 5e-7, at any scale (decision 009)."""
+    train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
+    run = run_of(tmp_path, algorithm={"name": "ppo"}, critic=critic, train=train)
+    rates = run.policy._set_rates()  # type: ignore[attr-defined]
+    assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})

@@ -19,6 +19,9 @@ from fovea.train.supervised import SupervisedTrainer
 from fovea.train.torch_policy import TorchPolicy
 from fovea.warmup import Warmup
 
+CRITIC_RATE_OVER_POLICY = 20
+"""Of AdamW's rates, where critic.learning_rate is left open: 1e-5 beside 5e-7, at any scale (decision 009)."""
+
 
 def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
     """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
@@ -47,10 +50,9 @@ def make_critic(config: Config, vlm: VLM) -> Critic:
         model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
         untrained_head(model.trunk.network)
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
+    rate = settings.learning_rate or CRITIC_RATE_OVER_POLICY * config.train.learning_rate
     return Critic(
-        optimizer=Optimizer(
-            parameters, config.train, peak_learning_rate=settings.learning_rate, max_steps=config.max_steps
-        ),
+        optimizer=Optimizer(parameters, config.train, peak_learning_rate=rate, max_steps=config.max_steps),
         model=model,
         warmup_steps=settings.warmup_steps,
     )
