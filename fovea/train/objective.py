@@ -26,7 +26,8 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
         "clip_frac/low": policy.clipped_low_A.sum(),
         "clip_frac/high": policy.clipped_high_A.sum(),
         "ratio_mean": policy.ratio_A.sum(),
-        "kl/policy": k3(scores.logprobs_A.detach(), old_A).sum(),
+        # the actions are the old policy's
+        "kl/policy": k3(old_A, scores.logprobs_A.detach()).sum(),
     }
     if settings.importance_sampling_fix:
         correction = _importance_weights(old_A, micro, settings)
