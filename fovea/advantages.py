@@ -21,25 +21,23 @@ from fovea.config import Algorithm
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
-OF_EPISODES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce++": reinforce_plus_plus,
-}
+OF_EPISODES: Mapping[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 """By `algorithm.advantage`: [P, G] rewards to [P, G] advantages, the same for every token of a completion."""
 
 
 def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[Batch, Metrics]:
     """The batch with advantages, and with returns where there is a value function; `kl_coef` is the step's own.
 
-    A KL in the reward is taken off token by token: for a value function where it falls, for others in sum.
+    A KL in the reward is taken off token by token: where it falls for gae and reinforce++, which judge actions; in sum
+    for the others, which judge completions.
     """
     if not batch.groups:
         return batch, {}
     penalties = _kl_penalties(batch, settings, kl_coef)
     if settings.needs_values:
         batch, metrics = _by_values(batch, penalties, settings)
+    elif settings.advantage == "reinforce++":
+        batch, metrics = _by_step(batch, penalties), {}
     else:
         batch, metrics = _by_groups(batch, penalties, OF_EPISODES[settings.advantage]), {}
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
@@ -74,13 +72,20 @@ def _by_groups(
     return replace_samples(batch, change)
 
 
+def _by_step(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch:
+    """An advantage for every token, against all others of the step."""
+    rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
+    returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(rewards)
+    advantages = iter(_unpadded(reinforce_plus_plus(returns_BT, mask_BT), rewards))
+    return replace_samples(batch, lambda sample: replace(sample, advantages_T=next(advantages)))
+
+
 def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Algorithm) -> tuple[Batch, Metrics]:
     """An advantage for every token, by GAE and whitened over the step; and the returns that the values should be."""
     samples = batch.samples
     values = [_values(sample) for sample in samples]
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(samples, penalties, strict=True)]
-    mask_BT = _padded([np.ones(len(x), dtype=np.float32) for x in values]).bool()
-    values_BT = _padded(values)
+    mask_BT, values_BT = _mask(values), _padded(values)
     advantages_BT, returns_BT = gae(
         _padded(rewards), values_BT, mask_BT, gamma=settings.gamma, gae_lambda=settings.gae_lambda
     )
@@ -115,6 +120,11 @@ def _token_rewards(sample: Sample, kl_T: NDArray[np.float32]) -> NDArray[np.floa
 def _padded(rows: Sequence[NDArray[np.float32]]) -> Tensor:
     """[B, T], zeros at the end of shorter rows."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+
+
+def _mask(rows: Sequence[NDArray[np.float32]]) -> Tensor:
+    """[B, T], True where a row has a token."""
+    return _padded([np.ones(len(row_T), dtype=np.float32) for row_T in rows]).bool()
 
 
 def _unpadded(rows_BT: Tensor, like: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:

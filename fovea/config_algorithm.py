@@ -76,7 +76,8 @@ class Algorithm(Section):
     """grpo: less the group's mean, by its deviation; dr_grpo: less the mean; rloo: less the mean of the others;
     reinforce++: whitened over the step; gae: by a value function (PPO)."""
     loss: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
-    """clip: PPO's clipped ratio of each token; gspo: of whole completions; cispo, sapo: softer ends."""
+    """clip: PPO's clipped ratio of each token; gspo: of whole completions, whose bounds are to be near 3e-4
+    (name=gspo sets them); cispo, sapo: softer ends."""
     aggregation: Aggregation = "token-mean"
     """How the loss of tokens becomes one number, over the whole step whatever way it is cut."""
     clip_low: Fraction = 0.2
@@ -91,8 +92,8 @@ class Algorithm(Section):
     """and of bad ones."""
     importance_sampling_fix: bool = False
     """Weigh each token by its probability in training over that in the rollout, which corrects an inexact engine."""
-    importance_sampling_clip: PositiveFloat = 2.0
-    """The largest such weight."""
+    importance_sampling_clip: Annotated[float, Field(ge=1)] = 2.0
+    """The largest such weight; from 1 on, so that an exact engine's stay as they are."""
     importance_sampling_level: Literal["token", "sequence", "sequence_mask"] = "token"
     """token: each by its own; sequence: by the product over the completion; sequence_mask: that, and completions
     above the largest weight are left out."""
@@ -129,8 +130,8 @@ class Algorithm(Section):
     """Discount per token (advantage=gae)."""
     gae_lambda: Fraction = 1.0
     """Trust in rewards over the value function (advantage=gae)."""
-    value_coef: NonNegativeFloat = 0.5
-    """Weight of the value loss beside the policy loss (advantage=gae)."""
+    value_coef: PositiveFloat = 0.5
+    """Weight of the value loss in a trunk that it shares with the policy (advantage=gae); AdamW undoes it elsewhere."""
     value_clip: PositiveFloat | None = 0.5
     """How far a value may move from where the step began before its loss is clipped (advantage=gae); null: off."""
 
@@ -156,7 +157,7 @@ class Algorithm(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether rewards become advantages with the help of log-probs from before the update."""
-        return self.needs_values or bool(self.kl_coef and self.kl_in == "reward")
+        return bool(self.kl_coef and self.kl_in == "reward")
 
     @property
     def needs_values(self) -> bool:

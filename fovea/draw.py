@@ -26,6 +26,8 @@ class Drawn:
     """All of them."""
     to_train: list[Group]
     """Those that make the step."""
+    dropped: list[Group]
+    """The others."""
     metrics: Metrics
 
 
@@ -39,20 +41,22 @@ async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
     unscored: list[str] = []
     groups = await _rollout(run, sampling, step, 0, unscored)
     if not run.config.algorithm.dynamic_sampling:
-        return Drawn(groups=groups, to_train=groups, metrics=note_unscored(run, step, groups, unscored))
-    batches, differing = 1, [group for group in groups if _differs(group)]
+        return Drawn(groups=groups, to_train=groups, dropped=[], metrics=note_unscored(run, step, groups, unscored))
+    batches, differing, alike = 1, *_parted(groups)
     while len(differing) < wanted and batches < run.config.algorithm.max_gen_batches:
         more = await _rollout(run, sampling, step, batches * wanted, unscored)
-        groups, differing = groups + more, differing + [group for group in more if _differs(group)]
+        more_differing, more_alike = _parted(more)
+        groups, differing, alike = groups + more, differing + more_differing, alike + more_alike
         batches += 1
     to_train = differing[:wanted]
     return Drawn(
         groups=groups,
         to_train=to_train,
+        dropped=alike + differing[wanted:],
         metrics=note_unscored(run, step, groups, unscored)
         | {
             "dynamic_sampling/batches": float(batches),
-            "dynamic_sampling/groups_dropped": float(len(groups) - len(differing)),
+            "dynamic_sampling/groups_dropped": float(len(alike)),
             "dynamic_sampling/groups_left_over": float(len(differing) - len(to_train)),
             "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
         },
@@ -101,6 +105,11 @@ async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int, uns
             num_before=num_before,
             unscored=unscored,
         )
+
+
+def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Groups with answers both better and worse, and those without."""
+    return [group for group in groups if _differs(group)], [group for group in groups if not _differs(group)]
 
 
 def _differs(group: Group) -> bool:

@@ -35,7 +35,10 @@ async def take_step(run: Run, standing: Standing) -> tuple[list[Group], Metrics]
     start_stage(run, standing.step)
     drawn = await draw(run, sampling_of(run), standing.step)
     with phases("samples"):
-        batch, counts = make_batch(drawn.to_train, settings.algorithm, max_new_tokens=settings.rollout.max_new_tokens)
+        max_new_tokens = settings.rollout.max_new_tokens
+        batch, counts = make_batch(
+            drawn.to_train, settings.algorithm, max_new_tokens=max_new_tokens, dropped=drawn.dropped
+        )
     with phases("logprobs"):
         batch = add_logprobs(run, batch)
     with phases("advantages"):
@@ -53,11 +56,14 @@ def add_logprobs(run: Run, batch: Batch) -> Batch:
     With one step per epoch the first epoch sees every sample before any step, and its log-probs serve the later ones.
     """
     algorithm = run.config.algorithm
-    if algorithm.needs_values:
+    one_pass_for_both = algorithm.needs_values and run.config.critic.trunk == "shared"
+    if one_pass_for_both:
         logprobs, values = run.policy.logprobs_and_values(batch)
         batch = with_values(with_old_logprobs(batch, logprobs), values)
     elif algorithm.minibatches > 1 or algorithm.needs_old_logprobs:
         batch = with_old_logprobs(batch, run.policy.logprobs(batch))
+    if algorithm.needs_values and not one_pass_for_both:
+        batch = with_values(batch, run.policy.values(batch))
     if algorithm.kl_coef:
         batch = with_reference_logprobs(batch, run.policy.reference_logprobs(batch))
     return batch

@@ -39,6 +39,12 @@ class MicroBatch:
     groups: tuple[SampleGroup, ...]
     """Or parts of groups, in the order of the row."""
 
+    @property
+    def given_logprobs(self) -> list[Tensor]:
+        """[A] each: of the engine, and of the trainer before the update and of the reference where there are any."""
+        given = (self.rollout_logprobs_A, self.old_logprobs_A, self.reference_logprobs_A)
+        return [logprobs_A for logprobs_A in given if logprobs_A is not None]
+
 
 def micro_batches(rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None) -> list[MicroBatch]:
     """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`."""

@@ -22,14 +22,18 @@ from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup
 COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
 
 
-def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: int) -> tuple[Batch, Metrics]:
+def make_batch(
+    groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: int, dropped: Sequence[Group] = ()
+) -> tuple[Batch, Metrics]:
     """Samples of the groups that the update can learn from.
 
-    The weights count ALL completions of the step: a group without signal has no policy gradient, so that leaving it
-    out saves its pass and changes nothing else.
+    The weights count ALL completions of `groups`: one without signal has no policy gradient, so that leaving it
+    out saves its pass and changes nothing else. What dynamic sampling has `dropped` counts for the comparison of
+    engine and trainer only.
     """
+    no_weights = [_sample_group(group, *([[0.0] * len(group.episodes)] * 2)) for group in dropped]
     if not groups:
-        return Batch(groups=()), dict.fromkeys(COUNTS, 0.0)
+        return Batch(groups=(), left_out=tuple(no_weights)), dict.fromkeys(COUNTS, 0.0)
     penalties = [[_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
     rewards = [
         [episode.score.reward + penalty for episode, penalty in zip(group.episodes, row, strict=True)]
@@ -39,8 +43,8 @@ def make_batch(groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: 
     signal_P = has_signal(torch.tensor(rewards))
     kept = _kept(torch.tensor(rewards), signal_P, settings)
     samples = [_sample_group(*group) for group in zip(groups, rewards, weights, strict=True)]
-    left_out = sorted(set(range(len(groups))) - set(kept))
-    batch = Batch(groups=tuple(samples[index] for index in kept), left_out=tuple(samples[index] for index in left_out))
+    left_out = [samples[index] for index in sorted(set(range(len(groups))) - set(kept))]
+    batch = Batch(groups=tuple(samples[index] for index in kept), left_out=(*left_out, *no_weights))
     with_signal = float(signal_P.sum())
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
     if len(rewards[0]) == 1:

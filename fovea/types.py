@@ -214,7 +214,7 @@ class Batch:
 
     groups: tuple[SampleGroup, ...]
     left_out: tuple[SampleGroup, ...] = ()
-    """Groups of the step that have no gradient to give."""
+    """Groups drawn for the step that have no gradient to give."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:

@@ -47,11 +47,25 @@ def test_of_groups_every_token_has_the_same() -> None:
 
 
 def test_of_the_whole_step() -> None:
-    """Mean 0.5, unbiased deviation sqrt(0.5 / 3): the second group is compared with the first."""
-    by = 1 / math.sqrt(0.5 / 3)
+    """Two tokens of 1, three of 0 and four of 0.5: mean 4/9, squares 2 (5/9)^2 + 3 (4/9)^2 + 4 (1/18)^2 = 99/81,
+    over 8. The second group is compared with the first."""
+    by = 1 / math.sqrt(99 / 81 / 8)
     found = advantages(TWO_GROUPS, advantage="reinforce++")
-    assert found[0] == pytest.approx([0.5 * by] * 2, rel=1e-4)
-    assert found[2] == [0, 0]
+    assert found[0] == pytest.approx([5 / 9 * by] * 2, rel=1e-5)
+    assert found[1] == pytest.approx([-4 / 9 * by] * 3, rel=1e-5)
+    assert found[2] == pytest.approx([1 / 18 * by] * 2, rel=1e-5)
+
+
+def test_of_the_whole_step_a_kl_counts_for_what_comes_before_it() -> None:
+    """Hu et al.: A_t = R - beta * sum of the KL from t on. Returns 0.9 1.0 and 0 0: mean 0.475, squares .425^2 +
+    .525^2 + 2 * .475^2 = 0.9075, over 3 = 0.3025 = 0.55^2."""
+    first = sample(1.0, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-2, -1))
+    second = sample(0.0, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-1, -1))
+    settings = {"advantage": "reinforce++", "kl_in": "reward", "kl_coef": 0.1}
+    assert advantages(batch((first, second)), 0.1, **settings) == [
+        pytest.approx([0.425 / 0.55, 0.525 / 0.55], rel=1e-5),
+        pytest.approx([-0.475 / 0.55, -0.475 / 0.55], rel=1e-5),
+    ]
 
 
 def test_a_kl_in_the_reward_is_taken_off_in_sum() -> None:

@@ -56,6 +56,8 @@ def test_a_step_is_filled_with_groups_that_differ(tmp_path: Path) -> None:
     dropped, left_over = (result.metrics[f"dynamic_sampling/groups_{name}"] for name in ("dropped", "left_over"))
     assert dropped == sum(len(accuracies(group)) == 1 for group in result.groups)
     assert dropped + left_over == len(result.groups) - 8
+    parted = sorted(map(id, result.to_train + result.dropped))
+    assert parted == sorted(map(id, result.groups)), "every group is trained on or dropped, once"
     assert result.metrics["dynamic_sampling/groups_missing"] == 0
 
 
@@ -80,3 +82,14 @@ def test_a_run_with_it_learns_and_a_step_without_a_group_goes_by(tmp_path: Path)
     rows = read_metrics(tmp_path)
     assert max(row["dynamic_sampling/batches"] for row in rows) == 4
     assert all(row["groups/without_signal"] == 0 for row in rows)
+
+
+def test_dropped_groups_reach_the_update_to_be_compared_with_the_engine_and_carry_no_weight(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, algorithm=DYNAMIC)
+    train(run)
+    batches = run.policy.batches  # type: ignore[attr-defined]
+    for row, batch in zip(read_metrics(tmp_path), batches, strict=True):
+        names = ("dropped", "left_over")
+        assert len(batch.left_out) == sum(row[f"dynamic_sampling/groups_{name}"] for name in names)
+        assert all(sample.weight == 0 for group in batch.left_out for sample in group.samples)
+    assert any(batch.left_out for batch in batches)

@@ -1,15 +1,16 @@
-"""Advantages of whole episodes: how much better one is than its group, or than its batch.
+"""How much better an episode is than its group, or an action than its step.
 
-Every function takes the rewards of a step and gives advantages of the same shape. PPO's advantages, one per action
-and from a critic, are in `gae.py`.
+Every function gives advantages of the shape that it takes. PPO's, from a critic, are in `gae.py`.
 
-Axes: `P` groups, `G` episodes of a group.
+Axes: `P` groups, `G` episodes of a group; `B` completions, `T` tokens.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from fovea.algorithms.gae import whiten
 
 STD_EPSILON = 1e-6
 SAME_REWARD = 1e-6
@@ -18,8 +19,8 @@ by a standard deviation near zero would be a gradient out of nothing."""
 
 
 def has_signal(rewards_PG: Tensor) -> Tensor:
-    """[P], True where the rewards of a group differ."""
-    return rewards_PG.amax(1) - rewards_PG.amin(1) > SAME_REWARD
+    """[P], True where the rewards of a group differ, or are not finite: that must not look like a 0."""
+    return ~(rewards_PG.amax(1) - rewards_PG.amin(1) <= SAME_REWARD)
 
 
 def grpo(rewards_PG: Tensor) -> Tensor:
@@ -59,16 +60,16 @@ def rloo(rewards_PG: Tensor) -> Tensor:
     return _where_signal(rewards_PG, rewards_PG - others_PG)
 
 
-def reinforce_plus_plus(rewards_PG: Tensor) -> Tensor:
-    """(R - mean) / (std + 1e-6) over the WHOLE batch, std unbiased; exactly 0 if all rewards of the batch are equal.
+def reinforce_plus_plus(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """What each action still gets (the reward, less the KL from there on), whitened over ALL actions of the step.
 
-    A group without signal of its own does get an advantage here, by how it did beside the other groups; groups of one
-    are fine. Hu et al., REINFORCE++, arXiv 2501.03262: the general variant, without a group baseline. The epsilon is
-    that of `grpo`.
+    Exactly 0 where all returns are equal. A group without signal of its own does get an advantage, by how it did beside
+    the other groups; groups of one are fine. Hu et al., REINFORCE++, arXiv 2501.03262: the general variant, without a
+    group baseline; whitening as in `gae.whiten`.
     """
-    if not has_signal(rewards_PG.reshape(1, -1)):
-        return torch.zeros_like(rewards_PG)
-    return (rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + STD_EPSILON)
+    if not has_signal(returns_BT[mask_BT][None])[0]:
+        return torch.zeros_like(returns_BT)
+    return whiten(returns_BT, mask_BT)
 
 
 def _where_signal(rewards_PG: Tensor, advantages_PG: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ class Pass:
 
     def mark(self, micro: MicroBatch, *values_A: Tensor | None) -> None:
         """The loss of this micro-batch is not finite; one of these, or of what it came with, may say why."""
-        known = (micro.rollout_logprobs_A, micro.old_logprobs_A, micro.reference_logprobs_A)
-        given = (*known, micro.values_A, micro.returns_A, *values_A)
+        given = (*micro.given_logprobs, micro.values_A, micro.returns_A, *values_A)
         finite_A = torch.stack([value.detach().isfinite() for value in given if value is not None]).all(0)
         tasks = [group.task_id for group in micro.groups for _ in group.samples]
         bad = [not bool(part.all()) for part in finite_A.cpu().split(micro.lengths)]
@@ -92,7 +91,7 @@ class Backward:
             value_loss, value_sums = value_terms(scores.values_A, micro, self._algorithm)
             loss, sums = loss + value_loss, sums | value_sums
         # an engine's log-prob that is not finite says that it drew what it could not, whether or not the loss reads it
-        if not bool(torch.isfinite(loss) & micro.rollout_logprobs_A.isfinite().all()):
+        if not bool(torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()):
             done.mark(micro, scores.logprobs_A, scores.values_A)
             return
         (scale * loss).backward()

@@ -28,7 +28,11 @@ class Policy(Protocol):
         ...
 
     def logprobs_and_values(self, batch: Batch) -> tuple[Sequence[NDArray[np.float32]], Sequence[NDArray[np.float32]]]:
-        """Log-probs and values, each [T] of every sample, where there is a value function."""
+        """Log-probs and values, each [T] of every sample, where the value function is on the policy's trunk."""
+        ...
+
+    def values(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
+        """Values [T] of every sample, where the value function has a model of its own."""
         ...
 
     def update(self, batch: Batch) -> Metrics:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fovea.algorithms.value_loss import value_loss
 from fovea.config import Algorithm
-from fovea.models.scores import TokenScores
 from fovea.models.value_model import ValueModel
 from fovea.models.vlm import VLM
 from fovea.packing import MicroBatch
@@ -35,14 +34,6 @@ class Critic:
         """As `nn.Module.train`: layers recompute their activations in training only."""
         if self.model is not None:
             self.model.train(mode)
-
-    def values(self, scores: TokenScores, micro: MicroBatch) -> Tensor:
-        """[A], of the head that made the scores or of the model of its own."""
-        if self.model is not None:
-            values_A: Tensor = self.model(micro.row)
-            return values_A
-        assert scores.values_A is not None, "a critic without a model needs a policy with a value head"
-        return scores.values_A
 
 
 def value_terms(values_A: Tensor, micro: MicroBatch, settings: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:

@@ -99,15 +99,23 @@ class TorchPolicy:
 
     @torch.no_grad()
     def logprobs_and_values(self, batch: Batch) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
-        """Of every sample, each [T]; a value function on the policy's trunk makes both in one pass."""
-        assert self._critic is not None, "values are asked for, but there is no value function"
+        """Of every sample, each [T], from one pass of the policy with a value function on its trunk."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
         values: list[tuple[MicroBatch, Tensor]] = []
         for micro in self._scorer.micro_batches(batch.groups):
             scores = self._scorer(micro.row)
+            assert scores.values_A is not None, "values are asked for, but the policy has no value head"
             logprobs.append((micro, scores.logprobs_A))
-            values.append((micro, self._critic.values(scores, micro)))
+            values.append((micro, scores.values_A))
         return in_batch_order(logprobs), in_batch_order(values)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Of every sample, [T], from a pass of the value function's own model."""
+        assert self._critic is not None, "values are asked for, but there is no value function"
+        model = self._critic.model
+        assert model is not None, "the value function is on the policy's trunk: `logprobs_and_values` asks it"
+        return in_batch_order((micro, model(micro.row)) for micro in self._scorer.micro_batches(batch.groups))
 
     def update(self, batch: Batch) -> Metrics:
         """`ppo_epochs` passes in `minibatches` optimizer steps, none without groups.

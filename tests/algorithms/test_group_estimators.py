@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, rloo
 
-ESTIMATORS = [grpo, dr_grpo, rloo, reinforce_plus_plus]
+
+def whole_step(returns: torch.Tensor) -> torch.Tensor:
+    """reinforce++ where every place is an action."""
+    return reinforce_plus_plus(returns, torch.ones_like(returns, dtype=torch.bool))
+
+
+ESTIMATORS = [grpo, dr_grpo, rloo, whole_step]
 REWARDS = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.0]])
 
 
@@ -34,7 +40,20 @@ def test_reinforce_plus_plus_by_hand() -> None:
     # mean 3.5/6 = 7/12; deviations in twelfths -7 5 -1 5 5 -7, squares 49+25+1+25+25+49 = 174;
     # variance 174/144/5 = .2416667, std .4915960; -7/12 / std = -1.186611, 5/12 / std = .847579, -1/12 / std = -.169516
     expected = torch.tensor([[-1.186611, 0.847579, -0.169516], [0.847579, 0.847579, -1.186611]])
-    torch.testing.assert_close(reinforce_plus_plus(REWARDS), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(whole_step(REWARDS), expected, atol=1e-5, rtol=0)
+
+
+def test_reinforce_plus_plus_counts_actions_and_passes_over_the_rest() -> None:
+    # returns 1 1 and 0: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
+    returns, mask = torch.tensor([[1.0, 1.0], [0.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
+    expected = torch.tensor([[0.577350, 0.577350], [-1.154701, 0.0]])
+    torch.testing.assert_close(reinforce_plus_plus(returns, mask), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_never_an_advantage_of_zero(estimator, bad: float) -> None:  # type: ignore[no-untyped-def]
+    assert not estimator(torch.tensor([[0.0, bad], [0.0, 1.0]]))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -52,7 +71,7 @@ def test_an_equal_group_is_zero_beside_one_with_signal(estimator) -> None:  # ty
 
 
 def test_reinforce_plus_plus_compares_across_groups() -> None:
-    advantages = reinforce_plus_plus(torch.tensor([[0.1, 0.1], [0.9, 0.9]]))
+    advantages = whole_step(torch.tensor([[0.1, 0.1], [0.9, 0.9]]))
     # mean .5, deviations +-.4, variance 4 * .16 / 3, std .4618802
     torch.testing.assert_close(advantages, torch.tensor([[-0.866024] * 2, [0.866024] * 2]), atol=1e-5, rtol=0)
 
@@ -64,8 +83,8 @@ def test_groups_of_one() -> None:
     with pytest.raises(ValueError, match="groups of 1"):
         rloo(rewards)
     # mean .625, deviations -+.375, variance 2 * .140625, std .5303301
-    torch.testing.assert_close(reinforce_plus_plus(rewards), torch.tensor([[-0.707106], [0.707106]]), atol=1e-5, rtol=0)
-    assert reinforce_plus_plus(torch.tensor([[0.7]])).tolist() == [[0.0]]
+    torch.testing.assert_close(whole_step(rewards), torch.tensor([[-0.707106], [0.707106]]), atol=1e-5, rtol=0)
+    assert whole_step(torch.tensor([[0.7]])).tolist() == [[0.0]]
 
 
 @settings(max_examples=50, deadline=None)

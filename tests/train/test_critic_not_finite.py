@@ -18,7 +18,7 @@ from fovea.types import Batch, Sample
 from tests.policies import make_batch
 from tests.tiny_models import tiny
 from tests.train.test_not_finite import named
-from tests.train.test_ppo import PPO, ppo_policy, scored, with_rewards
+from tests.train.test_ppo import PPO, logprobs_and_values, ppo_policy, scored, with_rewards
 
 NOT_FINITE = (np.nan, np.inf)
 FAR = 1e6
@@ -56,7 +56,7 @@ def with_group(batch: Batch, index: int, change: Callable[[Sample], Sample]) -> 
 
 def advantages_of(policy: TorchPolicy, batch: Batch, value: float = 0.0) -> Batch:
     """As a step makes them, where the critic expects this of the second group, beside what it does expect."""
-    logprobs, values = policy.logprobs_and_values(batch)
+    logprobs, values = logprobs_and_values(policy, batch)
     batch = with_values(with_old_logprobs(batch, logprobs), values)
     batch = with_group(batch, 1, lambda sample: replace(sample, values_T=sample.values_T + np.float32(value)))
     return with_advantages(batch, PPO, 0.0)[0]

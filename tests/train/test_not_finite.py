@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.advantages import with_advantages
 from fovea.config import Algorithm
 from fovea.errors import TrainError
-from fovea.samples import with_values
+from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch_policy import TorchPolicy
-from fovea.types import Batch
+from fovea.types import Batch, Sample
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny
 
@@ -127,3 +128,22 @@ def test_an_engine_that_drew_the_impossible_skips_the_step_whether_or_not_the_lo
     with pytest.raises(TrainError, match="with the samples of row 1;"):
         policy.update(replace(batch, groups=tuple(groups)))
     assert torch.equal(weights_of(policy), before)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_kl_in_the_reward_that_is_not_finite_is_not_taken_for_a_reward_of_zero(name: str, bad: float) -> None:
+    """One token of one sample, to which the reference gives no number."""
+    algorithm = Algorithm.model_validate({"name": name, "kl_in": "reward", "kl_coef": 0.1})
+    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, max_skipped_updates=0)
+    batch = named(make_batch(tiny("qwen3_vl")))
+    batch = with_old_logprobs(batch, policy.logprobs(batch))
+    numbers = iter(range(len(batch.samples)))
+
+    def refer(sample: Sample) -> Sample:
+        logprobs_T = np.full_like(sample.old_logprobs_T, bad if next(numbers) == 0 else -1.0)
+        return replace(sample, reference_logprobs_T=logprobs_T)
+
+    batch, _ = with_advantages(replace_samples(batch, refer), algorithm, 0.1)
+    with pytest.raises(TrainError, match="with the samples of row 0;"):
+        policy.update(batch)

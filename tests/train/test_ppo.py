@@ -86,8 +86,15 @@ def with_rewards(batch: Batch) -> Batch:
     return replace_samples(batch, lambda sample: replace(sample, reward=next(rewards)))
 
 
+def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Whichever trunk the value function has."""
+    if policy._critic is not None and policy._critic.model is not None:
+        return policy.logprobs(batch), policy.values(batch)
+    return policy.logprobs_and_values(batch)
+
+
 def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Batch:
-    logprobs, values = policy.logprobs_and_values(batch)
+    logprobs, values = logprobs_and_values(policy, batch)
     batch = with_values(with_old_logprobs(with_rewards(batch), logprobs), values)
     return with_advantages(batch, algorithm, 0.0)[0]
 
@@ -106,7 +113,7 @@ def test_values_are_the_head_on_transformers_own_states(parts: ModelParts, separ
     critic = policy._critic
     assert critic is not None
     head = (policy._vlm.value_head if critic.model is None else critic.model.head).linear  # type: ignore[union-attr]
-    _, values = policy.logprobs_and_values(batch)
+    _, values = logprobs_and_values(policy, batch)
     samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
     for (prompt, sample), values_T in zip(samples, values, strict=True):
         states_TE = reference_states(parts, prompt, sample.token_ids_T)

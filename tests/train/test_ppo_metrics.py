@@ -11,7 +11,7 @@ from fovea.metric_names import undefined
 from fovea.samples import with_old_logprobs, with_values
 from tests.policies import make_batch
 from tests.tiny_models import tiny
-from tests.train.test_ppo import ppo_policy, with_rewards
+from tests.train.test_ppo import logprobs_and_values, ppo_policy, with_rewards
 
 VALUE_CLIP = 0.05
 
@@ -26,11 +26,11 @@ def test_loss_clip_and_explained_variance_of_the_critic(separate: bool) -> None:
     """Of two epochs; the values that the second one sees are those that another policy has after its one."""
     policy, other = (ppo_policy(tiny("qwen3_vl"), separate=separate, algorithm=algorithm(epochs)) for epochs in (2, 1))
     batch = with_rewards(make_batch(tiny("qwen3_vl")))
-    logprobs, values = policy.logprobs_and_values(batch)
+    logprobs, values = logprobs_and_values(policy, batch)
     batch, metrics = with_advantages(with_values(with_old_logprobs(batch, logprobs), values), algorithm(2), 0.0)
     metrics |= policy.update(batch)
     other.update(batch)
-    old, new = np.concatenate(values), np.concatenate(other.logprobs_and_values(batch)[1])
+    old, new = np.concatenate(values), np.concatenate(logprobs_and_values(other, batch)[1])
     returns = np.concatenate([np.full(len(sample.token_ids_T), sample.reward) for sample in batch.samples])
     plain = (new - returns) ** 2
     clipped = (np.clip(new, old - VALUE_CLIP, old + VALUE_CLIP) - returns) ** 2
