@@ -90,7 +90,10 @@ class BanditPolicy:
         return [np.full(1, -np.log(4), dtype=np.float32) for group in batch.groups for _ in group.samples]
 
     def logprobs_and_values(self, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return self.logprobs(batch), [np.full(1, 0.5, dtype=np.float32) for _ in batch.samples]
+        return self.logprobs(batch), self.values(batch)
+
+    def values(self, batch: Batch) -> list[np.ndarray]:
+        return [np.full(1, 0.5, dtype=np.float32) for _ in batch.samples]
 
     def update(self, batch: Batch) -> Metrics:
         self.batches.append(batch)

@@ -94,6 +94,23 @@ def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
             np.testing.assert_allclose(sample.reference_logprobs_T, -np.log(4), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("trunk", "minibatches", "scored"),
+    [("shared", 1, True), ("separate", 1, False), ("separate", 2, True)],
+)
+def test_a_critic_of_its_own_asks_the_policy_only_where_the_first_epoch_has_several_steps(
+    tmp_path: Path, trunk: str, minibatches: int, scored: bool
+) -> None:
+    """On the policy's trunk log-probs come with the values."""
+    run = bandit_run(
+        tmp_path, max_steps=1, algorithm={"name": "ppo", "minibatches": minibatches}, critic={"trunk": trunk}
+    )
+    train(run)
+    (batch,) = run.policy.batches  # type: ignore[attr-defined]
+    assert all(sample.values_T is not None for sample in batch.samples)
+    assert [sample.old_logprobs_T is not None for sample in batch.samples] == [scored] * len(batch.samples)
+
+
 @pytest.mark.parametrize("stop_after", [10, 17])
 def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, stop_after: int) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
