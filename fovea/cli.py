@@ -17,7 +17,7 @@ from fovea.cli_eval import evaluate
 from fovea.cli_export import export
 from fovea.cli_grade import grade
 from fovea.config_docs import describe
-from fovea.config_io import load_config
+from fovea.config_io import dump_config, load_config
 from fovea.data_command import app as data_app
 from fovea.doctor import check_parity, findings, probe
 from fovea.errors import ConfigError, DataError
@@ -105,13 +105,20 @@ def report(
         typer.echo(write_report(run))
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def config(
-    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="A key or a section, such as rollout.")] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PREFIX|RECIPE|KEY=VALUE", help="A key or section, such as rollout; or as for train."),
+    ] = None,
 ) -> None:
-    """List every setting with type, default and meaning."""
+    """List every setting with type, default and meaning; with a recipe, show what a run of it would use, as YAML."""
     with one_line_errors():
-        typer.echo(explain(prefix))
+        if words and any(_is_path(word) or "=" in word for word in words):
+            recipes, overrides = sort_words(words, command="config")
+            typer.echo(dump_config(load_config(recipes, overrides)), nl=False)
+        else:
+            typer.echo("\n".join(explain(prefix) for prefix in words or [""]))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

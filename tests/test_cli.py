@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from fovea import __version__, cli, doctor
 from fovea.config import Config
+from fovea.config_io import load_config
 from fovea.errors import TrainError
 
 ROOT = Path(__file__).parents[1]
@@ -176,6 +177,16 @@ def test_config_lists_every_setting() -> None:
         assert line in result.stdout.splitlines()
     assert {line.split(".")[0] for line in fovea("config", "rollout").stdout.splitlines()[::2]} == {"rollout"}
     assert fovea("config", "roll").stderr == "error: roll: no such setting; did you mean rollout?\n"
+
+
+def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
+    """And what it shows is a recipe that comes to the same."""
+    words = ["recipes/shapes.yaml", "algorithm.name=gspo", "seed=3"]
+    shown = fovea("config", *words).stdout
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert load_config([tmp_path / "shown.yaml"], []) == load_config([Path(words[0])], words[1:])
+    assert "clip_high: 0.0004" in shown
+    assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config recipes/shapes.yaml")
 
 
 def test_report_wants_a_run(tmp_path: Path) -> None:
