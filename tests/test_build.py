@@ -94,6 +94,14 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
     assert (run.policy._reference is not None) is copied  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_without_a_kl_term_no_reference_is_kept(lora: bool, tmp_path: Path) -> None:
+    """A copy would hold the memory of a second model for nothing."""
+    model = {"tiny": {}, "lora": {"rank": 2} if lora else None}
+    run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl_coef": 0.0})
+    assert run.policy._reference is None  # type: ignore[attr-defined]
+
+
 def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
     """The train rows stand in for the test rows."""
     run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
