@@ -250,7 +250,7 @@ CHAPTERS = (
         (
             "clip_frac/low",
             "fraction",
-            "Actions whose ratio was clipped below, so that they gave no gradient.",
+            "Actions whose ratio was clipped below, so that they gave no gradient (loss=cispo: a bounded one).",
             "Both together under 0.2; exactly 0 with one optimizer step per batch, where the ratio is 1.",
         ),
         ("clip_frac/high", "fraction", "The same above.", "See `clip_frac/low`."),

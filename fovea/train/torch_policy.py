@@ -125,6 +125,7 @@ class TorchPolicy:
         """
         rates, tally = self._set_rates(), Tally()
         given = has_old_logprobs(batch)
+        assert given or self._algorithm.minibatches == 1 or not batch.groups, "from the second step on it is off-policy"
         # what the update leaves out is scored for the comparison with the engine only
         left_out = self.logprobs(Batch(groups=batch.left_out)) if self._is_plain_step else None
         self._train_mode(True)

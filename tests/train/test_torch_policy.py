@@ -16,6 +16,7 @@ from fovea.models.features import FeatureCache
 from fovea.models.parts import ModelParts
 from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
+from fovea.samples import with_old_logprobs
 from fovea.train.schedule import learning_rate
 from fovea.train.torch_policy import TorchPolicy
 from fovea.types import Batch
@@ -169,8 +170,11 @@ def test_minibatches_take_that_many_optimizer_steps() -> None:
     policy = make_policy(parts, algorithm=Algorithm(ppo_epochs=2, minibatches=3))
     steps: list[int] = []
     policy._optimizer._adamw.register_step_post_hook(lambda *_: steps.append(1))
-    policy.update(make_batch(parts))
+    batch = make_batch(parts)
+    policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
     assert len(steps) == 6
+    with pytest.raises(AssertionError, match="off-policy"):
+        policy.update(batch)
 
 
 def test_kl_term_pulls_towards_the_reference() -> None:
@@ -433,7 +437,7 @@ def test_a_minibatch_stands_for_the_whole_batch_by_its_groups() -> None:
             {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
         )
     )
-    policy.update(batch)
+    policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
     alone = gradient_of(make_policy(tiny("qwen3_vl")), first_only)
     assert len(seen) == 3
     assert largest_relative_difference(alone, seen[0]) < GRADIENT_TOLERANCE
