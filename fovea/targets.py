@@ -7,6 +7,7 @@ the settings of the evaluation, with another `model.path`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -99,6 +100,9 @@ def parse_target(word: str) -> Target:
             f"{word}: no such folder; a target is a run, a checkpoint, a model folder, a hub id such as "
             f"Qwen/Qwen3-VL-2B-Instruct, or one of the baselines majority, gold and {CONSTANT}TEXT"
         )
+    if runs := sorted(str(config.parent) for config in folder.parent.glob(f"*/{CONFIG_FILE}")):
+        near = difflib.get_close_matches(word, runs, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{word}: no such run; did you mean {near}?")
     path, _, revision = word.partition("@")
     return ModelTarget(name=word, path=path, revision=revision or None)
 

@@ -63,6 +63,15 @@ def test_baselines_and_hub_ids() -> None:
             parse_target(word)
 
 
+def test_a_name_beside_runs_of_ours_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the form of one, and would be asked for at the hub."""
+    make_run(tmp_path / "runs" / "shapes")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^runs/shaeps: no such run; did you mean runs/shapes\?$"):
+        parse_target("runs/shaeps")
+    assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
+
+
 def test_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     newest = parse_target(str(run))
