@@ -37,7 +37,7 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
     if settings.needs_values:
         batch, metrics = _by_values(batch, penalties, settings)
     elif settings.advantage == "reinforce++":
-        batch, metrics = _by_step(batch, penalties), {}
+        batch, metrics = _by_actions(batch, penalties), {}
     else:
         batch, metrics = _by_groups(batch, penalties, OF_EPISODES[settings.advantage]), {}
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
@@ -61,7 +61,7 @@ def _kl_to_reference(sample: Sample, settings: Algorithm) -> NDArray[np.float32]
 def _by_groups(
     batch: Batch, penalties: Sequence[NDArray[np.float32]], advantages_of: Callable[[Tensor], Tensor]
 ) -> Batch:
-    """One advantage per completion, against the others of its group or step."""
+    """One advantage per completion, against the others of its group."""
     rewards = [sample.reward - float(kl_T.sum()) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     advantages_B = advantages_of(torch.tensor(rewards).view(len(batch.groups), -1)).flatten().tolist()
     values = iter(advantages_B)
@@ -72,7 +72,7 @@ def _by_groups(
     return replace_samples(batch, change)
 
 
-def _by_step(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch:
+def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch:
     """An advantage for every token, against all others of the step."""
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(rewards)

@@ -105,20 +105,27 @@ def report(
         typer.echo(write_report(run))
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 def config(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PREFIX|RECIPE|KEY=VALUE", help="A key or section, such as rollout; or as for train."),
+        typer.Argument(
+            metavar="PREFIX|RECIPE|KEY=VALUE", help="Keys or sections, such as rollout; the rest as for train."
+        ),
     ] = None,
 ) -> None:
-    """List every setting with type, default and meaning; with a recipe, show what a run of it would use, as YAML."""
+    """List every setting with type, default and meaning; with a recipe, show what a run of it would use, as YAML.
+
+    Examples: fovea config rollout; fovea config recipes/shapes.yaml algorithm.name=gspo; the same with `algorithm`
+    behind it, for that section alone.
+    """
     with one_line_errors():
-        if words and any(_is_path(word) or "=" in word for word in words):
-            recipes, overrides = sort_words(words, command="config")
-            typer.echo(dump_config(load_config(recipes, overrides)), nl=False)
+        prefixes = [word for word in words or [] if not _is_path(word) and "=" not in word]
+        if words and len(prefixes) < len(words):
+            recipes, overrides = sort_words([word for word in words if word not in prefixes], command="config")
+            typer.echo(dump_config(load_config(recipes, overrides), prefixes), nl=False)
         else:
-            typer.echo("\n".join(explain(prefix) for prefix in words or [""]))
+            typer.echo("\n".join(explain(prefix) for prefix in prefixes or [""]))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

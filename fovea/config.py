@@ -153,7 +153,8 @@ class Train(Section):
     logits_mib: PositiveFloat = 512.0
     """Memory for logits that exist at once; a row with more makes them in turns, and again in the backward pass."""
     plain_update_every_steps: PositiveInt = 50
-    """How often an update reuses nothing of its rollout, so that rollout_train_* compares two separate computations."""
+    """How often an update reuses nothing of its rollout and scores what it leaves out or dynamic sampling dropped, too:
+    rollout_train_* then compares two separate computations of all that was drawn."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
     liger_kernels: bool = False
@@ -326,10 +327,12 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of max_steps={config.max_steps}; "
             "lower critic.warmup_steps, or raise max_steps"
         )
-    if config.critic != Critic() and not algorithm.needs_values:
+    # a rate alone misleads nobody, and config.yaml of every run before the rate followed the policy's has one
+    unread = config.critic.model_copy(update={"learning_rate": None})
+    if unread != Critic() and not algorithm.needs_values:
         yield (
             f"critic is set, but algorithm.advantage={algorithm.advantage} has no value function; set "
-            f"algorithm.name=ppo, or {_back_to_default(config.critic)}"
+            f"algorithm.name=ppo, or {_back_to_default(unread)}"
         )
 
 

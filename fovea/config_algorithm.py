@@ -57,6 +57,8 @@ DEFAULTS_OF: Mapping[str, Mapping[str, object]] = {
         "entropy_coef": 0.01,
         "gamma": 0.99,
         "gae_lambda": 0.95,
+        "value_coef": 0.5,
+        "value_clip": 0.5,
     },
 }
 """What a name sets, unless the setting stands beside it."""
@@ -191,10 +193,12 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
     """Parts of an algorithm that cannot work together, and what would."""
     if settings.loss != "clip" and settings.dual_clip is not None:
         yield f"algorithm.dual_clip is part of loss=clip, but loss={settings.loss}; set algorithm.dual_clip=null"
-    if settings.loss == "gspo" and settings.needs_values:
+    of_tokens = settings.needs_values or (settings.advantage == "reinforce++" and settings.needs_old_logprobs)
+    if settings.loss == "gspo" and of_tokens:
+        where = "" if settings.needs_values else " with a KL in the reward"
         yield (
-            "algorithm.loss=gspo weighs whole completions, but advantage=gae gives every token an advantage of its "
-            "own; set algorithm.loss=clip"
+            f"algorithm.loss=gspo weighs whole completions, but advantage={settings.advantage}{where} gives every "
+            "token an advantage of its own; set algorithm.loss=clip"
         )
     if settings.kl_target is not None and (settings.kl_in != "reward" or not settings.kl_coef):
         yield (

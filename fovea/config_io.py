@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -88,9 +88,16 @@ def load_config(recipes: Sequence[Path], overrides: Sequence[str]) -> Config:
     return layers.config()
 
 
-def dump_config(config: Config) -> str:
-    """Every setting as YAML, in the order of `config.py`; `load_config` reads it back to an equal tree."""
+def dump_config(config: Config, sections: Collection[str] = ()) -> str:
+    """Every setting as YAML, in the order of `config.py`; `load_config` reads it back to an equal tree.
+
+    With `sections` those alone. ConfigError for one that there is not.
+    """
     tree = config.model_dump(mode="json")
+    unknown = next((section for section in sections if section not in tree), None)
+    if unknown is not None:
+        raise ConfigError(f"{unknown}: no section of a recipe; there are {', '.join(tree)}")
+    tree = {key: value for key, value in tree.items() if not sections or key in sections}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

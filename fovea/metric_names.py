@@ -352,10 +352,10 @@ CHAPTERS = (
             "its way to collapse; set `algorithm.importance_sampling_fix=true` and look for the cause.",
         ),
         (
-            "rollout_train_kl/trained",
+            "rollout_train_<figure>/trained",
             "nats",
-            "That of the groups trained on, in every step that reused nothing of its rollout.",
-            "As `rollout_train_kl`.",
+            "k1, kl, abs and max of the groups trained on alone, in every step that reused nothing of its rollout.",
+            "As those of the whole step; where groups are left out, the figures to plot.",
         ),
         (
             "rollout_train_abs",

@@ -24,6 +24,7 @@ from fovea.builders.environment import make_environment
 from fovea.builders.model import make_model, make_vlm
 from fovea.checkpoint import Checkpoints
 from fovea.config import Config, Model
+from fovea.config_docs import CLOSE_ENOUGH
 from fovea.config_io import load_config
 from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
 from fovea.models.load import load_pretrained
@@ -100,8 +101,8 @@ def parse_target(word: str) -> Target:
             f"{word}: no such folder; a target is a run, a checkpoint, a model folder, a hub id such as "
             f"Qwen/Qwen3-VL-2B-Instruct, or one of the baselines majority, gold and {CONSTANT}TEXT"
         )
-    if runs := sorted(str(config.parent) for config in folder.parent.glob(f"*/{CONFIG_FILE}")):
-        near = difflib.get_close_matches(word, runs, n=1, cutoff=0.0)[0]
+    runs = [str(config.parent) for config in folder.parent.glob(f"*/{CONFIG_FILE}")]
+    for near in difflib.get_close_matches(word, runs, n=1, cutoff=CLOSE_ENOUGH):
         raise ConfigError(f"{word}: no such run; did you mean {near}?")
     path, _, revision = word.partition("@")
     return ModelTarget(name=word, path=path, revision=revision or None)

@@ -77,6 +77,7 @@ def test_clip_epsilon_sets_both_bounds() -> None:
     ("given", "message"),
     [
         ({"loss": "gspo", "advantage": "gae"}, "every token an advantage of its own; set algorithm.loss=clip"),
+        ({"loss": "gspo", "name": "reinforce++"}, "reinforce++ with a KL in the reward gives every token an advantage"),
         ({"loss": "sapo", "dual_clip": 3.0}, "dual_clip is part of loss=clip"),
         ({"kl_target": 0.1}, "set kl_in=reward with a kl_coef, or kl_target=null"),
         ({"kl_target": 0.1, "kl_coef": 0.1}, "set kl_in=reward with a kl_coef"),
@@ -118,6 +119,19 @@ def test_what_a_run_is_told(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(*overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("shapes*.yaml")), ids=str)
+@pytest.mark.parametrize("name", DEFAULTS_OF)
+def test_any_name_goes_over_any_recipe(recipe: Path, name: str) -> None:
+    assert load_config([recipe], [f"algorithm.name={name}"]).algorithm.name == name
+
+
+def test_a_run_from_before_the_critics_rate_followed_the_policys_can_be_read(tmp_path: Path) -> None:
+    """Its config.yaml has the rate of then, whatever its algorithm."""
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(settings()).replace("learning_rate: null", "learning_rate: 1.0e-05"))
+    assert load_config([written], []).critic.learning_rate == 1e-5
 
 
 def test_ppo_needs_no_groups() -> None:

@@ -186,6 +186,11 @@ def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
     (tmp_path / "shown.yaml").write_text(shown)
     assert load_config([tmp_path / "shown.yaml"], []) == load_config([Path(words[0])], words[1:])
     assert "clip_high: 0.0004" in shown
+    assert (
+        fovea("config", *words, "train", "seed").stdout
+        == "seed: 3\n" + shown[shown.index("train:\n") :].split("evaluate:")[0]
+    )
+    assert fovea("config", *words, "trian").stderr.startswith("error: trian: no section of a recipe; there are seed, ")
     assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config recipes/shapes.yaml")
 
 

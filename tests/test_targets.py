@@ -69,6 +69,7 @@ def test_a_name_beside_runs_of_ours_is_no_hub_id(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^runs/shaeps: no such run; did you mean runs/shapes\?$"):
         parse_target("runs/shaeps")
+    assert parse_target("runs/qwen3-vl-2b").path == "runs/qwen3-vl-2b", "nothing near it is a run"
     assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
 
 

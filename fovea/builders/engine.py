@@ -50,7 +50,8 @@ def make_tape(config: Config, vlm: VLM) -> Tape | None:
     padded = not config.train.variable_seq_lengths
     # in 16 bits the later steps of an update would be compared with another computation of the first
     algorithm = config.algorithm
-    again = algorithm.ppo_epochs * algorithm.minibatches > 1 or algorithm.needs_old_logprobs or algorithm.needs_values
+    scored = algorithm.needs_old_logprobs or (algorithm.needs_values and config.critic.trunk == "shared")
+    again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
     mixed = vlm.dtype != torch.float32 and again
     return Tape(
         [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype

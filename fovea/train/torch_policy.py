@@ -275,7 +275,7 @@ def _mismatch(batch: Batch, left_out: Sequence[NDArray[np.float32]] | None) -> M
     whole = trained if not batch.left_out else {}
     if left_out:
         whole = mismatch((*batch.groups, *batch.left_out), [*old, *left_out])
-    return whole | {f"{key}/trained": value for key, value in trained.items() if key == "rollout_train_kl"}
+    return whole | {f"{key}/trained": value for key, value in trained.items()}
 
 
 def _cut(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:

@@ -51,6 +51,7 @@ def test_a_step_is_compared_in_all_its_tokens() -> None:
     assert metrics["rollout_train_abs"] == pytest.approx(np.abs(every).mean(), rel=1e-4)
     assert metrics["rollout_train_max"] == pytest.approx(np.abs(every).max(), rel=1e-4)
     assert metrics[TRAINED] == pytest.approx(k3(some), rel=1e-4) != metrics["rollout_train_kl"]
+    assert metrics["rollout_train_abs/trained"] == pytest.approx(np.abs(some).mean(), rel=1e-4)
 
 
 def test_a_step_without_any_signal_is_compared_too() -> None:
