@@ -320,7 +320,7 @@ CHAPTERS = (
             "nats",
             "Mean estimate of the KL to the reference that the reward is charged for (`algorithm.kl_in=reward`).",
             "As `kl/reference`; with a controller it comes near `algorithm.kl_target`. Below 0 for long: the policy "
-            "has moved to tokens that generation bans, and is paid for it; stop, or set `algorithm.kl_in=loss`.",
+            "has moved to tokens that generation bans, and is paid for it; go back to an earlier checkpoint.",
         ),
         (
             "kl/coef",
