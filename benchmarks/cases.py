@@ -10,8 +10,8 @@ from itertools import cycle, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config import TinyModel
-from fovea.models.parts import ModelParts
+from fovea.config.run import TinyModel
+from fovea.models.loaded import ModelParts
 from fovea.models.tiny import make_tiny
 from fovea.types import ImageRef, Message, Score, Task, Turn
 

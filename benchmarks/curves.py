@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from fovea.metrics import read_metrics, write_atomically
+from fovea.metrics.log import read_metrics
 from fovea.report.curve import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
+from fovea.utils.files import write_atomically
 
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")
 WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2

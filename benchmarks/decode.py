@@ -20,13 +20,13 @@ from torch import nn
 
 from benchmarks.cases import CASES, BenchEnvironment, make_parts, make_tasks
 from fovea.data.images import open_image
-from fovea.models.parts import ModelParts, language_model
+from fovea.models.loaded import ModelParts, language_model
 from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.wait import wait_for
 from fovea.types import Completion, Prompt, Sampling
+from fovea.utils.event_loop import wait_for
 
 REPEATS = 3
 """The fastest counts: other work on the machine only slows a run down."""

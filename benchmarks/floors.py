@@ -25,8 +25,8 @@ from benchmarks.cases import CASES, Case
 from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
 from benchmarks.ours import Ours, config_of
 from benchmarks.process import restart_with_tuned_malloc
-from fovea.models.parts import language_model, vision_tower
-from fovea.models.work import FORWARD, Passes, Work, training_passes, work_of
+from fovea.models.flops import FORWARD, Passes, Work, training_passes, work_of
+from fovea.models.loaded import language_model, vision_tower
 from fovea.types import Prompt
 
 MODULE = "benchmarks.floors"

@@ -28,9 +28,9 @@ from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Row, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
 from benchmarks.machine import Rates, measure_rates
 from benchmarks.ours import share
-from fovea.config import TinyModel
-from fovea.models.row_attention import Kernel
-from fovea.throughput import known_peak_tflops
+from fovea.config.run import TinyModel
+from fovea.metrics.throughput import known_peak_tflops
+from fovea.models.shared_prefix.attention import Kernel
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0

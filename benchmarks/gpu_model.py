@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from fovea.config import TinyModel
-from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
+from fovea.config.run import TinyModel
+from fovea.models.loaded import IMAGE_PAD, ModelParts, token_id
 from fovea.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, build_image_processor, with_chat_tokens
 
 QWEN3_VL_2B: dict[str, dict[str, Any]] = {

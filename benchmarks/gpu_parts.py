@@ -19,11 +19,11 @@ from benchmarks.gpu_model import make_shaped
 from benchmarks.machine import Rates, seconds_of
 from benchmarks.ours import Ours, Shared, share
 from benchmarks.timing import StepTimes
-from fovea.models.parts import ModelParts
-from fovea.models.row_attention import Kernel
-from fovea.models.work import Passes, training_passes, work_of
-from fovea.rollout.wait import wait_for
+from fovea.models.flops import Passes, training_passes, work_of
+from fovea.models.loaded import ModelParts
+from fovea.models.shared_prefix.attention import Kernel
 from fovea.types import Prompt, Sampling
+from fovea.utils.event_loop import wait_for
 
 WARM_STEPS = 1
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}

@@ -26,8 +26,8 @@ from benchmarks.cases import IMAGE_HEAVY, Case, make_parts
 from benchmarks.growth_plot import draw_growth
 from benchmarks.ours import Ours, share
 from benchmarks.process import last_number, restart_with_tuned_malloc
-from fovea.config import TinyModel
-from fovea.metrics import peak_rss_gib
+from fovea.config.run import TinyModel
+from fovea.metrics.log import peak_rss_gib
 
 MODULE = "benchmarks.growth"
 WARM_STEPS = 1

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fovea.allocator import keep_freed_memory
-from fovea.build import build
-from fovea.config import Config
-from fovea.config_io import load_config
+from fovea.build.run import build
+from fovea.config.loading import load_config
+from fovea.config.run import Config
 from fovea.loop import train
 from fovea.rollout.base import Engine
 from fovea.types import Completion, Prompt, Sampling, Weights
+from fovea.utils.malloc import keep_freed_memory
 
 RUNS = ("exact", "corrected", "uncorrected")
 INT8 = ["rollout.decode_weights=int8"]

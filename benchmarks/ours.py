@@ -12,32 +12,32 @@ from PIL import Image
 from benchmarks.cases import BenchEnvironment, Case, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
-from fovea.builders.engine import make_engine
-from fovea.checkpoint import Checkpoints
-from fovea.config import Config, Lora, Model
+from fovea.build.engine import make_engine
+from fovea.config.run import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
-from fovea.draw import sampling_of
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
-from fovea.metrics import MetricsLog, Phases
-from fovea.models.features import FeatureCache
-from fovea.models.parts import ModelParts
+from fovea.metrics.log import MetricsLog, Phases
+from fovea.metrics.progress import Progress
+from fovea.models.loaded import ModelParts
 from fovea.models.render import Renderer
-from fovea.models.row_attention import Kernel
+from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.trainable import choose_trainable, recompute_activations
+from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
-from fovea.prompts import PromptSource
-from fovea.report.progress import Progress
 from fovea.rollout.collect import collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.wait import wait_for
-from fovea.run import Run, Sources
+from fovea.run.checkpoint import Checkpoints
+from fovea.run.context import Run, Sources
+from fovea.run.lifecycle import Standing
+from fovea.run.rollout_step import sampling_of
 from fovea.samples import make_batch
-from fovea.stages import Standing
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, ImageRef, Prompt
+from fovea.utils.event_loop import wait_for
 
 LEARNING_RATE = 1e-6
 

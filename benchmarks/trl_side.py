@@ -24,8 +24,8 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.cases import Case, make_parts, make_tasks, reward_of
 from benchmarks.ours import LEARNING_RATE
 from benchmarks.timing import StepTimes
-from fovea.config_model import LANGUAGE_LINEARS
-from fovea.models.parts import ModelParts
+from fovea.config.model import LANGUAGE_LINEARS
+from fovea.models.loaded import ModelParts
 
 
 class ImageProcessor(transformers.Qwen3VLProcessor):

@@ -21,7 +21,7 @@ from benchmarks.cases import CASES, FAMILIES, Case
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import StepTimes, medians, spread
-from fovea.metrics import peak_rss_gib
+from fovea.metrics.log import peak_rss_gib
 
 MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1

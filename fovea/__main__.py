@@ -1,5 +1,5 @@
 """`python -m fovea` is the `fovea` command."""
 
-from fovea.cli import main
+from fovea.cli.main import main
 
 main()

@@ -17,7 +17,7 @@ from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, rloo
 from fovea.algorithms.gae import gae, whiten
 from fovea.algorithms.kl import ESTIMATORS
 from fovea.algorithms.value_loss import explained_variance
-from fovea.config import Algorithm
+from fovea.config.run import Algorithm
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 

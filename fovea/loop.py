@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fovea.advantages import with_advantages
-from fovea.draw import draw, sampling_of
-from fovea.rollout.wait import wait_for
-from fovea.run import Run
+from fovea.report.summary import Summary
+from fovea.run.context import Run
+from fovea.run.lifecycle import Standing, begin, finish, record, start_stage
+from fovea.run.rollout_step import draw, sampling_of
 from fovea.samples import (
     episode_metrics,
     make_batch,
@@ -13,9 +14,8 @@ from fovea.samples import (
     with_reference_logprobs,
     with_values,
 )
-from fovea.stages import Standing, begin, finish, record, start_stage
-from fovea.summary import Summary
 from fovea.types import Batch, Group, Metrics
+from fovea.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:

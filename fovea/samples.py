@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fovea.algorithms.advantage import has_signal
 from fovea.algorithms.aggregation import sample_weights
 from fovea.algorithms.overlong import overlong_penalty
-from fovea.config import Algorithm
+from fovea.config.run import Algorithm
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup
 
 COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")

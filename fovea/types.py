@@ -64,7 +64,7 @@ class PromptImage:
     """One image as the model sees it."""
 
     key: str
-    """Hash of the processed pixels: equal key, equal features (see `models.features`)."""
+    """Hash of the processed pixels: equal key, equal features (see `models.vision.feature_cache`)."""
     pixels_NC: NDArray[np.float32]
     grid_thw: tuple[int, int, int]
     """Patches in time, height and width."""
@@ -120,7 +120,7 @@ class Completion:
     version: int
     """Of the policy whose weights drew it."""
     trace: object | None = None
-    """What the engine kept of the forward pass (`models.tape.Trace`), for nobody but the trainer."""
+    """What the engine kept of the forward pass (`models.activation_tape.Trace`), for nobody but the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

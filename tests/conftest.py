@@ -10,7 +10,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 
-from fovea.models.parts import ModelParts
+from fovea.models.loaded import ModelParts
 from fovea.models.vlm import VLM
 from tests.tiny_models import FAMILIES, tiny
 

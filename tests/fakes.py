@@ -10,15 +10,15 @@ from time import perf_counter
 import numpy as np
 from PIL import Image
 
-from fovea.checkpoint import Checkpoints
-from fovea.config import Config, Model, TinyModel
+from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
-from fovea.metrics import JsonlSink, MetricsLog, Phases
-from fovea.prompts import PromptSource
-from fovea.report.progress import Progress
-from fovea.run import Run, Sources
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases
+from fovea.metrics.progress import Progress
+from fovea.run.checkpoint import Checkpoints
+from fovea.run.context import Run, Sources
 from fovea.types import (
     Batch,
     Completion,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fovea.config import Algorithm, Train
-from fovea.models.parts import ModelParts
+from fovea.config.run import Algorithm, Train
+from fovea.models.loaded import ModelParts
 from fovea.models.vlm import VLM
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
 from tests.tiny_models import mixed_prompts, random_completions
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.attention import use_segment_attention
-from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.models.loaded import IMAGE_PAD, ModelParts
+from fovea.models.vision.attention import use_segment_attention
 from fovea.types import Prompt
 
 

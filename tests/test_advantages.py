@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fovea.advantages import with_advantages
-from fovea.config import Algorithm
+from fovea.config.run import Algorithm
 from fovea.types import Batch, Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)

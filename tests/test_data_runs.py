@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from fovea.bad_rows import BAD_ROWS_FILE
-from fovea.build import build
-from fovea.cli import app
-from fovea.config_io import load_config
+from fovea.build.run import build
+from fovea.cli.main import app
+from fovea.config.loading import load_config
+from fovea.data.bad_rows import BAD_ROWS_FILE
 from fovea.errors import DataError
 from fovea.loop import train
-from fovea.metrics import read_metrics
-from fovea.summary import Summary
+from fovea.metrics.log import read_metrics
+from fovea.report.summary import Summary
 from tests.bad_files import FILES, encoded, picture, write
 from tests.data.web import served
 

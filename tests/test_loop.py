@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fovea.checkpoint import Checkpoints
-from fovea.draw import sampling_of
 from fovea.errors import DataError
 from fovea.loop import take_step, train
-from fovea.metrics import read_metrics
-from fovea.rollout.wait import wait_for
-from fovea.stages import Standing, begin
+from fovea.metrics.log import read_metrics
+from fovea.run.checkpoint import Checkpoints
+from fovea.run.lifecycle import Standing, begin
+from fovea.run.rollout_step import sampling_of
 from fovea.types import Score
+from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 
 TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")

@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from fovea.build import build
-from fovea.cli import sort_words
-from fovea.config_io import load_config
+from fovea.build.run import build
+from fovea.cli.main import sort_words
+from fovea.config.loading import load_config
 from fovea.errors import ScoreError
 from fovea.loop import train
-from fovea.metric_names import undefined
-from fovea.metrics import read_metrics
+from fovea.metrics.log import read_metrics
+from fovea.metrics.names import undefined
 from fovea.report.samples import read_samples
 from tests.data.web import served
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fovea.config_algorithm import DEFAULTS_OF
-from fovea.metric_names import undefined
-from fovea.metrics import read_metrics
+from fovea.config.algorithm import DEFAULTS_OF
+from fovea.metrics.log import read_metrics
+from fovea.metrics.names import undefined
 from tests.tiny_models import FAMILIES
 
 ROOT = Path(__file__).parent.parent

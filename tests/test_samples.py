@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fovea.config import Algorithm
-from fovea.metric_names import definition_of
+from fovea.config.run import Algorithm
+from fovea.metrics.names import definition_of
 from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fovea.config import TinyModel
-from fovea.models.parts import ModelParts
+from fovea.config.run import TinyModel
+from fovea.models.loaded import ModelParts
 from fovea.models.render import Renderer
 from fovea.models.tiny import make_tiny
 from fovea.types import ImageRef, Message, Prompt

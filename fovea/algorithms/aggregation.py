@@ -11,7 +11,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config_algorithm import Aggregation
+from fovea.config.algorithm import Aggregation
 
 
 def sample_weights(mode: Aggregation, lengths_B: Sequence[int], *, max_response_tokens: int) -> NDArray[np.float64]:

@@ -15,15 +15,15 @@ from PIL.Image import Image
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from fovea.config import CaptionEnvironment
-from fovea.config_environments import CaptionMetric
+from fovea.config.environments import CaptionMetric
+from fovea.config.run import CaptionEnvironment
 from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
-from fovea.environments.cider import CiderD, words_of
-from fovea.environments.file_tasks import ANSWER_KEYS, FileTasks
-from fovea.environments.grading import Grade, shown
-from fovea.environments.questions import IMAGE_MARK, plain_answer
+from fovea.environments.dataset_prompts import IMAGE_MARK, plain_answer
+from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
+from fovea.environments.graders.base import Grade, shown
+from fovea.environments.graders.cider import CiderD, words_of
 from fovea.errors import DataError
 from fovea.types import Message, Score, Task, Turn
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, runtime_checkable
 
-from fovea import config
+from fovea.config import run as config
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.types import Metrics

@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from fovea.config import Geo3kEnvironment
+from fovea.config.run import Geo3kEnvironment
 from fovea.data.readers.frame import InMemory
 from fovea.data.rows import RowAccess
-from fovea.environments.answers import last_boxed, same_answer
 from fovea.environments.base import Split
-from fovea.environments.file_tasks import FileTasks
-from fovea.environments.grading import Grade, shown
+from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.graders.base import Grade, shown
+from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.types import Message, Score, Task, Turn
 
 

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fovea.config import VqaEnvironment
+from fovea.config.run import VqaEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
-from fovea.environments.file_tasks import FileTasks
-from fovea.environments.grading import Grade, shown
-from fovea.environments.questions import plain_answer
-from fovea.environments.vqa_answers import found_answer, soft_accuracy, spelled
-from fovea.environments.vqa_choices import listed_options, options_of, picked_letter, true_letter
+from fovea.environments.dataset_prompts import plain_answer
+from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.graders.base import Grade, shown
+from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy, spelled
+from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter
 from fovea.types import Message, Score, Task, Turn
 
 _LETTER = re.compile(r"\(?([A-Z])\)?\.?")

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from fovea.environments.base import Environment, WaitsToScore
+from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, ScoreError
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
-from fovea.prompts import PromptSource
-from fovea.report.samples import SampledAnswer
 from fovea.types import Task, Turn
 
 MAX_MAJORITY_ROWS = 5000

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.statistics import (
     Difference,
@@ -16,7 +17,6 @@ from fovea.evaluation.statistics import (
     majority,
     paired_difference,
 )
-from fovea.report.samples import SampledAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

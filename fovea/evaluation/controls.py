@@ -13,7 +13,7 @@ import numpy as np
 from PIL.Image import Image
 
 from fovea.data.images import OpenImage
-from fovea.prompts import PromptSource
+from fovea.environments.prompt_source import PromptSource
 from fovea.types import ImageRef, Task
 
 GREY = 128

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from fovea.environments.base import UNSCORED, Environment
-from fovea.prompts import PromptSource
-from fovea.report.samples import SampledAnswer, sampled_answer
+from fovea.environments.prompt_source import PromptSource
+from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import collect
-from fovea.rollout.wait import wait_for
 from fovea.types import Evaluation, Sampling
+from fovea.utils.event_loop import wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import Comparison, Figures, Reading, Row
-from fovea.metrics import json_number, write_atomically
-from fovea.report.samples import SampledAnswer
+from fovea.utils.files import json_number, write_atomically
 
 
 def write_json(

@@ -1,4 +1,4 @@
-"""Intervals by the bootstrap, the best and the most frequent of several answers."""
+"""Confidence intervals, the best of several answers, and the most frequent one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fovea.environments.answers import last_boxed
-from fovea.report.samples import SampledAnswer
-from fovea.summary import wilson_interval
+from fovea.environments.graders.math_answer import last_boxed
+from fovea.evaluation.answer import SampledAnswer
+
+Z_95 = 1.959964
+"""97.5 % point of the standard normal distribution."""
 
 NUM_RESAMPLES = 10_000
 """Moves an end of an interval by about 0.01 of its width from seed to seed."""
@@ -122,3 +124,41 @@ def vote(text: str) -> str:
     """What two answers must share to count as one: the last box, else the whole text; spaces and case aside."""
     boxed = last_boxed(text)
     return " ".join((text if boxed is None else boxed).split()).casefold()
+
+
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the mean of independent values in 0..1; (0, 1) if too few to say.
+
+    Values that are all 0 or 1: `wilson_interval`. Others: mean +- z s / sqrt(n) with the sample deviation s
+    (of n - 1), the interval of the central limit theorem (NIST/SEMATECH e-Handbook of Statistical Methods,
+    1.3.5.2, with z for t), cut to 0..1.
+    """
+    n, mean = len(values), sum(values) / max(len(values), 1)
+    if all(value in (0, 1) for value in values):
+        return wilson_interval(mean, n)
+    if n < 2:
+        return 0.0, 1.0
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    half = Z_95 * math.sqrt(variance / n)
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
+    """95 % score interval of a fraction of n trials; (0, 1) for n = 0.
+
+    Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927) 209-212;
+    advised for every n by Brown, Cai and DasGupta, Statistical Science 16 (2001) 101-133. For the mean of
+    values between 0 and 1 it is too wide rather than too narrow, as their variance is at most p (1 - p).
+    """
+    if n == 0:
+        return 0.0, 1.0
+    z2 = Z_95**2
+    centre = (fraction + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(fraction * (1 - fraction) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def format_interval(interval: tuple[float, float]) -> str:
+    """In percent: `[94, 97]`."""
+    low, high = interval
+    return f"[{100 * low:.0f}, {100 * high:.0f}]"

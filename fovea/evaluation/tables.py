@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.evaluation.comparison import Figures
-from fovea.evaluation.statistics import Difference, Estimate
-from fovea.summary import format_interval
+from fovea.evaluation.statistics import Difference, Estimate, format_interval
 
 Cell = Estimate | Difference | None
 

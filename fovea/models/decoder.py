@@ -1,7 +1,7 @@
 """The decoder stack of Qwen2 and Qwen3, once, for prefill, decoding and training alike.
 
 The maths of transformers' modules without their bookkeeping; tests hold the two together. What differs between the
-three uses comes in from outside: how a linear layer is applied (`models.linears`) and how a token looks back.
+three uses comes in from outside: how a linear layer is applied (`models.trained_layer`) and how a token looks back.
 
 Axes: `N` tokens, `H` query heads, `J` key heads, `D` width of a head, `E` width of the model, `W` vocabulary.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fovea.models.fused import TORCH_KERNELS, Kernels, Rope
+from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""

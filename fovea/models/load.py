@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils.hub import cached_file
 
-from fovea.config import Model
+from fovea.config.run import Model
 from fovea.errors import ModelError
-from fovea.models.parts import FAMILIES, IMAGE_PAD, ModelParts
+from fovea.models.loaded import FAMILIES, IMAGE_PAD, ModelParts
 
 WHOLE_MODEL = "download the whole model again, or give another folder"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -13,7 +13,7 @@ import numpy as np
 
 from fovea.data.images import OpenImage
 from fovea.errors import BadRowError
-from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
+from fovea.models.loaded import IMAGE_PAD, ModelParts, token_id
 from fovea.models.positions import prompt_positions
 from fovea.types import ImageRef, Message, Prompt, PromptImage
 

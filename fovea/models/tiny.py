@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from fovea.config import TinyModel
-from fovea.models.parts import IMAGE_PAD, ModelParts, token_id
+from fovea.config.run import TinyModel
+from fovea.models.loaded import IMAGE_PAD, ModelParts, token_id
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

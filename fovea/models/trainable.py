@@ -17,9 +17,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fovea.config import Lora, Model
+from fovea.config.run import Lora, Model
 from fovea.errors import ConfigError, TrainError
-from fovea.models.parts import language_model, vision_tower
+from fovea.models.loaded import language_model, vision_tower
 
 ADAPTER = "default"
 VALUE_HEAD = "value_head."
@@ -67,7 +67,7 @@ def recompute_activations(network: PreTrainedModel) -> None:
     enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for layer in language_model(network).layers:
-        # these run by `models.linears`, which recomputes by itself
+        # these run by `models.trained_layer`, which recomputes by itself
         layer.gradient_checkpointing = False
         layer.recompute_activations = True
 

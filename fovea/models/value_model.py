@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fovea.models.row import PackedRow
+from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from fovea.errors import ModelError
-from fovea.models.attention import use_segment_attention
+from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
-from fovea.models.features import FeatureCache
-from fovea.models.fused import TORCH_KERNELS, Kernels, Rope, use_fused_layers
-from fovea.models.image_features import ImageFeatures, concatenate
-from fovea.models.linears import TrainedCall, use_layer_calls
-from fovea.models.parts import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
-from fovea.models.row import PackedRow
-from fovea.models.row_attention import Kernel, row_attention
-from fovea.models.scores import TokenScores, token_scores
-from fovea.models.tape import LinearGroup
+from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope, use_fused_layers
+from fovea.models.loaded import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
+from fovea.models.shared_prefix.attention import Kernel, row_attention
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.token_logprobs import TokenScores, token_scores
+from fovea.models.trained_layer import TrainedCall, use_layer_calls
 from fovea.models.value_head import ValueHead
+from fovea.models.vision.attention import use_segment_attention
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.types import PromptImage
 
 
@@ -125,7 +125,7 @@ class VLM(nn.Module):
 
     @property
     def linear_widths(self) -> list[list[int]]:
-        """For each decoder layer, the width of what its groups of linear layers give (`models.tape`)."""
+        """For each decoder layer, the width of what its groups of linear layers give (`models.activation_tape`)."""
         text, shape = self.text_config, self._shape
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         widths = {

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fovea.metrics import write_atomically
+from fovea.utils.files import write_atomically
 
 CURVE_FILE = "reward_curve.png"
 REWARD_COLOUR = "#2b6cb0"

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from PIL.Image import Image
 
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import Comparison, Figures, Reading, Row, grouped
 from fovea.evaluation.statistics import Estimate
 from fovea.evaluation.tables import percent_text
-from fovea.metrics import write_atomically
 from fovea.report.html import page_environment
-from fovea.report.samples import SampledAnswer, png_bytes
+from fovea.report.samples import png_bytes
+from fovea.utils.files import write_atomically
 
 MAX_SHOWN = 8
 """Rows of one kind of outcome; pictures are part of the page."""

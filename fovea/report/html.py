@@ -16,11 +16,13 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fovea.metrics import read_metrics, write_atomically
+from fovea.evaluation.statistics import format_interval, wilson_interval
+from fovea.metrics.log import read_metrics
 from fovea.report.curve import CURVE_FILE, draw_curve
 from fovea.report.samples import SampleRecord, read_samples, sample_steps
-from fovea.summary import SUMMARY_FILE, SummaryJson, format_interval, read_summary, wilson_interval
+from fovea.report.summary import SUMMARY_FILE, SummaryJson, read_summary
 from fovea.types import Metrics
+from fovea.utils.files import write_atomically
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"

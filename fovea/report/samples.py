@@ -10,30 +10,18 @@ import io
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from fovea.errors import DataError
-from fovea.metrics import from_json_number, json_number, write_atomically
-from fovea.types import Episode, FinishReason
+from fovea.evaluation.answer import SampledAnswer
+from fovea.utils.files import from_json_number, json_number, write_atomically
 
 MAX_SIDE_PX = 768
 """Larger images are kept at this size: they are for looking at."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledAnswer:
-    """One completion and what the environment said of it."""
-
-    text: str
-    reward: float
-    accuracy: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    image_parts: tuple[Mapping[str, float], ...] = ()
-    finish: FinishReason = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +34,6 @@ class SampleRecord:
     images: tuple[bytes | None, ...] = ()
     """PNG files, see `png_bytes`; None where the file of one that was written is gone."""
     answers: tuple[SampledAnswer, ...]
-
-
-def sampled_answer(episode: Episode) -> SampledAnswer:
-    """What is kept of an episode."""
-    return SampledAnswer(
-        text=episode.completion.text,
-        reward=episode.score.reward,
-        accuracy=episode.score.accuracy,
-        parts=episode.score.parts,
-        image_parts=episode.score.image_parts,
-        finish=episode.completion.finish,
-    )
 
 
 def png_bytes(image: Image.Image) -> bytes:

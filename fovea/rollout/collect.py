@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from fovea.environments.base import Environment, WaitsToScore
+from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import DataError, ScoreError, UnscoredError
-from fovea.prompts import PromptedTask
 from fovea.rollout.base import Engine
 from fovea.types import Completion, Episode, Group, Sampling, Task, Turn
 

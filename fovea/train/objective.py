@@ -10,9 +10,9 @@ from torch import Tensor
 from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
-from fovea.config import Algorithm
-from fovea.models.scores import TokenScores
-from fovea.packing import MicroBatch
+from fovea.config.run import Algorithm
+from fovea.models.token_logprobs import TokenScores
+from fovea.train.packing import MicroBatch
 
 
 def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:

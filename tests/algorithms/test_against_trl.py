@@ -24,9 +24,9 @@ from fovea.algorithms.aggregation import Aggregation, sample_weights
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.sequences import spread
-from fovea.models.parts import ModelParts
+from fovea.models.loaded import ModelParts
 from fovea.models.vlm import VLM
-from fovea.packing import pack_row
+from fovea.train.packing import pack_row
 from fovea.types import Prompt
 from tests.reference import gradients, largest_relative_difference, model_inputs
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny

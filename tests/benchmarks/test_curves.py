@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.curves import main, read_curve
-from fovea.metrics import JsonlSink
+from fovea.metrics.log import JsonlSink
 
 
 def run(folder: Path, *, readings: bool = True) -> Path:

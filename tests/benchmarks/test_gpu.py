@@ -13,7 +13,7 @@ from benchmarks.budget import Budget
 from benchmarks.gpu import SHARES, VARIANTS, Findings, main
 from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
 from benchmarks.gpu_parts import Row
-from fovea.models.parts import banned_token_ids
+from fovea.models.loaded import banned_token_ids
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:

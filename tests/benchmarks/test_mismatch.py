@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.mismatch import main, rounded
-from fovea.metrics import read_metrics
+from fovea.metrics.log import read_metrics
 
 SHORT = [
     "max_steps=2", "warmup.max_steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",

@@ -14,13 +14,13 @@ from PIL import Image
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fovea.builders.environment import make_environment
-from fovea.config import CaptionEnvironment, Config, RewardModel
+from fovea.build.environment import make_environment
+from fovea.config.run import CaptionEnvironment, Config, RewardModel
 from fovea.data.images import open_image
 from fovea.environments.base import WaitsToScore
 from fovea.environments.caption import Caption, JudgedCaption, bleu, chrf, grade
-from fovea.environments.cider import CiderD
-from fovea.environments.reward_model import RewardScorer
+from fovea.environments.graders.cider import CiderD
+from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
 from fovea.types import ImageRef, Turn

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fovea import config
+from fovea.config import run as config
 from fovea.data.order import LazyTasks, Order, levels_of
 from fovea.environments.curriculum import Curriculum, Stage, Staged
 from fovea.environments.geospot.environment import GeoSpot
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
-from fovea.metrics import read_metrics
-from fovea.run import Run
+from fovea.metrics.log import read_metrics
+from fovea.run.context import Run
 from fovea.types import Score, Task, Turn
 from tests.fakes import BanditEnvironment, bandit_run
 

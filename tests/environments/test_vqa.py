@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.build import build
-from fovea.builders.environment import make_environment
-from fovea.config import Config, VqaEnvironment
-from fovea.config_io import load_config
+from fovea.build.environment import make_environment
+from fovea.build.run import build
+from fovea.config.loading import load_config
+from fovea.config.run import Config, VqaEnvironment
 from fovea.data.order import kinds_of
 from fovea.environments.vqa import Vqa
 from fovea.errors import BadRowError

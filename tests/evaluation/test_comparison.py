@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import Comparison, Reading, Row, figures_of
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_json
 from fovea.evaluation.statistics import bootstrap_interval
 from fovea.evaluation.tables import percent_text, tables
-from fovea.report.samples import SampledAnswer
 
 KINDS = ["count", "colour", "count", "colour"]
 

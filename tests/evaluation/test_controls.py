@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from fovea.config import ShapesEnvironment
+from fovea.config.run import ShapesEnvironment
 from fovea.data.images import open_image
-from fovea.environments.shapes import Shapes
+from fovea.environments.prompt_source import PromptSource, RendersPrompts
+from fovea.environments.shapes.environment import Shapes
 from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
 from fovea.models.render import Renderer
-from fovea.prompts import PromptSource, RendersPrompts
 from fovea.types import ImageRef, Task
 from tests.fakes import BanditRenderer
 from tests.tiny_models import tiny

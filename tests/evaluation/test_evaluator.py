@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fovea.environments.base import UNSCORED
+from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, ScoreError
 from fovea.evaluation.baselines import fixed_answers, majority_answers
 from fovea.evaluation.evaluator import Evaluator
-from fovea.prompts import PromptSource
-from fovea.stages import begin
+from fovea.run.lifecycle import begin
 from fovea.types import Sampling, Score, Task, Turn
 from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run
 

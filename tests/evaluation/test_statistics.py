@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.statistics import (
     best_of,
     bootstrap_interval,
@@ -18,9 +19,8 @@ from fovea.evaluation.statistics import (
     majority,
     paired_difference,
     vote,
+    wilson_interval,
 )
-from fovea.report.samples import SampledAnswer
-from fovea.summary import wilson_interval
 
 
 def said(*texts: str, accuracy: float = 0.0) -> list[SampledAnswer]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fovea.config import Model
+from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.load import load_pretrained, pick_device
-from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
+from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.vlm import VLM
-from fovea.packing import pack_row
+from fovea.train.packing import pack_row
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
 
 

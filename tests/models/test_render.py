@@ -9,7 +9,7 @@ import transformers
 from transformers.processing_utils import ProcessorMixin
 
 from fovea.errors import DataError
-from fovea.models.parts import IMAGE_PAD, ModelParts
+from fovea.models.loaded import IMAGE_PAD, ModelParts
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
 from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user

@@ -6,9 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from fovea.config import Lora, Model, TinyModel
+from fovea.config.run import Lora, Model, TinyModel
 from fovea.errors import ConfigError
-from fovea.models.parts import ModelParts
+from fovea.models.loaded import ModelParts
 from fovea.models.trainable import (
     adapters_off,
     choose_trainable,
@@ -18,7 +18,7 @@ from fovea.models.trainable import (
     trainable_parameters,
 )
 from fovea.models.vlm import VLM
-from fovea.packing import pack_row
+from fovea.train.packing import pack_row
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
 
 

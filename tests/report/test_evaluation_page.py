@@ -8,10 +8,11 @@ from pathlib import Path
 
 from PIL import Image
 
+from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import Comparison, Reading, Row, figures_of
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.report.evaluation import MAX_SHOWN, outcomes, write_evaluation
-from fovea.report.samples import SampledAnswer, png_bytes
+from fovea.report.samples import png_bytes
 from tests.report.test_html import ATTACK, ATTACKS, Page
 
 RED = Image.new("RGB", (48, 48), (200, 30, 30))

@@ -13,10 +13,11 @@ import pytest
 from PIL import Image
 
 from fovea.errors import DataError
-from fovea.metrics import JsonlSink, MetricsLog
+from fovea.evaluation.answer import SampledAnswer
+from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.html import write_report
-from fovea.report.samples import SampledAnswer, SampleRecord, png_bytes, write_samples
-from fovea.summary import Summary, write_summary
+from fovea.report.samples import SampleRecord, png_bytes, write_samples
+from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
 
 ATTACKS = (

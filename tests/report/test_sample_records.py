@@ -8,14 +8,8 @@ import pytest
 from PIL import Image
 
 from fovea.errors import DataError
-from fovea.report.samples import (
-    SampledAnswer,
-    SampleRecord,
-    png_bytes,
-    read_samples,
-    sample_steps,
-    write_samples,
-)
+from fovea.evaluation.answer import SampledAnswer
+from fovea.report.samples import SampleRecord, png_bytes, read_samples, sample_steps, write_samples
 
 
 def picture(shade: int, side_px: int = 8) -> bytes:

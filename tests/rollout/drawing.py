@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fovea.models.parts import ModelParts
+from fovea.models.loaded import ModelParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.setup import Tuning
-from fovea.rollout.wait import wait_for
+from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Prompt, Sampling
+from fovea.utils.event_loop import wait_for
 
 LOGPROB_TOLERANCE = 1e-5
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fovea.rollout.embedded import decode_step as forward
 from fovea.rollout.embedded import engine as engine_module
-from fovea.rollout.embedded import forward
-from fovea.rollout.embedded.paged import PagedCache
+from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.types import Completion, Prompt, Sampling
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
-from fovea.models.attention import use_segment_attention
-from fovea.models.parts import ModelParts, banned_token_ids
-from fovea.models.tape import Tape
+from fovea.models.activation_tape import Tape
+from fovea.models.loaded import ModelParts, banned_token_ids
 from fovea.models.trainable import merged_weights
+from fovea.models.vision.attention import use_segment_attention
 from fovea.models.vlm import VLM
-from fovea.packing import pack_row
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.int8 import Int8Linears
-from fovea.rollout.embedded.packed import PackedLinears
-from fovea.rollout.embedded.setup import Tuning
-from fovea.rollout.wait import wait_for
+from fovea.rollout.embedded.linear_int8 import Int8Linears
+from fovea.rollout.embedded.linear_onednn import PackedLinears
+from fovea.rollout.embedded.tuning import Tuning
+from fovea.train.packing import pack_row
 from fovea.types import Sampling
+from fovea.utils.event_loop import wait_for
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, renderer, tiny, user

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train
-from fovea.metrics import read_metrics
-from fovea.prompts import PromptedTask
+from fovea.metrics.log import read_metrics
 from fovea.rollout.collect import collect
-from fovea.rollout.wait import wait_for
-from fovea.run import Run
+from fovea.run.context import Run
 from fovea.types import Completion, Group, Prompt, Sampling, Score, Task, Turn
+from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run
 
 NUM_GROUPS, NUM_COMPLETIONS, AT_ONCE = 5, 3, 4

@@ -11,9 +11,9 @@ import torch
 
 from fovea.advantages import with_advantages
 from fovea.errors import TrainError
-from fovea.models.parts import ModelParts
+from fovea.models.loaded import ModelParts
 from fovea.samples import replace_samples, with_old_logprobs, with_values
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
 from tests.policies import make_batch
 from tests.tiny_models import tiny

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fovea.build import build
-from fovea.config import Config
+from fovea.build.run import build
+from fovea.config.run import Config
 from fovea.loop import train
 from tests.test_runs import untimed
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fovea.config import Algorithm
+from fovea.config.run import Algorithm
 from fovea.samples import with_old_logprobs
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Metrics
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fovea.advantages import with_advantages
-from fovea.config import Algorithm
+from fovea.config.run import Algorithm
 from fovea.errors import TrainError
 from fovea.samples import replace_samples, with_old_logprobs, with_values
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
-from fovea.config import Algorithm
-from fovea.models.parts import ModelParts
+from fovea.config.run import Algorithm
+from fovea.models.loaded import ModelParts
 from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples
 from fovea.types import Batch, Sample

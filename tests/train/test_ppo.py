@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fovea.advantages import with_advantages
-from fovea.config import Algorithm
-from fovea.models import linears
-from fovea.models.parts import ModelParts, config_of
+from fovea.config.run import Algorithm
+from fovea.models import trained_layer as linears
+from fovea.models.loaded import ModelParts, config_of
 from fovea.models.trainable import (
     policy_parameters,
     recompute_activations,
@@ -25,9 +25,9 @@ from fovea.models.value_head import ValueHead
 from fovea.models.value_model import ValueModel
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples, with_old_logprobs, with_values
-from fovea.train.critic import Critic
-from fovea.train.optimizer import Optimizer
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.critic import Critic
+from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import NUM_TOKENS, make_batch, train_settings
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fovea.advantages import with_advantages
-from fovea.config import Algorithm
-from fovea.metric_names import undefined
+from fovea.config.run import Algorithm
+from fovea.metrics.names import undefined
 from fovea.samples import with_old_logprobs, with_values
 from tests.policies import make_batch
 from tests.tiny_models import tiny

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.builders.model import make_vlm
-from fovea.builders.trainer import make_policy
-from fovea.config import Config
+from fovea.build.model import make_vlm
+from fovea.build.policy import make_policy
+from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.models.trainable import VALUE_HEAD
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
 from tests.tiny_models import tiny
 from tests.train.test_ppo import scored

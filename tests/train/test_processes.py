@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
-from fovea.config import Algorithm
-from fovea.models.parts import ModelParts
+from fovea.config.run import Algorithm
+from fovea.models.loaded import ModelParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import make_batch, make_policy
 from tests.reference import largest_relative_difference

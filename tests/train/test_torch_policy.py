@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config import Algorithm, Lora, Model, TinyModel, Train
+from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
-from fovea.models.features import FeatureCache
-from fovea.models.parts import ModelParts
+from fovea.models.loaded import ModelParts
 from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
+from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
-from fovea.train.schedule import learning_rate
-from fovea.train.torch_policy import TorchPolicy
+from fovea.train.torch.lr_schedule import learning_rate
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import NUM_TOKENS, make_batch, make_policy
 from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs

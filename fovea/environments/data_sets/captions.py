@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from fovea.data.writing import IMAGE_TYPE
 from fovea.environments.data_sets.scenes import scene_cell, write_rendered
-from fovea.environments.questions import IMAGE_MARK
-from fovea.environments.scenes import COLOURS, SHAPES, Thing
+from fovea.environments.dataset_prompts import IMAGE_MARK
+from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing
 
 MAX_THINGS = 4
 QUESTION = "Describe the image in one sentence."

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fovea.data.writing import png_cell, write_rows
-from fovea.environments.scenes import Thing, draw
+from fovea.environments.shapes.scenes import Thing, draw
 
 STREAMS = {"train": 0, "test": 1}
 _TEST_SHARE = 0.1

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from fovea.config import ShapesEnvironment
+from fovea.config.run import ShapesEnvironment
 from fovea.data.order import levels_of
 from fovea.data.writing import IMAGE_TYPE, png_cell, write_rows
 from fovea.environments.base import Split
 from fovea.environments.data_sets.scenes import num_test_rows
-from fovea.environments.questions import IMAGE_MARK
-from fovea.environments.shapes import Shapes
+from fovea.environments.dataset_prompts import IMAGE_MARK
+from fovea.environments.shapes.environment import Shapes
 from fovea.errors import ConfigError
 from fovea.types import ImageRef
 

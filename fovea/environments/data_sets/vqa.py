@@ -14,7 +14,7 @@ import pyarrow as pa
 from fovea.data.writing import IMAGE_TYPE
 from fovea.environments.data_sets.scenes import scene_cell, write_rendered
 from fovea.environments.data_sets.vqa_questions import QUESTION_TYPES, annotators, ask
-from fovea.environments.questions import IMAGE_MARK
+from fovea.environments.dataset_prompts import IMAGE_MARK
 
 _WITH_ANNOTATORS = ("counting", "attribute")
 _SCHEMA = pa.schema(

@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from fovea.environments.scenes import COLOURS, SHAPES, Colour, Shape, Thing
-from fovea.environments.shapes_questions import Scene
-from fovea.environments.vqa_choices import LETTERS, listed_options
+from fovea.environments.graders.vqa_choices import LETTERS, listed_options
+from fovea.environments.shapes.questions import Scene
+from fovea.environments.shapes.scenes import COLOURS, SHAPES, Colour, Shape, Thing
 
 QuestionType: TypeAlias = Literal["counting", "attribute", "existence", "yes_no", "multiple_choice"]
 MAX_COUNT = 5

@@ -11,17 +11,17 @@ from functools import cached_property
 
 import numpy as np
 
-from fovea.config import GeoSpotEnvironment
+from fovea.config.run import GeoSpotEnvironment
 from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
 from fovea.data.readers.frame import InMemory
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.environments.base import Split
 from fovea.environments.curriculum import Stage
+from fovea.environments.dataset_prompts import bad_row
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, grade_answer, place_of
-from fovea.environments.questions import bad_row
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 

@@ -18,7 +18,7 @@ from fovea.environments.geospot.countries import country_code, country_name
 from fovea.environments.geospot.gazetteer import LatLon, country_distance_km, great_circle_km
 from fovea.environments.geospot.matching import same_city, same_region
 from fovea.environments.geospot.parsing import Answer, parse_answer
-from fovea.environments.grading import Grade
+from fovea.environments.graders.base import Grade
 from fovea.errors import DataError
 
 PARTS = ("country", "region", "city", "coordinates")

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.models.tape import NOT_RECORDED
-from fovea.rollout.embedded.moves import Moves, fill_holes
+from fovea.models.activation_tape import NOT_RECORDED
+from fovea.rollout.embedded.compaction import Moves, fill_holes
+from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.request import Request
 from fovea.rollout.embedded.sampler import Bans, RowSettings, draw, needs_of, row_settings, uniforms
-from fovea.rollout.embedded.text import CompletionText
 
 
 @dataclass(slots=True, eq=False)

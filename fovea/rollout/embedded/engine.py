@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from fovea.errors import EngineError
+from fovea.models.activation_tape import Tape
 from fovea.models.decoder import decoder_shape
-from fovea.models.parts import ModelParts, banned_token_ids, stop_token_ids
-from fovea.models.tape import Tape
+from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Batch, Ended
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.forward import GraphStepper, Stepper
+from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
+from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.prefill import prefill, prompt_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.request import Demand, Request
 from fovea.rollout.embedded.sampler import bans_of
-from fovea.rollout.embedded.setup import Tuning, make_cache, make_stepper
-from fovea.rollout.embedded.text import CompletionText
+from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
 from fovea.rollout.embedded.weights import (
     TextWeights,
     int8_text_weights,

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import DecoderShape, VisualResidual, decode
-from fovea.models.fused import Rope
-from fovea.models.image_features import ImageFeatures, concatenate
+from fovea.models.kernels import Rope
+from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.passes import PASS_TOKENS, prompt_attention, prompt_passes
+from fovea.rollout.embedded.chunked_prefill import PASS_TOKENS, prompt_attention, prompt_passes
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.request import Request
 from fovea.rollout.embedded.weights import TextWeights

@@ -1,4 +1,6 @@
-"""What a rollout leaves for the update that follows it (`models.tape`): linear outputs, and the vision tower's graph.
+"""What a rollout leaves for the update that follows it (`models.activation_tape`).
+
+Linear outputs, and the vision tower's graph.
 
 All or nothing for what runs together: once a request joins that does not fit or does not ask for it, nothing more is
 kept until the engine has been idle.
@@ -13,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from fovea.models.image_features import ImageFeatures
-from fovea.models.tape import NOT_RECORDED, ImageGraph, Tape, Trace
+from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
+from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Ended
 from fovea.rollout.embedded.request import Request

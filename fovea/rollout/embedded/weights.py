@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fovea.models.activation_tape import LinearGroup, Tape, TapeColumn
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
-from fovea.models.fused import rms_norm
-from fovea.models.tape import LinearGroup, Tape, TapeColumn
-from fovea.rollout.embedded.int8 import Int8Linears
-from fovea.rollout.embedded.packed import PackedLinears
+from fovea.models.kernels import rms_norm
+from fovea.rollout.embedded.linear_int8 import Int8Linears
+from fovea.rollout.embedded.linear_onednn import PackedLinears
 
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"

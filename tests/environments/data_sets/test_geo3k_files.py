@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from fovea.builders.environment import make_environment
-from fovea.cli import app
-from fovea.config_io import load_config
+from fovea.build.environment import make_environment
+from fovea.cli.main import app
+from fovea.config.loading import load_config
 from fovea.environments.base import Split
 from fovea.types import Turn
 from tests.environments.files import row, square

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fovea.build import build
-from fovea.cli import app
-from fovea.config import Config, GeoSpotEnvironment
-from fovea.config_io import load_config
+from fovea.build.run import build
+from fovea.cli.main import app
+from fovea.config.loading import load_config
+from fovea.config.run import Config, GeoSpotEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of, levels_of
 from fovea.environments.base import Environment
@@ -23,7 +23,7 @@ from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.geospot.rendered import _spots, write_maps
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
-from fovea.metrics import read_metrics
+from fovea.metrics.log import read_metrics
 from fovea.types import Task, Turn
 
 ROOT = Path(__file__).parents[3]

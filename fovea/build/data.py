@@ -1,0 +1,77 @@
+"""How data files, images and prompts are reached, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from fovea.config.run import Config, Data
+from fovea.data.bad_rows import BadRows
+from fovea.data.fetch import FetchedFiles, UrlLimits
+from fovea.data.images import OpenImage, open_image
+from fovea.data.order import Order, kinds_of, levels_of
+from fovea.data.readers.remote import remote_image
+from fovea.data.rows import RowAccess
+from fovea.environments.base import Environment, Split
+from fovea.environments.prompt_source import PromptSource
+from fovea.models.render import Renderer
+from fovea.run.context import Sources
+from fovea.types import Task
+
+
+def url_limits(settings: Data) -> UrlLimits:
+    """What may be read from the network, and how much of it."""
+    return UrlLimits(
+        max_mib=settings.max_image_mib,
+        timeout_seconds=settings.url_timeout_seconds,
+        max_redirects=settings.max_url_redirects,
+        retries=settings.url_retries,
+        allow_private_addresses=settings.allow_private_addresses,
+    )
+
+
+def make_opener(settings: Data, folder: Path) -> OpenImage:
+    """The opener of images, with a memory of what URLs have sent in the run's folder."""
+    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, partial(remote_image, limits=url_limits(settings)))
+    return partial(
+        open_image,
+        max_mib=settings.max_image_mib,
+        max_megapixels=settings.max_image_megapixels,
+        convert=settings.convert_images,
+        fetch=fetch,
+    )
+
+
+def make_access(settings: Data) -> RowAccess:
+    """How data files may be reached."""
+    return RowAccess(
+        cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
+    )
+
+
+def make_sources(config: Config, environment: Environment, renderer: Renderer, bad_rows: BadRows) -> Sources:
+    """Prompts of every split."""
+
+    def source(split: Split, cache_gib: float = 0.0) -> PromptSource:
+        return PromptSource(
+            environment.tasks(split),
+            environment,
+            renderer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            on_bad_row=config.data.on_bad_row,
+            cache_gib=cache_gib,
+            bad_rows=bad_rows,
+        )
+
+    return Sources(
+        train=source("train", config.data.prompt_cache_gib),
+        dev=source("dev", config.data.prompt_cache_gib),
+        test=source("test"),
+        bad_rows=bad_rows,
+    )
+
+
+def make_order(config: Config, tasks: Sequence[Task]) -> Order:
+    """Which training row comes next."""
+    return Order(kinds_of(tasks), weights=config.data.kind_weights, seed=config.seed, levels=levels_of(tasks))

@@ -1,0 +1,69 @@
+"""What draws completions, and its memory for what an update can take over."""
+
+from __future__ import annotations
+
+import torch
+
+from fovea.config.run import Config
+from fovea.environments.base import Environment
+from fovea.errors import ConfigError
+from fovea.evaluation.evaluator import Evaluator
+from fovea.models.activation_tape import Tape
+from fovea.models.loaded import ModelParts
+from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.tuning import Tuning
+
+MIN_RECORDED_WIDTH = 128
+"""Of narrower models a linear layer's output is computed faster than it is read from memory."""
+
+
+def make_engine(config: Config, parts: ModelParts, vlm: VLM) -> EmbeddedEngine:
+    """The embedded engine."""
+    int8 = config.rollout.decode_weights == "int8"
+    device = next(vlm.parameters()).device
+    if int8 and device.type != "cpu":
+        raise ConfigError(
+            f"rollout.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for CPUs; set "
+            "rollout.decode_weights=exact"
+        )
+    return EmbeddedEngine(
+        vlm,
+        parts,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        tape=make_tape(config, vlm),
+        tuning=Tuning(int8_decoding=int8),
+    )
+
+
+def make_tape(config: Config, vlm: VLM) -> Tape | None:
+    """Memory for what the update can take over from the rollout; None where it is not wanted.
+
+    Of the vision tower alone where linear outputs do not pay, or are not those that the update computes.
+    """
+    device = next(vlm.parameters()).device
+    if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
+        return None
+    narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
+    inexact = config.rollout.decode_weights != "exact"
+    padded = not config.train.variable_seq_lengths
+    # in 16 bits the later steps of an update would be compared with another computation of the first
+    algorithm = config.algorithm
+    scored = algorithm.needs_old_logprobs or (algorithm.needs_values and config.critic.trunk == "shared")
+    again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
+    mixed = vlm.dtype != torch.float32 and again
+    return Tape(
+        [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
+    )
+
+
+def make_evaluator(config: Config, engine: Engine, environment: Environment) -> Evaluator:
+    """What asks the engine held-out rows, scored by this environment."""
+    return Evaluator(
+        engine,
+        environment,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop=config.rollout.stop,
+        batch_size=config.evaluate.batch_size,
+    )

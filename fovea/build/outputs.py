@@ -1,0 +1,68 @@
+"""What a run tells: metrics, a profile, the model on the screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from fovea.config.run import Config
+from fovea.metrics.log import JsonlSink, Sink, TensorBoardSink
+from fovea.metrics.profile import StepProfile
+from fovea.metrics.progress import Progress
+from fovea.metrics.throughput import known_peak_tflops
+from fovea.models.loaded import ModelParts
+from fovea.models.trainable import count_parameters
+from fovea.models.vlm import VLM
+
+
+def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
+    """Where metrics go."""
+    sinks: list[Sink] = [JsonlSink(folder, resume_step=start_step)]
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", resume_step=start_step))
+    if config.log.wandb_project is not None:
+        from fovea.metrics.wandb import WandbSink  # an extra: absent packages are named by its own error
+
+        sinks.append(
+            WandbSink(
+                folder,
+                project=config.log.wandb_project,
+                settings=config.model_dump(mode="json"),
+                resume_step=start_step,
+            )
+        )
+    return sinks
+
+
+def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
+    """Where the time goes, if that is asked for and a step is left to take."""
+    if not config.profile or start_step >= config.max_steps:
+        return None
+    return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
+
+
+def peak_tflops(config: Config, device: torch.device, progress: Progress) -> float | None:
+    """What `mfu` is a share of, and a line that says so; None without a setting on a CPU or an unknown GPU."""
+    if config.log.peak_tflops is not None or device.type != "cuda":
+        return config.log.peak_tflops
+    name = torch.cuda.get_device_name(device)
+    peak = known_peak_tflops(name)
+    if peak is None:
+        progress.print(f"mfu: not reported, the peak of {name} is not known; set log.peak_tflops (dense bfloat16)")
+    else:
+        progress.print(f"mfu: a share of {peak:g} TFLOP/s, dense bfloat16 by the data sheet of {name}")
+    return peak
+
+
+def model_table(parts: ModelParts, vlm: VLM) -> Table:
+    device = next(vlm.parameters()).device
+    title = Text(f"{parts.name} on {device}, {torch.get_num_threads()} threads")  # a name is text, not markup
+    table = Table(title=title, title_justify="left")
+    for header in ("part", "trainable", "total"):
+        table.add_column(header, justify="left" if header == "part" else "right")
+    for row in count_parameters(parts.network):
+        table.add_row(row.part, f"{row.trainable:,}", f"{row.total:,}")
+    return table

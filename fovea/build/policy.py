@@ -1,0 +1,87 @@
+"""What trains: the policy, its value function and the supervised stage."""
+
+from __future__ import annotations
+
+import copy
+
+from fovea.config.run import Config
+from fovea.data.order import Order, kinds_of
+from fovea.environments.base import Environment
+from fovea.environments.prompt_source import PromptSource
+from fovea.errors import ConfigError
+from fovea.models.render import Renderer
+from fovea.models.trainable import lora_layers, trainable_parameters, untrained_head, value_parameters
+from fovea.models.value_model import ValueModel
+from fovea.models.vlm import VLM
+from fovea.run.warmup import Warmup
+from fovea.train.torch.critic import Critic
+from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.sft import SupervisedTrainer
+
+CRITIC_RATE_OVER_POLICY = 20
+"""Of AdamW's rates, where critic.learning_rate is left open: 1e-5 beside 5e-7, at any scale (decision 009)."""
+
+
+def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
+    """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
+
+    With LoRA, switching the adapters off gives the reference, unless a warm-up has trained them by the time that RL
+    begins.
+    """
+    adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
+    needs_copy = config.algorithm.kl_coef > 0 and not adapters_off_is_the_start
+    return TorchPolicy(
+        vlm,
+        train=config.train,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        max_steps=config.max_steps,
+        reference=copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None,
+        critic=make_critic(config, vlm) if config.algorithm.needs_values else None,
+    )
+
+
+def make_critic(config: Config, vlm: VLM) -> Critic:
+    """The value function: the head that `make_model` has put on the policy, or a model of its own."""
+    settings = config.critic
+    model = None
+    if settings.trunk == "separate":
+        model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
+        untrained_head(model.trunk.network)
+    parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
+    rate = settings.learning_rate or CRITIC_RATE_OVER_POLICY * config.train.learning_rate
+    return Critic(
+        optimizer=Optimizer(parameters, config.train, peak_learning_rate=rate, max_steps=config.max_steps),
+        model=model,
+        warmup_steps=settings.warmup_steps,
+    )
+
+
+def make_warmup(
+    config: Config, vlm: VLM, environment: Environment, train: PromptSource, renderer: Renderer
+) -> Warmup | None:
+    """The supervised stage, if there is one."""
+    settings = config.warmup
+    if settings is None:
+        return None
+    unknown = set(settings.stop_kind_accuracy) - set(kinds_of(environment.tasks("dev")))
+    if unknown:
+        raise ConfigError(
+            f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so that the warm-up could "
+            f"never stop; the kinds are {', '.join(sorted(set(kinds_of(environment.tasks('dev')))))}"
+        )
+    return Warmup(
+        settings=settings,
+        # an order of its own, so that the rows of RL do not depend on how long the warm-up took
+        order=Order(
+            kinds_of(train.tasks),
+            weights=settings.kind_weights,
+            seed=config.seed + 1,
+            setting="warmup.kind_weights",
+        ),
+        source=train,
+        environment=environment,
+        answer_ids=renderer.target,
+        make_trainer=lambda: SupervisedTrainer(vlm, settings),
+    )

@@ -1,0 +1,269 @@
+"""What can be evaluated or exported: words of the command line become targets, targets become models.
+
+A target is a run folder (its newest checkpoint), one checkpoint of it, a model folder or hub id, a folder with an
+adapter alone, or a baseline. The settings of a checkpoint's model are those of its run; those of other models are
+the settings of the evaluation, with another `model.path`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from fovea.build.environment import make_environment
+from fovea.build.model import make_model, make_vlm
+from fovea.config.describe import CLOSE_ENOUGH
+from fovea.config.loading import load_config
+from fovea.config.run import Config, Model
+from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
+from fovea.models.load import load_pretrained
+from fovea.models.loaded import ModelParts
+from fovea.models.trainable import VALUE_HEAD, policy_parameters
+from fovea.models.vlm import VLM
+from fovea.run.checkpoint import Checkpoints
+from fovea.run.folder import CONFIG_FILE
+from fovea.train.torch.policy import POLICY, VALUE
+
+RECIPE_FILE = "recipe.yaml"
+"""In an exported folder: the settings of the run that it comes from."""
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS, VALUE_WEIGHTS = f"{POLICY}.safetensors", f"{VALUE}.safetensors"
+"""Of a checkpoint. PPO's value function says what an answer is worth: it is no part of the model that answers."""
+CONSTANT = "constant:"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A target that is no model."""
+
+    name: str
+    kind: Literal["majority", "gold", "constant"]
+    text: str = ""
+    """What `constant` says to everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTarget:
+    """A step of a run of ours."""
+
+    name: str
+    folder: Path
+    run: Path
+    """The run folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTarget:
+    """A model of transformers: a folder or hub id."""
+
+    name: str
+    path: str
+    revision: str | None = None
+    adapter: Path | None = None
+    """A folder with a peft adapter of that model."""
+
+
+Target = Baseline | CheckpointTarget | ModelTarget
+
+
+def parse_targets(words: Sequence[str]) -> list[Target]:
+    """What the words mean; ConfigError when two of them are the same target."""
+    targets = [parse_target(word) for word in words]
+    names = [target.name for target in targets]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice}: named twice, and a target has one column; leave one out")
+    return targets
+
+
+def parse_target(word: str) -> Target:
+    """What a word means; ConfigError when it is nothing that can be evaluated."""
+    if word.startswith(CONSTANT):
+        return Baseline(name=word, kind="constant", text=word.removeprefix(CONSTANT))
+    if word in ("majority", "gold"):
+        return Baseline(name=word, kind="majority" if word == "majority" else "gold")
+    folder = Path(word)
+    if folder.is_dir():
+        return _folder_target(word, folder)
+    if not HUB_ID.fullmatch(word) or word.startswith("."):
+        raise ConfigError(
+            f"{word}: no such folder; a target is a run, a checkpoint, a model folder, a hub id such as "
+            f"Qwen/Qwen3-VL-2B-Instruct, or one of the baselines majority, gold and {CONSTANT}TEXT"
+        )
+    runs = [str(config.parent) for config in folder.parent.glob(f"*/{CONFIG_FILE}")]
+    for near in difflib.get_close_matches(word, runs, n=1, cutoff=CLOSE_ENOUGH):
+        raise ConfigError(f"{word}: no such run; did you mean {near}?")
+    path, _, revision = word.partition("@")
+    return ModelTarget(name=word, path=path, revision=revision or None)
+
+
+def _folder_target(word: str, folder: Path) -> Target:
+    if (folder / ADAPTER_CONFIG).is_file():
+        return ModelTarget(name=word, path=_base_of(folder), adapter=folder)
+    if (folder / "config.json").is_file():
+        return ModelTarget(name=word, path=word)
+    return find_checkpoint(folder)
+
+
+def find_checkpoint(folder: Path) -> CheckpointTarget:
+    """The checkpoint that a folder is, or the newest of the run that it is."""
+    if (folder / WEIGHTS).is_file():
+        # not the spelling of the user: `runs/x/checkpoints/step-4/.` has other parents
+        run = folder.resolve().parents[1]
+        if not (run / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{folder}: no {CONFIG_FILE} in {run}, where that of its run should be; move it back there"
+            )
+        return CheckpointTarget(name=str(folder), folder=folder, run=run)
+    newest = Checkpoints(folder, keep=1).latest() if (folder / CONFIG_FILE).is_file() else None
+    if newest is None:
+        raise ConfigError(
+            f"{folder}: neither a run with a checkpoint, nor a checkpoint, nor a model folder with a config.json; "
+            "give one of these"
+        )
+    return CheckpointTarget(name=f"{folder} step {newest.step}", folder=newest.folder, run=folder)
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{adapter / ADAPTER_CONFIG} cannot be read ({error}); export the adapter again") from error
+    if not base:
+        raise ModelError(f"{adapter}: its {ADAPTER_CONFIG} names no base model; write it under base_model_name_or_path")
+    return str(base)
+
+
+def shared_settings(targets: Sequence[Target], recipe: Path | None, overrides: Sequence[str]) -> Config:
+    """The settings that say which rows are asked and how: of the recipe, else of the first target that has any.
+
+    ConfigError where the targets' own environments differ and no recipe decides.
+    """
+    if recipe is not None:
+        return load_config([recipe], overrides)
+    sources = [file for target in targets if (file := settings_file(target)) is not None]
+    if not sources:
+        raise ConfigError("no target says which rows to ask; add --recipe RECIPE, such as --recipe recipes/geo3k.yaml")
+    configs = [load_config([file], overrides) for file in sources]
+    for file, config in zip(sources, configs, strict=True):
+        if (config.environment, config.reward) != (configs[0].environment, configs[0].reward):
+            raise ConfigError(
+                f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); add "
+                "--recipe RECIPE to say which rows all targets are asked"
+            )
+    return configs[0]
+
+
+def settings_file(target: Target) -> Path | None:
+    """Where a target keeps the settings it was trained with."""
+    if isinstance(target, CheckpointTarget):
+        return target.run / CONFIG_FILE
+    if isinstance(target, ModelTarget):
+        file = (target.adapter or Path(target.path)) / RECIPE_FILE
+        return file if file.is_file() else None
+    return None
+
+
+def _first_difference(first: Config, second: Config) -> str:
+    if first.environment == second.environment:
+        return f"reward: {first.reward} and {second.reward}"
+    one, other = (config.environment.model_dump() for config in (first, second))
+    key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
+    return f"environment.{key}: {one.get(key)} and {other.get(key)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A target's model, ready to be asked or exported."""
+
+    config: Config
+    """The settings that it was made with."""
+    parts: ModelParts
+    vlm: VLM
+    left_out: tuple[str, ...] = ()
+    """Files and tensors of its checkpoint that are no part of the model."""
+
+
+def open_model(target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[str]) -> OpenedModel:
+    """Load the model of a target. `overrides` of `model.` and `train.` keys reach checkpoints too, others do not.
+
+    `shared` gives the settings of models that come without any of ours.
+    """
+    if isinstance(target, CheckpointTarget):
+        return open_checkpoint(target, [word for word in overrides if word.startswith(("model.", "train."))])
+    assert shared is not None, "a plain model has no settings of its own"
+    settings = _plain_model(shared.model, target)
+    config = shared.model_copy(update={"model": settings})
+    parts = load_pretrained(settings)
+    if target.adapter is not None:
+        _merge_adapter(parts, target.adapter)
+    return OpenedModel(config=config, parts=parts, vlm=make_vlm(config, parts))
+
+
+def _plain_model(model: Model, target: ModelTarget) -> Model:
+    """The same settings for a model that is there already; images are encoded as in the training that is compared."""
+    return model.model_copy(
+        update={
+            "path": target.path,
+            "revision": target.revision or (model.revision if target.path == model.path else None),
+            "tiny": None,
+            "lora": None,
+            "freeze_vision_tower": not model.trains_vision,
+        }
+    )
+
+
+def _merge_adapter(parts: ModelParts, adapter: Path) -> None:
+    try:
+        # into the weights in place: the network keeps its class and its names
+        merged: Any = PeftModel.from_pretrained(parts.network, str(adapter)).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{adapter}: the adapter does not fit {parts.name} ({first_line}); give its own base"
+        ) from error
+    assert merged is parts.network, "peft merged the adapter into another network"
+
+
+def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> OpenedModel:
+    """The model of a run with the weights of one of its steps."""
+    config = load_config([target.run / CONFIG_FILE], overrides)
+    # the run's own environment: the tokenizer of a tiny model is made of its texts
+    parts, vlm = make_model(config, make_environment(config))
+    left_out = load_trained(target.folder, vlm)
+    return OpenedModel(config=config, parts=parts, vlm=vlm, left_out=left_out)
+
+
+@torch.no_grad()
+def load_trained(checkpoint: Path, vlm: VLM) -> tuple[str, ...]:
+    """Fill the trained parameters; returns the names of the files and tensors that are no part of the model.
+
+    TrainError when the checkpoint is of another model.
+    """
+    try:
+        saved = load_file(checkpoint / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise TrainError(f"{checkpoint}: {broken_checkpoint(error)}") from error
+    left_out = tuple(sorted(name for name in saved if name.startswith(VALUE_HEAD)))
+    wanted = policy_parameters(vlm)
+    shapes = {name: x.shape for name, x in saved.items() if name not in left_out}
+    if shapes != {name: x.shape for name, x in wanted.items()}:
+        first = next(iter(sorted(set(shapes) ^ set(wanted))), "(same names, other sizes)")
+        raise TrainError(
+            f"{checkpoint} was saved by a model with other trainable parameters ({first} ...); leave out the settings "
+            "of model that are not those of its run"
+        )
+    for name, parameter in wanted.items():
+        parameter.copy_(saved[name])
+    return (*left_out, *([VALUE_WEIGHTS] if (checkpoint / VALUE_WEIGHTS).is_file() else []))

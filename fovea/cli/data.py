@@ -1,0 +1,147 @@
+"""`fovea data NAME`: fetch or render a data set. Every name is a command of its own, with its own options.
+
+They import what they run when they run, like the commands of cli.py. The files go to the standard output, and what to
+do with them to the standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fovea.cli.errors import one_line_errors
+
+app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
+
+TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")]
+SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
+TINY = "recipes/tiny.yaml"
+"""Settings beside a recipe for a real model, which put a tiny one in its place."""
+
+
+@app.callback()
+def data() -> None:
+    """Fetch or render a data set."""
+
+
+@app.command()
+def geospot(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/geospot"),
+    rows: TrainRows = 20_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of places and scales.")] = 0,
+    image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a map.")] = 64,
+) -> None:
+    """Render locator maps, offline, from GeoNames' cities."""
+    with one_line_errors():
+        from fovea.environments.geospot.rendered import write_maps
+
+        typer.echo("reading places and drawing maps ...", err=True)
+        _report("geospot", write_maps(out, num_rows=rows, seed=seed, image_side_px=image_side_px))
+
+
+@app.command()
+def geo3k(
+    out: Annotated[Path, typer.Option(help="Folder of SPLIT.parquet for each split.")] = Path("data/geo3k"),
+    source: Annotated[
+        str, typer.Option("--from", metavar="ID|FOLDER", help="Data set of the hub, or a folder of its files.")
+    ] = "hiyouga/geometry3k",
+    split: Annotated[
+        list[str] | None, typer.Option(metavar="SPLIT", help="Write this one; repeat it. [default: all three]")
+    ] = None,
+) -> None:
+    """Fetch Geometry3K from the Hugging Face hub, or from a copy of it: train, validation, test."""
+    with one_line_errors():
+        from fovea.environments.data_sets.geo3k import SPLITS, write_geo3k
+
+        typer.echo(f"reading {source} ...", err=True)
+        _report("geo3k", write_geo3k(out, source=source, splits=split or SPLITS), TINY)
+
+
+@app.command()
+def vqa(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/vqa"),
+    rows: TrainRows = 5_000,
+    seed: Seed = 0,
+    image_side_px: SideOfScene = 64,
+) -> None:
+    """Render scenes with questions, offline: counts, attributes, existence, yes or no, multiple choice."""
+    with one_line_errors():
+        from fovea.environments.data_sets.vqa import write_vqa
+
+        typer.echo("drawing scenes ...", err=True)
+        _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY)
+
+
+@app.command()
+def caption(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/caption"),
+    rows: TrainRows = 5_000,
+    seed: Seed = 0,
+    image_side_px: SideOfScene = 64,
+) -> None:
+    """Render scenes with one to five captions each, offline."""
+    with one_line_errors():
+        from fovea.environments.data_sets.captions import write_captions
+
+        typer.echo("drawing scenes ...", err=True)
+        _report("caption", write_captions(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY)
+
+
+@app.command()
+def shapes(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/shapes"),
+    rows: TrainRows = 1_000,
+    seed: Annotated[int, typer.Option(min=0, help="That of the run whose training rows these are.")] = 0,
+    image_side_px: SideOfScene = 48,
+    level: Annotated[
+        list[int] | None, typer.Option(min=1, max=3, help="environment.level; repeat it for environment.levels.")
+    ] = None,
+    comparison_share: Annotated[float, typer.Option(min=0, max=1, help="environment.comparison_share.")] = 0.0,
+    text_share: Annotated[float, typer.Option(min=0, max=1, help="environment.text_share.")] = 0.0,
+) -> None:
+    """Write rows of the demo to files. Training does not need them: recipes/shapes.yaml draws its own."""
+    with one_line_errors():
+        from fovea.environments.data_sets.shapes import write_shapes
+
+        typer.echo("drawing scenes ...", err=True)
+        files = write_shapes(
+            out,
+            num_rows=rows,
+            seed=seed,
+            image_side_px=image_side_px,
+            levels=level or [1],
+            comparison_share=comparison_share,
+            text_share=text_share,
+        )
+        _print(files)
+        typer.echo("to look at, or for use elsewhere: fovea train recipes/shapes.yaml draws its own rows", err=True)
+
+
+def _report(name: str, files: Iterable[Path], *beside: str) -> None:
+    """The files, and the commands that train on them; `beside` are recipes that make it a small run."""
+    by_split = {file.stem: file for file in _print(files)}
+    held_out = by_split.get("test", by_split.get("validation"))
+    if "train" not in by_split or held_out is None:
+        return
+    settings = [
+        f"'environment.{split}_files=[{file}]'"
+        for split, file in (("train", by_split["train"]), ("test", held_out))
+        if file != Path("data", name, f"{split}.parquet")  # what the recipe says already
+    ]
+    typer.echo(f"train on them: {' '.join(['fovea train', f'recipes/{name}.yaml', *settings])}", err=True)
+    if beside:
+        words = ["fovea train", f"recipes/{name}.yaml", *beside, *settings]
+        typer.echo(f"on a CPU, with a tiny model: {' '.join(words)}", err=True)
+
+
+def _print(files: Iterable[Path]) -> list[Path]:
+    """Each when it is finished."""
+    written = []
+    for file in files:
+        typer.echo(file)
+        written.append(file)
+    return written

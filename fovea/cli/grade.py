@@ -1,0 +1,41 @@
+"""The command `fovea grade`; what it runs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fovea.cli.errors import one_line_errors
+from fovea.environments.graders.base import Gradable
+
+
+def grade(
+    env: Annotated[Gradable, typer.Argument(metavar="ENV", help="geo3k, vqa, caption, geospot or shapes.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.jsonl", help="Rows with `prediction` (the whole response) and `truth`.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the rows there and the summary to stdout; default: rows to stdout."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Score a file of answers as a run would: the same rows with `score`, `parts` and `reason`, and a summary last.
+
+    The summary is a line of JSON; without --out it goes to stderr, so that stdout holds rows alone. A row that cannot
+    be graded gets the score null and is counted by reason. Exit code 2 when that is every row.
+    """
+    with one_line_errors(debug=debug):
+        from fovea.evaluation.grade_file import check_files, grade_file
+
+        check_files(env, file, out)
+        if out is None:
+            summary = grade_file(env, file, lambda line: typer.echo(line, nl=False))
+        else:
+            with out.open("wb") as lines:
+                summary = grade_file(env, file, lines.write)
+        typer.echo(json.dumps(asdict(summary)), err=out is None)

@@ -1,0 +1,199 @@
+"""The command line; `eval`, `export` and `grade` have files of their own.
+
+`train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
+doctor.py are the only imports inside functions besides those of builders/ (tests/test_imports.py holds it).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fovea import __version__
+from fovea.cli.data import app as data_app
+from fovea.cli.doctor import check_parity, findings, probe
+from fovea.cli.errors import one_line_errors
+from fovea.cli.eval import evaluate
+from fovea.cli.export import export
+from fovea.cli.grade import grade
+from fovea.config.describe import describe
+from fovea.config.loading import dump_config, load_config
+from fovea.errors import ConfigError, DataError
+
+app = typer.Typer(
+    name="fovea",
+    help="Post-train vision-language models by reinforcement learning.",
+    epilog="Start with `fovea train recipes/shapes.yaml`; `fovea config` lists every setting.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data_app, name="data")
+
+app.command("eval")(evaluate)
+app.command()(export)
+app.command()(grade)
+
+WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
+
+
+def main() -> None:
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fovea {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def fovea(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Post-train vision-language models by reinforcement learning."""
+
+
+@app.command(
+    add_help_option=False,  # its own --help also explains the keys beside it
+    context_settings={"ignore_unknown_options": True},  # so that --rollout.top_p=1 gets an answer of ours
+    epilog="`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
+)
+def train(
+    context: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    show_help: Annotated[
+        bool, typer.Option("--help", help="Show this message, or explain the KEYs beside it.")
+    ] = False,
+) -> None:
+    """Train as a recipe says.
+
+    Examples: fovea train recipes/shapes.yaml seed=1 warmup=null; fovea train recipes/geo3k.yaml
+    model.path=models/Qwen3-VL-2B-Instruct 'environment.train_files=[train.parquet]'.
+    """
+    with one_line_errors(debug=debug):
+        if show_help:
+            keys = [key for key in map(_bare_key, words or []) if not _is_path(key) and (_is_key(key) or "." in key)]
+            typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
+            return
+        recipes, overrides = sort_words(words or [])
+        config = load_config(recipes, overrides)
+        from fovea.build.run import build
+        from fovea.loop import train as train_run
+        from fovea.utils.malloc import keep_freed_memory
+
+        keep_freed_memory()
+        train_run(build(config))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
+) -> None:
+    """Write report.html (and the reward curve) of a run."""
+    with one_line_errors():
+        if not run.is_dir():
+            raise DataError(f"{run}: no such run folder; `fovea train` names the one it makes (run_dir)")
+        from fovea.report.html import write_report
+
+        typer.echo(write_report(run))
+
+
+@app.command()
+def config(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PREFIX|RECIPE|KEY=VALUE", help="Keys or sections, such as rollout; the rest as for train."
+        ),
+    ] = None,
+) -> None:
+    """List every setting with type, default and meaning; with a recipe, show what a run of it would use, as YAML.
+
+    Examples: fovea config rollout; fovea config recipes/shapes.yaml algorithm.name=gspo; the same with `algorithm`
+    behind it, for that section alone.
+    """
+    with one_line_errors():
+        prefixes = [word for word in words or [] if not _is_path(word) and "=" not in word]
+        if words and len(prefixes) < len(words):
+            recipes, overrides = sort_words([word for word in words if word not in prefixes], command="config")
+            typer.echo(dump_config(load_config(recipes, overrides), prefixes), nl=False)
+        else:
+            typer.echo("\n".join(explain(prefix) for prefix in prefixes or [""]))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def doctor(
+    words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show versions, devices and optional packages, and what to install; with a recipe, pass its parity gate too.
+
+    The gate draws completions with the recipe's engine and scores them with its trainer: exit code 1 when they are
+    further apart than parity.max_abs_logprob_diff. Nothing is written to the run folder.
+    """
+    with one_line_errors(debug=debug):
+        sorted_words = sort_words(words, command="doctor") if words else None
+        typer.echo("looking (this imports torch) ...", err=True)
+        found = probe()
+        for name, text in findings(found).items():
+            typer.echo(f"{name:<14}{text}")
+        passed = not found.broken and (sorted_words is None or check_parity(*sorted_words))
+    if not passed:
+        raise typer.Exit(1)
+
+
+def explain(prefix: str) -> str:
+    """The settings at or below `prefix`, two lines each."""
+    return "\n".join(f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix))
+
+
+def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], list[str]]:
+    """Recipes and overrides; whatever is neither is told what it may have been meant as."""
+    recipes, overrides = [], []
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if word.startswith("-"):
+            raise ConfigError(_no_option(word))
+        if equals and "/" not in key and not Path(word).is_file():  # a path may hold `=`
+            overrides.append(word)
+        elif not _is_path(word) and _is_key(word):
+            raise ConfigError(f"{word}: a setting without a value; write {word}=VALUE")
+        else:
+            recipes.append(Path(word))
+    if not recipes:
+        raise ConfigError(f"no recipe given; write fovea {command} recipes/shapes.yaml [KEY=VALUE]...")
+    return recipes, overrides
+
+
+def _no_option(word: str) -> str:
+    key = _bare_key(word)
+    if _is_key(key):
+        value = word.partition("=")[2] or "VALUE"
+        return f"{word}: settings have no dashes; write {key}={value}"
+    return f"{word}: no such option; there are --debug and --help, and settings are written key=value"
+
+
+def _bare_key(word: str) -> str:
+    return word.lstrip("-").partition("=")[0]
+
+
+def _is_path(word: str) -> bool:
+    return "/" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file()
+
+
+def _is_key(word: str) -> bool:
+    try:
+        return bool(describe(word))
+    except ConfigError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Settings of the curriculum, and of the environment that has stages (`fovea.config.run`)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fovea.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+
+class GeoSpotWeights(Section):
+    """What each part is worth; those that a stage asks for are scaled to sum to 1."""
+
+    country: NonNegativeFloat = 0.3
+    """The country's name, or its ISO code."""
+    region: NonNegativeFloat = 0.2
+    """State or province."""
+    city: NonNegativeFloat = 0.2
+    """City, town or village."""
+    coordinates: NonNegativeFloat = 0.3
+    """exp(-distance / tolerance) of latitude and longitude."""
+
+    @model_validator(mode="after")
+    def _country_counts(self) -> GeoSpotWeights:
+        if self.country == 0:
+            raise ValueError("environment.weights.country=0, but the first stages ask for nothing else; set it above 0")
+        return self
+
+
+class GeoSpotEnvironment(Section):
+    """Where was this picture taken? Country, region, city and coordinates, asked for in stages (see `curriculum`)."""
+
+    name: Literal["geospot"] = "geospot"
+    train_files: tuple[str, ...]
+    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
+    test_files: tuple[str, ...]
+    """Rows held out; half of them serve as dev readings while training, all as the final test."""
+    image_key: str | None = None
+    """Column of the picture; default: image, or image_url where there is no such column."""
+    country_key: str = "country"
+    """Column of the country: a name or an ISO code."""
+    region_key: str | None = None
+    """Column of the state or province; default: region, if there is such a column."""
+    city_key: str = "city"
+    """Column of the city; an empty cell is not asked for."""
+    lat_key: str = "lat"
+    """Column of the latitude in degrees, south negative."""
+    lon_key: str = "lon"
+    """Column of the longitude in degrees, west negative."""
+    level_key: str | None = None
+    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
+    prompt: str = (
+        "Where was this picture taken? Answer with five lines: City: ..., Region: ... (state or province), "
+        "Country: ..., Latitude: ... and Longitude: ... in decimal degrees."
+    )
+    """The question, the same for every picture."""
+    system_prompt: str | None = None
+    """Put before every question."""
+    weights: GeoSpotWeights = Field(default_factory=GeoSpotWeights)
+    """Of the parts of the reward."""
+    tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)
+    """How far off earns 1/e of a part, in each of the five stages; tightens from one to the next."""
+
+    @model_validator(mode="after")
+    def _tolerances_tighten(self) -> GeoSpotEnvironment:
+        if any(later >= earlier for earlier, later in pairwise(self.tolerances_km)):
+            raise ValueError(
+                f"environment.tolerances_km={list(self.tolerances_km)}, but each stage must be stricter than the one "
+                "before it; write falling numbers, such as [500, 200, 100, 50, 25]"
+            )
+        return self
+
+
+class Curriculum(Section):
+    """When a run goes on to the next stage of its environment (geospot has five), or to other levels of its rows."""
+
+    enabled: bool = True
+    """false: the last stage from the first step on."""
+    advance: Literal["step", "success"] = "step"
+    """By the number of steps taken, or by the mean reward."""
+    starts: tuple[PositiveInt, ...] | None = None
+    """Steps at which the second and later stages begin; default: the environment's (geospot: 100, 300, 600, 1000)."""
+    success_rate: Fraction = 0.8
+    """by success: the mean reward that ends a stage ..."""
+    success_window_steps: PositiveInt = 20
+    """... over this many steps of that stage."""
+    level_weights: tuple[dict[str, NonNegativeFloat], ...] = ()
+    """How often rows of each level are drawn, one table per stage (0: never; a level not named: 1)."""
+
+    @model_validator(mode="after")
+    def _starts_rise(self) -> Curriculum:
+        if self.starts is not None and any(later <= earlier for earlier, later in pairwise(self.starts)):
+            raise ValueError(f"curriculum.starts={list(self.starts)} must rise; sort it, each step once")
+        return self

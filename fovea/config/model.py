@@ -1,0 +1,152 @@
+"""Settings of the model: which one it is, and what of it is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from fovea.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class TinyModel(Section):
+    """A real Qwen-VL of transformers' own classes, small enough to learn on a laptop; made on the spot."""
+
+    family: Family = "qwen3_vl"
+    """Which architecture."""
+    hidden_size: PositiveInt = 64
+    """Width of the language model."""
+    num_layers: PositiveInt = 3
+    """Decoder layers."""
+    num_heads: PositiveInt = 2
+    """Query heads."""
+    num_kv_heads: PositiveInt = 1
+    """Key and value heads."""
+    head_dim: Annotated[int, Field(ge=8, multiple_of=2)] = 32
+    """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads."""
+    intermediate_size: PositiveInt = 128
+    """Width of the MLP."""
+    vision_hidden_size: PositiveInt = 64
+    """Width of the vision tower."""
+    vision_depth: PositiveInt = 2
+    """Blocks of the vision tower."""
+    vision_heads: PositiveInt = 2
+    """Heads of the vision tower."""
+    patch_size_px: PositiveInt = 8
+    """Side of a patch; one visual token covers 2x2 patches."""
+    image_side_px: PositiveInt = 48
+    """Side of the image for which the learned position grid of qwen3_vl is made; others are interpolated."""
+    vocabulary_size: Annotated[int, Field(ge=300)] = 512
+    """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
+    init_std: PositiveFloat = 0.1
+    """Standard deviation of the random weights."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyModel:
+        if self.family != "qwen3_vl" and self.head_dim * self.num_heads != self.hidden_size:
+            raise ValueError(
+                f"model.tiny: {self.family} needs head_dim = hidden_size / num_heads, but "
+                f"{self.head_dim} * {self.num_heads} != {self.hidden_size}; set head_dim="
+                f"{self.hidden_size // self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.tiny: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
+                "set num_kv_heads=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vision_fits(self) -> TinyModel:
+        if self.vision_hidden_size % (4 * self.vision_heads):
+            raise ValueError(
+                f"model.tiny: vision_hidden_size={self.vision_hidden_size} is no multiple of 4 * vision_heads="
+                f"{4 * self.vision_heads}, as rotary positions of height and width need; set vision_hidden_size="
+                f"{4 * self.vision_heads * max(1, self.vision_hidden_size // (4 * self.vision_heads))}"
+            )
+        if self.image_side_px < 2 * self.patch_size_px:
+            raise ValueError(
+                f"model.tiny: image_side_px={self.image_side_px} holds no 2x2 patches of {self.patch_size_px} px; "
+                f"set image_side_px={2 * self.patch_size_px} or more"
+            )
+        return self
+
+
+class Lora(Section):
+    """Low-rank adapters on the language layers, by peft."""
+
+    rank: PositiveInt = 16
+    """Rank of every adapter."""
+    alpha: PositiveInt = 32
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = LANGUAGE_LINEARS
+    """Names of the linear layers of the language model that get an adapter."""
+    exclude: tuple[str, ...] = ()
+    """Layers with one of these words in their path get none; the vision tower never does."""
+
+
+class Model(Section):
+    """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
+
+    path: str | None = None
+    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
+    tiny: TinyModel | None = None
+    """Make a tiny model instead of loading one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; log-probs, losses and the optimizer's copy of the weights are float32 always."""
+    attention: Literal["auto", "merged", "varlen", "sdpa", "eager"] = "auto"
+    """Of packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the prompt for every
+    completion; eager is the plain formula, for checks."""
+    freeze_vision_tower: bool = False
+    """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
+    feature_cache_gib: NonNegativeFloat = 2.0
+    """Memory for the features of a frozen vision tower; the least recently used go first."""
+    feature_spill_gib: NonNegativeFloat = 0.0
+    """Disk, in run_dir/features while the run goes on, for features that left memory; 0: they are encoded again."""
+    lora: Lora | None = None
+    """Train adapters instead of the weights (the vision tower is then frozen)."""
+    min_pixels: PositiveInt | None = None
+    """Smaller images are scaled up to this area; default: the model's own."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are scaled down to this area; default: the model's own."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder brings. Leave it off unless you wrote that code."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one; the run prints what it became."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError(
+                "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
+            )
+        if self.revision is not None and self.tiny is not None:
+            raise ValueError(
+                f"model.revision={self.revision}, but model.tiny is made here and has no revisions; set "
+                "model.revision=null"
+            )
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
+        if self.feature_spill_gib and self.trains_vision:
+            raise ValueError(
+                f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower that is trained "
+                "do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        """What messages call the model."""
+        if self.path is not None:
+            return self.path
+        assert self.tiny is not None
+        return f"tiny {self.tiny.family}"
+
+    @property
+    def trains_vision(self) -> bool:
+        return not self.freeze_vision_tower and self.lora is None

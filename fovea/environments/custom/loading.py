@@ -1,0 +1,122 @@
+"""Code of the user's, named `path/to/file.py:name`: imported from its file, and checked before anything is drawn.
+
+It is trusted as the user's own: importing runs what stands at its top level. Relative paths start at the working
+directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from PIL.Image import Image
+
+from fovea.config.run import OwnEnvironment
+from fovea.environments.base import Environment
+from fovea.errors import ConfigError, FoveaError, first_line, result_or_error
+from fovea.types import Task
+
+RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
+"""(task, text of the completion, its images) to a number, or a mapping of named parts."""
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "tasks": ("split",),
+    "prompt": ("task",),
+    "score": ("task", "turns"),
+    "target": ("task",),
+}
+"""What an environment has, and what each is called with."""
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """The function of `reward`; ConfigError where there is none that can be called."""
+    function = load_named(spec, "reward")
+    if not callable(function):
+        raise ConfigError(f"reward={spec} is {type(function).__name__}, no function; name one")
+    _check_call(function, ("task", "text", "images"), "reward", spec)
+    return function
+
+
+def load_environment(settings: OwnEnvironment) -> Environment:
+    """An instance of the class of `environment`; ConfigError where it is none, or lacks a method."""
+    spec = settings.file
+    made = load_named(spec, "environment")
+    if not isinstance(made, type):
+        raise ConfigError(f"environment={spec} is no class; name one with the methods {', '.join(METHODS)}")
+    environment: Any = _instance(made, settings)
+    for method, parameters in METHODS.items():
+        bound = getattr(environment, method, None)
+        if not callable(bound):
+            raise ConfigError(f"environment={spec} has no method {method}; add {method}({', '.join(parameters)})")
+        _check_call(bound, parameters, "environment", f"{spec}.{method}")
+    own: Environment = environment
+    return own
+
+
+def _instance(made: type, settings: OwnEnvironment) -> object:
+    takes_settings = "settings" in inspect.signature(made).parameters
+    if settings.settings and not takes_settings:
+        raise ConfigError(
+            f"environment.settings is set, but {settings.file} takes none; write def __init__(self, settings), or "
+            "drop environment.settings"
+        )
+    instance, error = result_or_error(lambda: made(settings=dict(settings.settings)) if takes_settings else made())
+    if isinstance(error, FoveaError):
+        raise error
+    if error is not None:
+        raise ConfigError(f"environment={settings.file} cannot be made: it raised {first_line(error)}; mend it")
+    return instance
+
+
+def load_named(spec: str, setting: str) -> object:
+    """What a file calls by this name."""
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{setting}={spec} does not name a file and something in it; write path/to/file.py:name")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; mend the path")
+    module = _imported(path, setting)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
+        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
+    return getattr(module, name)
+
+
+def _imported(path: Path, setting: str) -> ModuleType:
+    name = f"fovea_own_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} ends in .py"
+    assert spec.loader is not None, f"{path} ends in .py"
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[name] = module  # data classes look their module up there
+    _, error = result_or_error(lambda: loader.exec_module(module))
+    if error is not None:
+        raise ConfigError(f"{setting}: {path} cannot be imported: it raised {first_line(error)}; mend it") from error
+    return module
+
+
+def _public(module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
+    return ", ".join(names) or "it defines none"
+
+
+def _check_call(function: Callable[..., object], parameters: Sequence[str], setting: str, shown: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C tell nothing of themselves
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        called = f"{shown.rpartition(':')[2]}({', '.join(parameters)})"
+        raise ConfigError(
+            f"{setting}: {shown} takes {signature}, but is called as {called}; write def {called.rpartition('.')[2]}"
+        ) from None

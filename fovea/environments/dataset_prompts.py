@@ -1,0 +1,135 @@
+"""Questions of rows in any public layout: a text, or chat messages as {role, content} or {from, value}."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from fovea.environments.graders.math_answer import last_boxed
+from fovea.errors import BadRowError
+from fovea.types import ImageRef, Message
+
+IMAGE_MARK = "<image>"
+_MAX_BITS = 1024  # of an integer in float64; Python refuses to write out much larger ones
+Role: TypeAlias = Literal["system", "user", "assistant"]
+Texts: TypeAlias = list[tuple[Role, str]]
+"""Messages before their images are put in."""
+
+_ROLES: dict[object, Role] = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+ON_BAD_ROW = "fix the row, or set data.on_bad_row=skip"
+
+
+def bad_row(where: str, problem: str, reason: str) -> BadRowError:
+    """The error for a row that says what is wrong with it."""
+    return BadRowError(f"{where}: {problem}; {ON_BAD_ROW}", reason)
+
+
+def texts_of(cell: object, where: str) -> Texts:
+    """The messages of a cell; a bare text is the user's."""
+    messages = cell if isinstance(cell, list | tuple) else [{"role": "user", "content": "" if cell is None else cell}]
+    return [_text(message, where) for message in messages]
+
+
+def ends_with_reply(cell: object) -> bool:
+    """Whether the last of a cell's messages is the assistant's."""
+    last = cell[-1] if isinstance(cell, list | tuple) and cell else None
+    return isinstance(last, Mapping) and _ROLES.get(last.get("role", last.get("from"))) == "assistant"
+
+
+def check_prompt(texts: Texts, images: Sequence[ImageRef], where: str) -> None:
+    """A prompt ends with something that the user says, and has a place for every image."""
+    if not texts or texts[-1][0] != "user":
+        last = texts[-1][0] if texts else "missing"
+        raise bad_row(where, f"the last message is {last}, but a prompt ends with the user's", "prompt_role")
+    if not texts[-1][1].replace(IMAGE_MARK, "").strip():
+        raise bad_row(where, "the prompt is empty, so there is nothing to answer", "prompt_empty")
+    interleaved(texts, images, where)
+
+
+def interleaved(texts: Texts, images: Sequence[ImageRef], where: str) -> tuple[Message, ...]:
+    """Messages with images where their marks are; without any mark they come before the last text."""
+    num_marks = sum(text.count(IMAGE_MARK) for _, text in texts)
+    if num_marks == 0:
+        *history, (role, question) = texts
+        first = Message(role=role, parts=(*images, question))
+        return (*(Message(role=role, parts=(text,)) for role, text in history), first)
+    if num_marks != len(images):
+        problem = f"{num_marks} {IMAGE_MARK} marks but {len(images)} images, which do not pair up"
+        raise bad_row(where, problem, "image_marks")
+    left = iter(images)
+    return tuple(Message(role=role, parts=_parts(text, left)) for role, text in texts)
+
+
+def plain_answer(cell: object, where: str) -> str:
+    r"""The bare answer: out of verl's struct, out of its `\boxed{}`."""
+    if isinstance(cell, Mapping):
+        cell = cell.get("ground_truth")
+    cell = _written_number(cell)
+    if cell is None:
+        raise bad_row(where, "the answer is missing, so nothing can be right", "answer_missing")
+    if not isinstance(cell, str):
+        is_large = isinstance(cell, int) and not isinstance(cell, bool)
+        seen = cell if isinstance(cell, float) else "too large" if is_large else f"of type {type(cell).__name__}"
+        raise bad_row(where, f"the answer is {seen}, not a text or a number", "answer_kind")
+    boxed = last_boxed(cell)
+    answer = (cell if boxed is None else boxed).strip()
+    if not answer:
+        raise bad_row(where, "the answer is empty, so nothing can be right", "answer_missing")
+    return checked_text(answer, where)
+
+
+def _written_number(cell: object) -> object:
+    """A number as its text; what is none, not finite or beyond float64 as it is."""
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return str(cell) if cell.bit_length() <= _MAX_BITS else cell
+    return str(cell) if isinstance(cell, float) and math.isfinite(cell) else cell
+
+
+def checked_text(text: str, where: str) -> str:
+    """A text that a tokenizer can read: JSON may hold halves of characters (lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise bad_row(where, "the text holds half a character (a lone surrogate)", "text_damaged") from None
+    return text
+
+
+def _text(message: object, where: str) -> tuple[Role, str]:
+    if not isinstance(message, Mapping):
+        problem = f"a value of type {type(message).__name__} is no message {{role, content}} or {{from, value}}"
+        raise bad_row(where, problem, "prompt_kind")
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if isinstance(content, list):
+        content = "".join(_part_text(part, where) for part in content)
+    if not isinstance(content, str):
+        raise bad_row(where, f"the prompt is of type {type(content).__name__}, not a text", "prompt_kind")
+    if not isinstance(role, str) or role not in _ROLES:
+        problem = f"the role of a message is {role!r:.40}, not one of {', '.join(map(str, _ROLES))}"
+        raise bad_row(where, problem, "prompt_role")
+    return _ROLES[role], checked_text(content, where)
+
+
+def _part_text(part: object, where: str) -> str:
+    """One part of a message in the form of chat APIs; its image stands in a column of the row."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind == "image":
+        return IMAGE_MARK
+    if kind == "text" and isinstance(text, str):
+        return text
+    raise bad_row(where, f"a part of a message is of type {kind!r:.40}, not text or image", "prompt_kind")
+
+
+def _parts(text: str, images: Iterator[ImageRef]) -> tuple[str | ImageRef, ...]:
+    before, *after = text.split(IMAGE_MARK)
+    parts: list[str | ImageRef] = [before]
+    for piece in after:
+        parts += [next(images), piece]
+    return tuple(part for part in parts if part != "")

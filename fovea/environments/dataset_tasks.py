@@ -1,0 +1,167 @@
+"""Rows of the user's own as tasks and prompts: what every environment with data files shares.
+
+Where no setting names a column, the row shows it: the first of these that it has.
+
+* question: `problem` (hiyouga/geometry3k, RLinf), `prompt` (verl), `question`, `conversations`, `messages`;
+* answer: `answer`, `reward_model` (verl: its `ground_truth`), or the assistant's reply at the end of the messages;
+* images: `images`, `image`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+from fovea.config.run import FileEnvironment
+from fovea.data.order import LazyTasks, Place
+from fovea.data.readers.base import listed
+from fovea.data.readers.frame import InMemory
+from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
+from fovea.environments.base import Split
+from fovea.environments.dataset_prompts import (
+    Texts,
+    bad_row,
+    check_prompt,
+    ends_with_reply,
+    interleaved,
+    plain_answer,
+    texts_of,
+)
+from fovea.errors import BadRowError, DataError
+from fovea.types import Message, Task
+
+PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
+ANSWER_KEYS = ("answer", "reward_model")
+IMAGE_KEYS = ("images", "image")
+KIND = "all"
+
+Row: TypeAlias = Mapping[str, object]
+ReadAnswer: TypeAlias = Callable[[object, str], str]
+"""(cell, what an error calls the row) to the true answer."""
+
+
+class FileTasks:
+    """The tasks of an environment's files; an environment has one and adds its grader.
+
+    `frames` holds rows that Python has already, in place of the files of `train_files` and `test_files`.
+    """
+
+    def __init__(
+        self,
+        settings: FileEnvironment,
+        access: RowAccess | None = None,
+        *,
+        read_answer: ReadAnswer = plain_answer,
+        frames: Mapping[Split, InMemory] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._access = access or RowAccess()
+        self._read_answer = read_answer
+        self._frames = frames or {}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The rows of a split; dev is every other test row."""
+        rows = self.train_rows if split == "train" else self.test_rows
+        indices = range(0, len(rows), 2) if split == "dev" else range(len(rows))
+        kinds = self._kinds(rows)
+        return LazyTasks(
+            lambda index: self._task(split, rows, index, kinds[index] if kinds else KIND),
+            indices,
+            kind_of=lambda index: kinds[index] if kinds else KIND,
+            place_of=lambda index: Place(rows.key(index), rows.where(index)),
+        )
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        """What the model is asked: the system prompt, earlier messages, the question in its template."""
+        key = prompt_key(task.row, self._settings)
+        history = self._question(task.row, key, task.id)[:-1] if key else []
+        return interleaved(self._framed([*history, ("user", task.question)]), task.images, task.id)
+
+    @cached_property
+    def train_rows(self) -> Rows:
+        return self._open("train", self._settings.train_files)
+
+    @cached_property
+    def test_rows(self) -> Rows:
+        return self._open("test", self._settings.test_files)
+
+    def _open(self, split: Split, files: Sequence[str]) -> Rows:
+        settings = self._settings
+        images = settings.image_keys or ()
+        named = [("prompt_key", settings.prompt_key), ("answer_key", settings.answer_key)]
+        named += [("kind_key", settings.kind_key), ("image_key", settings.image_key)]
+        named += [("image_keys", key) for key in images]
+        columns = [(f"environment.{name}", key) for name, key in named if key is not None]
+        sources = [self._frames[split]] if split in self._frames else files
+        rows = open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
+        if settings.prompt_key is None and not set(PROMPT_KEYS) & set(rows.columns):
+            raise DataError(
+                f"environment.{split}_files: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? "
+                f"The columns are {listed(rows.columns)}; set environment.prompt_key to one of them"
+            )
+        return rows
+
+    def _kinds(self, rows: Rows) -> list[str] | None:
+        key = self._settings.kind_key
+        return [KIND if kind is None else str(kind) for kind in rows.column(key)] if key else None
+
+    def _task(self, split: Split, rows: Rows, index: int, kind: str) -> Task:
+        row, where = rows[index], rows.where(index)
+        key = prompt_key(row, self._settings)
+        if key is None:
+            raise bad_row(where, "the row has no question", "prompt_empty")
+        images = image_refs(*image_cells(row, self._settings), where=where, folder=rows.folder(index))
+        texts = self._question(row, key, where)
+        check_prompt(texts, images, where)
+        if self._settings.system_prompt is not None and texts[0][0] == "system":
+            raise BadRowError(
+                f"{where}: the row has a system message, and environment.system_prompt is set too; "
+                "unset environment.system_prompt",
+                "prompt_role",
+            )
+        interleaved(self._framed(texts), images, where)
+        answer = self._read_answer(self._answer_cell(row, key, where), where)
+        task_id = f"{split}/{index}"
+        return Task(id=task_id, question=texts[-1][1], answer=answer, images=images, kind=kind, row=row)
+
+    def _question(self, row: Row, key: str, where: str) -> Texts:
+        """The messages before the answer."""
+        texts = texts_of(row.get(key), where)
+        return texts[:-1] if answer_key(row, key, self._settings) == key else texts
+
+    def _answer_cell(self, row: Row, key: str, where: str) -> object:
+        answer = answer_key(row, key, self._settings)
+        if answer != key:
+            return row.get(answer)
+        texts = texts_of(row.get(key), where)
+        return texts[-1][1] if texts and texts[-1][0] == "assistant" else None
+
+    def _framed(self, texts: Texts) -> Texts:
+        """With system prompt and template."""
+        settings, (role, question) = self._settings, texts[-1]
+        if settings.prompt_template is not None:
+            question = settings.prompt_template.replace("{prompt}", question)
+        system: Texts = [] if settings.system_prompt is None else [("system", settings.system_prompt)]
+        return [*system, *texts[:-1], (role, question)]
+
+
+def prompt_key(row: Row, settings: FileEnvironment) -> str | None:
+    """The column of the question."""
+    return settings.prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
+
+
+def answer_key(row: Row, prompt: str, settings: FileEnvironment) -> str:
+    """The column of the answer; that of the question where a reply ends the messages."""
+    if settings.answer_key is not None:
+        return settings.answer_key
+    found = next((key for key in ANSWER_KEYS if key in row), None)
+    return found or (prompt if ends_with_reply(row.get(prompt)) else ANSWER_KEYS[0])
+
+
+def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
+    """What the row has in its columns of images."""
+    keys = (settings.image_key,) if settings.image_key is not None else settings.image_keys
+    if keys is None:
+        keys = tuple(key for key in IMAGE_KEYS if key in row)[:1]
+    return [row.get(key) for key in keys]

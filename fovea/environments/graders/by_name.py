@@ -1,0 +1,91 @@
+"""Graders for answers in a file: the code that a run scores with, given a row's `truth`.
+
+A grader takes a prediction, its row and what an error calls the row. It raises DataError where the truth is missing
+or of a kind that the environment does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TypeAlias
+
+from fovea.config.environments import IDF_ROWS
+from fovea.environments import caption, geo3k, vqa
+from fovea.environments.caption import captions_of
+from fovea.environments.dataset_prompts import bad_row, plain_answer
+from fovea.environments.geospot import reward as geospot
+from fovea.environments.graders.base import Gradable, Grade
+from fovea.environments.graders.cider import CiderD
+from fovea.environments.graders.vqa_choices import options_of, true_letter
+from fovea.environments.shapes import environment as shapes
+from fovea.errors import BadRowError, DataError
+
+Row: TypeAlias = Mapping[str, object]
+Grader: TypeAlias = Callable[[str, Row, str], Grade]
+
+
+def grader_of(name: Gradable, rows: Iterable[Row]) -> Grader:
+    """The grader of an environment; only that of captions looks at `rows`, for how rare words are."""
+    if name == "caption":
+        return partial(_caption, CiderD(islice(_reference_sets(rows), IDF_ROWS)))
+    return _GRADERS[name]
+
+
+def _geo3k(prediction: str, row: Row, where: str) -> Grade:
+    return geo3k.grade(prediction, plain_answer(_truth(row, where), where))
+
+
+def _shapes(prediction: str, row: Row, where: str) -> Grade:
+    return shapes.grade(prediction, plain_answer(_truth(row, where), where))
+
+
+def _vqa(prediction: str, row: Row, where: str) -> Grade:
+    """`options` of a row are those of multiple choice."""
+    truth = _truth(row, where)
+    if row.get("options") is None:
+        return vqa.grade(prediction, vqa.answers_of(_as_list(truth), where))
+    options = options_of(row["options"], where)
+    return vqa.grade(prediction, true_letter(plain_answer(truth, where), options, where), options=options)
+
+
+def _caption(cider: CiderD, prediction: str, row: Row, where: str) -> Grade:
+    return caption.grade(prediction, captions_of(_truth(row, where), where), cider=cider)
+
+
+def _geospot(prediction: str, row: Row, where: str) -> Grade:
+    truth = _truth(row, where)
+    if not isinstance(truth, Mapping):
+        problem = f"truth is of type {type(truth).__name__}, not an object with any of country, region, city, lat, lon"
+        raise bad_row(where, problem, "answer_kind")
+    try:
+        place = geospot.place_of(truth, where=where)
+    except DataError as error:
+        raise BadRowError(str(error), "place") from error
+    if not place.known:
+        raise bad_row(where, "truth has none of country, region, city, lat, lon", "answer_missing")
+    return geospot.grade(prediction, truth)
+
+
+_GRADERS: Mapping[Gradable, Grader] = {"geo3k": _geo3k, "vqa": _vqa, "geospot": _geospot, "shapes": _shapes}
+
+
+def _truth(row: Row, where: str) -> object:
+    truth = row.get("truth")
+    if truth is None or truth == []:
+        raise bad_row(where, "truth is missing, so nothing can be right", "answer_missing")
+    return truth
+
+
+def _as_list(truth: object) -> Sequence[object]:
+    return truth if isinstance(truth, list) else [truth]
+
+
+def _reference_sets(rows: Iterable[Row]) -> Iterator[list[str]]:
+    """Of rows whose truth is a caption or several; the others are counted when they are graded."""
+    for row in rows:
+        try:
+            yield captions_of(_truth(row, "row"), "row")
+        except DataError:
+            continue

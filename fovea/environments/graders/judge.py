@@ -1,0 +1,161 @@
+"""A model as judge: one call of a chat endpoint per completion, bounded in number, time and size.
+
+A call that fails is tried again and then raises; it is never a score of 0. The score is read off the reply
+strictly: one line `Score: N`, the last one, within range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import re
+import threading
+from collections.abc import Sequence
+
+import httpx2
+from PIL.Image import Image
+
+from fovea.config.run import Judge
+from fovea.errors import ConfigError, ScoreError, UnscoredError
+
+MAX_REPLY_BYTES = 1 << 20
+FIRST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 30.0
+_TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
+_WRONG_SETTING = {401, 403, 404}
+_SLOT = re.compile(r"\{(question|answer|references)\}")
+_SCORE = re.compile(
+    r"^[\s*_#>-]*score[\s*_]*:[\s*_]*(\d{1,6}(?:\.\d{1,6})?)(?:\s*/\s*(\d{1,6}))?[\s*_.]*$", re.IGNORECASE
+)
+
+
+class _FailedTryError(Exception):
+    """One call that may succeed when it is made again."""
+
+
+class JudgeClient:
+    """Asks the judge of `environment.judge`. Safe to call from many threads: the calls share one event loop."""
+
+    def __init__(self, settings: Judge) -> None:
+        self._settings = settings
+        headers = _headers(settings.api_key_env)
+        self._client = httpx2.AsyncClient(headers=headers, timeout=None, follow_redirects=False)
+        self._slots = asyncio.Semaphore(settings.max_concurrency)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="judge", daemon=True).start()
+
+    def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
+        """0..1. ScoreError (UnscoredError by `on_failure`) when no try gives a score; blocks until then."""
+        body = self._body(images, question, answer, references)
+        return asyncio.run_coroutine_threadsafe(self._ask(body), self._loop).result()
+
+    def _body(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> bytes:
+        settings = self._settings
+        texts = {"question": question, "answer": answer, "references": "\n".join(references)}
+        text = _SLOT.sub(lambda slot: _untagged(texts[slot[1]]), settings.prompt)
+        parts: list[dict[str, object]] = [_image_part(image, settings.max_image_side_px) for image in images]
+        message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+        body = {"model": settings.model, "messages": [message], "max_tokens": settings.max_new_tokens, "temperature": 0}
+        return json.dumps(body).encode("utf-8", "replace")
+
+    async def _ask(self, body: bytes) -> float:
+        settings, reason = self._settings, ""
+        for num_failed in range(settings.max_retries + 1):
+            try:
+                async with self._slots, asyncio.timeout(settings.timeout_seconds):
+                    reply = await self._call(body)
+                return parsed_score(reply, settings.max_score) / settings.max_score
+            except TimeoutError:
+                reason = f"no reply within environment.judge.timeout_seconds={settings.timeout_seconds:g}"
+            except (_FailedTryError, httpx2.HTTPError) as error:
+                reason = f"{type(error).__name__}: {error}" if isinstance(error, httpx2.HTTPError) else str(error)
+            if num_failed < settings.max_retries:
+                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2**num_failed, MAX_PAUSE_SECONDS))
+        raise self._failure(f"{settings.max_retries + 1} tries, the last one: {reason}")
+
+    def _failure(self, reason: str) -> ScoreError:
+        kind, fix = ScoreError, "see to the server, or set environment.judge.on_failure=drop"
+        if self._settings.on_failure == "drop":
+            kind, fix = UnscoredError, "its group is left out (groups/unscored)"
+        return kind(f"the judge at {self._settings.url} gave no score: {reason}; {fix}")
+
+    async def _call(self, body: bytes) -> str:
+        url = self._settings.url.rstrip("/") + "/chat/completions"
+        async with self._client.stream("POST", url, content=body) as response:
+            content = await _bounded(response)
+        if response.status_code in _WRONG_SETTING:
+            raise ConfigError(
+                f"environment.judge: {url} answers {response.status_code} ({_shown(content)}); correct url, model or "
+                "api_key_env"
+            )
+        if response.status_code in _TRY_AGAIN:
+            raise _FailedTryError(f"status {response.status_code} ({_shown(content)})")
+        if response.status_code != httpx2.codes.OK:
+            raise self._failure(f"status {response.status_code} ({_shown(content)})")
+        return _text_of(content)
+
+
+def parsed_score(reply: str, max_score: float) -> float:
+    """The number of the one line `Score: N`, which is the last; any other reply is a failed try."""
+    lines = [line for line in reply.splitlines() if line.strip()]
+    scores = [match for match in map(_SCORE.match, lines) if match]
+    if len(scores) != 1 or not _SCORE.match(lines[-1]):
+        raise _FailedTryError(f"the reply does not end with its only line 'Score: N' ({_shown(reply.encode())})")
+    score, out_of = float(scores[0][1]), scores[0][2]
+    if score > max_score or (out_of is not None and float(out_of) != max_score):
+        raise _FailedTryError(f"the reply's {scores[0][0].strip()[:40]!r} is not within 0 to {max_score:g}")
+    return score
+
+
+def _headers(api_key_env: str | None) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    if api_key_env is not None:
+        key = os.environ.get(api_key_env, "").strip()
+        if not key:
+            raise ConfigError(
+                f"environment.judge.api_key_env={api_key_env}, but there is no such environment variable; export it, "
+                "or unset the setting"
+            )
+        headers["authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _untagged(text: str) -> str:
+    """What a policy wrote must not end the tags that it stands in."""
+    return text.replace("</", "< /")
+
+
+def _image_part(image: Image, max_side_px: int) -> dict[str, object]:
+    small = image.copy()
+    small.thumbnail((max_side_px, max_side_px))
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode("ascii")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+async def _bounded(response: httpx2.Response) -> bytes:
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_REPLY_BYTES:
+            raise _FailedTryError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+    return bytes(content)
+
+
+def _text_of(content: bytes) -> str:
+    try:
+        text = json.loads(content)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise _FailedTryError(f"the reply is no chat completion ({_shown(content)})")
+    return text
+
+
+def _shown(content: bytes) -> str:
+    """The start of what a server sent, on one line."""
+    return repr(content[:120].decode("utf-8", "replace"))

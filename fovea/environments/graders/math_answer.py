@@ -1,0 +1,189 @@
+r"""Is this the right answer? The boxed answer of a text, and equality as mathematics.
+
+Two answers are equal when they read the same after normalisation (`spelling.py`), or when both are formulas
+(`formulas.py`) of equal value. What is no formula is a text (`\angle 1 \cong \angle 4`), and a text
+never equals a number. Every input ends in True or False, within milliseconds: no computer algebra system sees a
+model's text, so there is nothing to interrupt, on whatever thread and in however many workers.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fovea.environments.graders.math_formula import formula_value, is_close
+from fovea.environments.graders.math_normalize import normalised, without_unit
+
+# Longer answers are compared as they stand; the longest true answer of Geometry3K has 41 characters.
+_MAX_CHARS = 400
+
+_BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` whose braces close holds; None where there is none. Linear time."""
+    starts: list[int | None] = []
+    found: slice | None = None
+    for match in _BOX_OR_BRACE.finditer(text):
+        token = match.group()
+        if token.startswith(r"\boxed"):
+            starts.append(match.end())
+        elif token == "{":
+            starts.append(None)
+        elif token == "}" and starts:
+            start = starts.pop()
+            found = found if start is None else slice(start, match.start())
+    return None if found is None else text[found]
+
+
+def same_answer(given: str, truth: str) -> bool:
+    """Whether two answers, without their boxes, are equal as mathematics or as texts."""
+    if max(len(given), len(truth)) > _MAX_CHARS:
+        return given.strip() == truth.strip() != ""
+    given, truth = normalised(given), normalised(truth)
+    return any(_same(one, other) for one in _readings(given) for other in _readings(truth))
+
+
+def _same(given: str, truth: str) -> bool:
+    return _same_side(given, truth) or _same_relation(given, truth) or _same_list(given, truth)
+
+
+def _same_side(given: str, truth: str) -> bool:
+    if given == truth:
+        return given != ""
+    values = formula_value(given), formula_value(truth)
+    if values == (None, None):
+        return _as_text(given) == _as_text(truth) != ""
+    return _equal(*values)
+
+
+def _equal(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and is_close(one, other)
+
+
+def _as_text(answer: str) -> str:
+    """Spaces do not tell texts apart; capitals do where they are names, as in `AB`, not in a sentence."""
+    squeezed = answer.replace(" ", "")
+    return squeezed.casefold() if re.search(r"(?<!\\)\b[A-Za-z]{4}", answer) else squeezed
+
+
+# What an answer says besides its value: a name, the way there, a rounded value behind it.
+
+_NAME_COMMAND = (
+    r"\\(?:angle|triangle|overline|overset|stackrel|overarc|widehat|frown|arc|sin|cos|tan|theta|alpha|beta|gamma"
+    r"|phi)(?![A-Za-z])"
+)
+_NAME = re.compile(rf"\|?(?:[A-Za-z]|{_NAME_COMMAND})(?:[A-Za-z0-9_'(){{}} ]|{_NAME_COMMAND})*\|?:?")
+_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
+_APPROX = re.compile(r"\\approx(?![A-Za-z])")
+_DECIMAL = re.compile(r"-?\d*\.?(\d*)", re.ASCII)
+_COLON_NAME = re.compile(r"^([A-Za-z]) ?: ?(?=[-\d\\])")
+
+
+def _readings(answer: str) -> list[str]:
+    r"""`3 \sqrt{5} \approx 6.71` says both; `x \approx 12` says 12."""
+    parts = _APPROX.split(answer)
+    if len(parts) == 2 and not parts[0].strip():
+        return [_without_name(parts[1])]
+    exact, rounded = (_without_name(parts[0]), without_unit(parts[-1]))
+    if len(parts) == 2 and _rounds_to(exact, rounded):
+        return [exact, rounded]
+    answer = _APPROX.sub("=", answer)
+    bare = _without_name(answer)
+    return [bare] if bare == answer else [bare, answer]
+
+
+def _rounds_to(exact: str, rounded: str) -> bool:
+    """Only from a form that is no decimal itself: `12.4 = 12` would be two guesses."""
+    digits, values = _DECIMAL.fullmatch(rounded), (formula_value(exact), formula_value(rounded))
+    if digits is None or _DECIMAL.fullmatch(exact) or values[0] is None or values[1] is None:
+        return False
+    return abs(values[0] - values[1]) <= 0.501 * 10.0 ** -len(digits[1])
+
+
+def _without_name(answer: str) -> str:
+    r"""`AB = \frac{24}{2} = 12` is 12: names go, and so do formulas that do equal the last one."""
+    first, *rest = [part.strip() for part in _EQUALS.split(_COLON_NAME.sub(r"\1 = ", answer))]
+    if not rest:
+        return first
+    *between, last = rest
+    value = formula_value(without_unit(last))
+    is_named = _NAME.fullmatch(first) is not None
+    if not between and _NAME.fullmatch(last) and _is_plain(first):
+        return without_unit(first)
+    if value is None or not (is_named or _equal(formula_value(first), value)):
+        return answer
+    steps = [formula_value(part) for part in between]
+    # a named quantity may be written out in letters on the way: `C = 2 \pi r = 13 \pi`
+    if all(_equal(step, value) or (is_named and _has_letter(part)) for part, step in zip(between, steps, strict=True)):
+        return without_unit(last)
+    return answer
+
+
+def _is_plain(part: str) -> bool:
+    """A formula without letters: the value in `12 = x`."""
+    return formula_value(without_unit(part)) is not None and not _has_letter(without_unit(part))
+
+
+def _has_letter(part: str) -> bool:
+    return re.search(r"(?<![A-Za-z\\])[A-Za-z]", part) is not None
+
+
+# Relations: `b + a = 90` is `a + b = 90`, `60 > x` is `x < 60`.
+
+_SWAPPED = {
+    "=": "=",
+    r"\cong": r"\cong",
+    r"\sim": r"\sim",
+    "<": ">",
+    ">": "<",
+    r"\le": r"\ge",
+    r"\ge": r"\le",
+}
+"""What each relation reads when its sides are swapped."""
+_RELATION = re.compile(r"(=|<|>|\\(?:cong|sim|le|ge)(?![A-Za-z]))")
+
+
+def _same_relation(given: str, truth: str) -> bool:
+    """Only one relation between two sides."""
+    given_parts, truth_parts = _RELATION.split(given), _RELATION.split(truth)
+    if len(given_parts) != 3 or len(truth_parts) != 3:
+        return False
+    left, relation, right = given_parts
+    truth_left, truth_relation, truth_right = truth_parts
+    if relation == truth_relation and _same_sides((left, right), (truth_left, truth_right)):
+        return True
+    return _SWAPPED[relation] == truth_relation and _same_sides((right, left), (truth_left, truth_right))
+
+
+def _same_sides(given: tuple[str, str], truth: tuple[str, str]) -> bool:
+    """Side by side, or after terms have changed sides: `a = 90 - b`."""
+    if _same_side(given[0], truth[0]) and _same_side(given[1], truth[1]):
+        return True
+    return _equal(_difference(given), _difference(truth))
+
+
+def _difference(sides: tuple[str, str]) -> float | None:
+    left, right = formula_value(without_unit(sides[0])), formula_value(without_unit(sides[1]))
+    return None if left is None or right is None else left - right
+
+
+# Lists: `\angle 6 and \angle 2` is `\angle 2 and \angle 6`.
+
+_AND = re.compile(r" ?(?:, ?and |,| and |\\?&) ?")
+_ANGLES = re.compile(r"^(?:angles? |\\angle )", re.IGNORECASE)
+
+
+def _same_list(given: str, truth: str) -> bool:
+    """Two lists of names, in any order; numbers and bracketed lists have one."""
+    items, truth_items = _items(given), _items(truth)
+    return items is not None and items == truth_items
+
+
+def _items(answer: str) -> tuple[bool, list[str]] | None:
+    """Whether these are angles, and their names."""
+    are_angles = _ANGLES.match(answer) is not None
+    items = sorted(_as_text(_ANGLES.sub("", item.strip())) for item in _AND.split(answer))
+    is_list = len(items) > 1 and all(items) and not re.search(r"[()\[\]{}]", answer)
+    if not is_list or not (are_angles or all(re.fullmatch("[A-Z]{1,3}", item) for item in items)):
+        return None
+    return are_angles, items

@@ -1,0 +1,59 @@
+"""Multiple choice: options under letters, and which one an answer picks."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+
+from fovea.environments.dataset_prompts import bad_row
+from fovea.environments.graders.vqa_answer import spelled
+
+LETTERS = string.ascii_uppercase
+_LETTER = r"(?:\(([A-Za-z])\)|\b([A-Za-z])(?=$|[.):,]|\s+(?:because|since)\b))"
+_PICK = re.compile(rf"^(?:the )?(?:correct )?(?:option |choice )?{_LETTER}[.):,]*\s*(.*)$", re.IGNORECASE | re.DOTALL)
+_OTHER = re.compile(r"^(?:or|and|,)?\s*\(?([A-Z])\)?(?:$|[.):,\s])")
+
+
+def options_of(cell: object, where: str) -> tuple[str, ...]:
+    """The texts of a row's options, in the order of their letters; BadRowError unless there are 2 to 26."""
+    texts = list(cell.values()) if isinstance(cell, Mapping) else cell
+    if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= len(LETTERS):
+        raise bad_row(where, f"the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts", "options")
+    return tuple(str(text).strip() for text in texts)
+
+
+def listed_options(options: Sequence[str]) -> str:
+    """One line per option, under its letter."""
+    return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+
+
+def true_letter(answer: str, options: Sequence[str], where: str) -> str:
+    """The letter of the true answer, which a row gives as the option's text, its letter, or its place from 0."""
+    for place, option in enumerate(options):
+        if option == answer:
+            return LETTERS[place]
+    letter = answer.strip("(). ").upper()
+    if len(letter) == 1 and letter in LETTERS[: len(options)]:
+        return letter
+    if answer.isascii() and answer.isdigit() and int(answer) < len(options):
+        return LETTERS[int(answer)]
+    problem = f"the answer {answer[:60]!r} is none of the {len(options)} options, nor a letter or place of one"
+    raise bad_row(where, problem, "answer_no_option")
+
+
+def picked_letter(answer: str, options: Sequence[str] = ()) -> str | None:
+    """The letter that a found answer picks; None where it picks none, several, or a letter with another's text."""
+    answer = answer.strip().strip("*`\"'").strip()
+    pick = _PICK.match(answer)
+    if pick is None:
+        texts = [spelled(option) for option in options]
+        places = [place for place, text in enumerate(texts) if text and text == spelled(answer)]
+        return LETTERS[places[0]] if len(places) == 1 else None
+    letter, rest = (pick[1] or pick[2]).upper(), pick[3]
+    if _OTHER.match(rest) or (options and letter not in LETTERS[: len(options)]):
+        return None
+    contradicts = any(
+        spelled(rest) == spelled(option) and place != LETTERS.index(letter) for place, option in enumerate(options)
+    )
+    return None if contradicts else letter

@@ -1,0 +1,164 @@
+"""Rows in their order, as prompts: rendered when first used, kept while memory allows, bad rows counted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from fovea.data.bad_rows import BadRows
+from fovea.data.order import Order, Place, place_of
+from fovea.environments.base import Environment
+from fovea.errors import BadRowError, DataError
+from fovea.types import Message, Prompt, Task
+
+MAX_BAD_IN_A_ROW = 1000
+Made = TypeVar("Made")
+
+
+class RendersPrompts(Protocol):
+    """`models.render.Renderer`, or a stand-in."""
+
+    def prompt(self, messages: Sequence[Message], where: str = ...) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptedTask:
+    """A row and what the model reads of it."""
+
+    task: Task
+    prompt: Prompt
+
+
+class PromptSource:
+    """Prompts of one split."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        environment: Environment,
+        renderer: RendersPrompts,
+        *,
+        max_prompt_tokens: int,
+        on_bad_row: Literal["error", "skip"],
+        cache_gib: float,
+        bad_rows: BadRows | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self._environment = environment
+        self._renderer = renderer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._on_bad_row = on_bad_row
+        self._cache = _PromptCache(int(cache_gib * 2**30))
+        self._listed = BadRows() if bad_rows is None else bad_rows
+        self.bad_rows: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def take(self, order: Order, n: int) -> list[PromptedTask]:
+        """The next n usable rows of an order."""
+        taken: list[PromptedTask] = []
+        bad_in_a_row = 0
+        while len(taken) < n:
+            for index in order.take(n - len(taken)):
+                prompted = self.get(index)
+                bad_in_a_row = 0 if prompted else bad_in_a_row + 1
+                taken += [prompted] if prompted else []
+            if bad_in_a_row > MAX_BAD_IN_A_ROW:
+                last = next(reversed(self.bad_rows.values()), "one that was bad before")
+                raise DataError(
+                    f"{bad_in_a_row} bad rows in a row, the last one: {last}; "
+                    "set data.on_bad_row=error to stop at the first"
+                )
+        return taken
+
+    def get(self, index: int) -> PromptedTask | None:
+        """One row; None when it is bad and data.on_bad_row is skip."""
+        cached = self._cache.get(index)
+        if cached is None:
+            cached = self.read(index, lambda: self.render(self.tasks[index], where=self._where(index)))
+            if cached is not None:
+                self._cache.put(index, cached)
+        return cached
+
+    def read(self, index: int, make: Callable[[], Made]) -> Made | None:
+        """What `make` makes of a row; None, noted, when the row is bad and data.on_bad_row is skip."""
+        if index in self.bad_rows:
+            return None
+        place = place_of(self.tasks, index)
+        if place and place.key in self._listed:  # found by another split, or before a resume
+            return None
+        try:
+            return make()
+        except DataError as error:
+            if self._on_bad_row == "error":
+                raise
+            self.bad_rows[index] = str(error)
+            self._listed.add(place or _place_of_error(str(error)), error)
+            return None
+
+    def with_tasks(self, tasks: Sequence[Task]) -> PromptSource:
+        """Other tasks under the same rules, without a memory of their prompts."""
+        return PromptSource(
+            tasks,
+            self._environment,
+            self._renderer,
+            max_prompt_tokens=self._max_prompt_tokens,
+            on_bad_row=self._on_bad_row,
+            cache_gib=0.0,
+            bad_rows=self._listed,
+        )
+
+    def render(
+        self, task: Task, messages: Sequence[Message] | None = None, *, where: str | None = None
+    ) -> PromptedTask:
+        """A task under the rules of this source, asked in its environment's words or in these; DataError when bad.
+
+        Nothing is remembered of it, neither the prompt nor that it was bad. `where` is what an error calls it.
+        """
+        where = where or task.id
+        asked = self._environment.prompt(task) if messages is None else messages
+        prompt = self._renderer.prompt(asked, where=where)
+        if prompt.num_tokens > self._max_prompt_tokens:
+            raise BadRowError(
+                f"{where}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="
+                f"{self._max_prompt_tokens}; raise that, lower model.max_pixels, or set data.on_bad_row=skip",
+                "prompt_too_long",
+            )
+        return PromptedTask(task=task, prompt=prompt)
+
+    def _where(self, index: int) -> str | None:
+        place = place_of(self.tasks, index)
+        return place.where if place else None
+
+
+def _place_of_error(message: str) -> Place:
+    """For rows that stand in no file: an error begins with what it calls the row."""
+    return Place(message, message.partition(":")[0])
+
+
+class _PromptCache:
+    """Prompts by row, bounded by the bytes of their pixels; the least recently used leave first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._prompts: OrderedDict[int, PromptedTask] = OrderedDict()
+
+    def get(self, index: int) -> PromptedTask | None:
+        if index in self._prompts:
+            self._prompts.move_to_end(index)
+        return self._prompts.get(index)
+
+    def put(self, index: int, prompted: PromptedTask) -> None:
+        self._prompts[index] = prompted
+        self._bytes += _num_bytes(prompted)
+        while self._bytes > self._max_bytes:
+            self._bytes -= _num_bytes(self._prompts.popitem(last=False)[1])
+
+
+def _num_bytes(prompted: PromptedTask) -> int:
+    prompt = prompted.prompt
+    return 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.pixels_NC.nbytes for image in prompt.images)

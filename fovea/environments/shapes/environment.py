@@ -1,0 +1,152 @@
+"""Questions about rendered scenes: how many, what colour, which shape, is there one; two scenes; scenes in words.
+
+Rows are made when asked for, from (seed, split, index) alone. The hash of its pixels, or of its text where there is no
+image, says to which split a row may belong, so no image and no text is in two of them, and neither is any image of a
+pair. Dev and test do not depend on the seed: every run has the same. Kinds, levels and answers take turns, so that
+every prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fovea.config.run import ShapesEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Split
+from fovea.environments.graders.base import Grade, shown
+from fovea.environments.graders.math_answer import last_boxed
+from fovea.environments.shapes.questions import KINDS, Scene, SceneKind, comparison, in_words, scene
+from fovea.environments.shapes.scenes import Thing, draw, with_noise
+from fovea.types import ImageRef, Message, Score, Task, Turn
+
+Kind: TypeAlias = SceneKind | Literal["comparison", "text"]
+
+_STREAMS: dict[Split, int] = {"train": 0, "dev": 1, "test": 2}
+_HELD_OUT_SEED = 2024
+_BOX = re.compile(r"\\boxed\{[^{}]*\}")
+
+
+class Slot(NamedTuple):
+    """What row i is, known without making it."""
+
+    kind: Kind
+    scene_kind: SceneKind
+    """What is asked of one scene, seen or told."""
+    level: int
+    turn: int
+    """Counts the rows of this kind, scene kind and level: whose answer's turn it is."""
+
+
+class Shapes:
+    """The environment `shapes`; see `config.ShapesEnvironment`."""
+
+    def __init__(self, config: ShapesEnvironment, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._levels = config.levels or (config.level,)
+        # exact, as they are written: 0.1 is a tenth
+        self._text_share = Fraction(str(config.text_share))
+        self._comparison_share = Fraction(str(config.comparison_share))
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        sizes = {
+            "train": self._config.train_size,
+            "dev": self._config.dev_size,
+            "test": self._config.test_size,
+        }
+        return LazyTasks(
+            lambda index: self._task(split, index),
+            range(sizes[split]),
+            kind_of=lambda index: self._slot(index).kind,
+            level_of=(lambda index: str(self._slot(index).level)) if self._config.levels else None,
+        )
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return (Message(role="user", parts=(*task.images, task.question)),)
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        graded = grade(turns[-1].text, task.answer)
+        return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
+
+    def target(self, task: Task) -> str:
+        return _boxed(task.answer)
+
+    def _slot(self, index: int) -> Slot:
+        """Text rows and comparisons stand evenly between those with one image."""
+        texts, is_text = _spread(index, self._text_share)
+        if is_text:
+            return self._scene_slot("text", texts)
+        others = index - texts
+        comparisons, is_comparison = _spread(others, self._comparison_share / (1 - self._text_share))
+        if is_comparison:
+            turn, level = divmod(comparisons, len(self._levels))
+            return Slot("comparison", KINDS[0], self._levels[level], turn)
+        return self._scene_slot(None, others - comparisons)
+
+    def _scene_slot(self, kind: Literal["text"] | None, place: int) -> Slot:
+        turn, scene_kind = divmod(place, len(KINDS))
+        turn, level = divmod(turn, len(self._levels))
+        return Slot(kind or KINDS[scene_kind], KINDS[scene_kind], self._levels[level], turn)
+
+    def _task(self, split: Split, index: int) -> Task:
+        seed = self._seed if split == "train" else _HELD_OUT_SEED
+        rng = np.random.default_rng([seed, _STREAMS[split], index])
+        slot, task_id = self._slot(index), f"{split}/{index}"
+        if slot.kind == "comparison":
+            pair = comparison(slot.turn, slot.level, rng)
+            images = tuple(
+                self._image(things, slot.level, split, rng, where=f"shapes {task_id}, image {number}")
+                for number, things in enumerate(pair.pictures, start=1)
+            )
+            return Task(id=task_id, question=pair.question, answer=pair.answer, images=images, kind=slot.kind)
+        seen = scene(slot.scene_kind, slot.turn, slot.level, rng)
+        if slot.kind == "text":
+            return Task(id=task_id, question=_told(seen, split, rng), answer=seen.answer, kind=slot.kind)
+        image = self._image(seen.things, slot.level, split, rng, where=f"shapes {task_id}")
+        return Task(id=task_id, question=seen.question, answer=seen.answer, images=(image,), kind=slot.kind)
+
+    def _image(
+        self, things: Sequence[Thing], level: int, split: Split, rng: np.random.Generator, *, where: str
+    ) -> ImageRef:
+        canvas_YXC = draw(things, self._config.image_side_px, rng, free=level == 3)
+        pixels_YXC = with_noise(canvas_YXC, rng)
+        while _split_of(pixels_YXC.tobytes()) != split:
+            pixels_YXC = with_noise(canvas_YXC, rng)
+        return ImageRef(source=pixels_YXC, where=where)
+
+
+def grade(prediction: str, truth: str) -> Grade:
+    """Right is the boxed answer and nothing beside it: whatever else earned reward would become the policy's format."""
+    text, boxed = prediction.strip(), last_boxed(prediction)
+    is_right = text == _boxed(truth)
+    parts = {"answer": float(boxed == truth), "format": float(_BOX.fullmatch(text) is not None)}
+    reason = f"{shown(text)} {'is' if is_right else 'is not'} {shown(_boxed(truth))}"
+    return Grade(score=float(is_right), parts=parts, reason=reason)
+
+
+def _boxed(answer: str) -> str:
+    return rf"\boxed{{{answer}}}"
+
+
+def _told(seen: Scene, split: Split, rng: np.random.Generator) -> str:
+    question = in_words(seen, rng)
+    while _split_of(question.encode()) != split:
+        question = in_words(seen, rng)
+    return question
+
+
+def _spread(index: int, share: Fraction) -> tuple[int, bool]:
+    """How many of the first `index` rows are of a share that is spread evenly, and whether row `index` is."""
+    before = index * share.numerator // share.denominator
+    return before, (index + 1) * share.numerator // share.denominator > before
+
+
+def _split_of(content: bytes) -> Split:
+    bucket = hashlib.md5(content, usedforsecurity=False).digest()[0] % 10
+    return "test" if bucket == 0 else "dev" if bucket == 1 else "train"

@@ -1,0 +1,123 @@
+"""Whether an exported folder, loaded again, is the model of its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image, fromarray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fovea.build.targets import OpenedModel
+from fovea.config.run import Model
+from fovea.errors import ModelError
+from fovea.models.load import DTYPES
+from fovea.models.loaded import IMAGE_PAD, ModelParts, stop_token_ids, token_id
+from fovea.models.render import Renderer
+from fovea.models.trainable import merged_weights
+from fovea.train.packing import pack_row
+from fovea.types import ImageRef, Message, Prompt
+
+MAX_LOGPROB_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Of one token. Another order of sums moves a log-prob of float32 by 1e-5, of bfloat16 by some 0.05; a weight in the
+wrong place, or an image read otherwise, moves it by whole units."""
+PROBE_QUESTION = "What is in this picture, and how many of them are there?"
+PROBE_ANSWER = "Two red circles and a square: \\boxed{3}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A prompt with a picture and an answer to it, by which two models are compared."""
+
+    prompt: Prompt
+    token_ids_T: NDArray[np.int64]
+
+
+def make_probe(parts: ModelParts, settings: Model) -> Probe:
+    """Noise of a fixed seed, of a size that the image processor has to change."""
+    side = 3 * parts.image_processor.patch_size * parts.image_processor.merge_size
+    noise = np.random.default_rng(0).integers(0, 256, (side + 3, 2 * side - 5, 3), dtype=np.uint8)
+    renderer = Renderer(parts, _from_array, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
+    message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
+    return Probe(
+        prompt=renderer.prompt([message], where="the probe"),
+        token_ids_T=np.asarray(renderer.target(PROBE_ANSWER), dtype=np.int64),
+    )
+
+
+def _from_array(ref: ImageRef) -> Image:
+    assert isinstance(ref.source, np.ndarray), "the probe's picture is an array"
+    return fromarray(ref.source)
+
+
+@torch.no_grad()
+def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
+    """Log-probs [T] as the trainer computes them."""
+    device = next(model.vlm.parameters()).device
+    row = pack_row([probe.prompt], [[probe.token_ids_T]], device)
+    return model.vlm(row, temperature=1.0, chunk_tokens=row.num_actions).logprobs_A.cpu()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def plain_logprobs(parts: ModelParts, probe: Probe, device: torch.device) -> Tensor:
+    """Log-probs [T] by the network's own forward, positions and masks left to it."""
+    ids = torch.from_numpy(np.concatenate([probe.prompt.token_ids_L, probe.token_ids_T]))[None].to(device)
+    network: Any = parts.network.to(device)  # type: ignore[arg-type]
+    logits = network(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == token_id(parts.tokenizer, IMAGE_PAD)).int(),
+        pixel_values=torch.from_numpy(np.concatenate([image.pixels_NC for image in probe.prompt.images])).to(device),
+        image_grid_thw=torch.tensor([image.grid_thw for image in probe.prompt.images], device=device),
+        use_cache=False,
+    ).logits[0]
+    logprobs = logits[probe.prompt.num_tokens - 1 : -1].float().log_softmax(-1)
+    found: Tensor = logprobs.gather(1, ids[0, probe.prompt.num_tokens :, None])[:, 0]
+    return found.cpu()
+
+
+def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: bool) -> float:
+    """The largest difference of a log-prob; ModelError that says what of a reloaded folder is not as in the checkpoint.
+
+    `merged`: the folder holds every weight, and each must be equal to the last bit.
+    """
+    different = None
+    if merged:
+        different = _different_weights(model.vlm.network, reloaded.network) or _different_prompt(probe, reloaded)
+    if different is None and stop_token_ids(model.parts) != stop_token_ids(reloaded):
+        different = f"its end tokens are {stop_token_ids(reloaded)}, not {stop_token_ids(model.parts)}"
+    difference = 0.0
+    if different is None:
+        device = next(model.vlm.parameters()).device
+        difference = float((our_logprobs(model, probe) - plain_logprobs(reloaded, probe, device)).abs().max())
+        if not difference <= MAX_LOGPROB_DIFFERENCE[DTYPES[model.config.model.dtype]]:
+            different = f"a log-prob of the probe is off by {difference:.3g}"
+    if different is not None:
+        raise ModelError(
+            f"the exported model, loaded again, is not that of the checkpoint: {different}; nothing was written. This "
+            "is a bug: please report it with the run's config.yaml"
+        )
+    return difference
+
+
+def _different_weights(network: PreTrainedModel, reloaded: PreTrainedModel) -> str | None:
+    wanted, found = dict(merged_weights(network)), dict(reloaded.named_parameters())
+    if wanted.keys() != found.keys():
+        return f"its weights have other names, first {min(wanted.keys() ^ found.keys())}"
+    first = next((name for name in wanted if not torch.equal(wanted[name].cpu(), found[name].cpu())), None)
+    return None if first is None else f"the weight {first} has other values"
+
+
+def _different_prompt(probe: Probe, reloaded: ModelParts) -> str | None:
+    again = make_probe(reloaded, Model(path=reloaded.name))
+    pairs: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {
+        "tokens of a prompt": (probe.prompt.token_ids_L, again.prompt.token_ids_L),
+        "tokens of an answer": (probe.token_ids_T, again.token_ids_T),
+        "pixels of an image": (probe.prompt.images[0].pixels_NC, again.prompt.images[0].pixels_NC),
+    }
+    different = next((name for name, pair in pairs.items() if not np.array_equal(*pair)), None)
+    return None if different is None else f"the {different} are others"

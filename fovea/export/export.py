@@ -1,0 +1,231 @@
+"""`fovea export`: a step of a run as a Hugging Face folder that plain transformers (or peft) loads.
+
+The folder is written beside, loaded again and compared with the checkpoint; only then does it get its name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from fovea.build.targets import RECIPE_FILE, CheckpointTarget, OpenedModel, find_checkpoint, open_checkpoint
+from fovea.config.loading import dump_config
+from fovea.config.run import Model
+from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
+from fovea.export.check import check, make_probe
+from fovea.export.model_card import REPOSITORY_ID, Card, model_card
+from fovea.models.load import load_pretrained
+from fovea.models.loaded import ModelParts, config_of
+from fovea.models.render import pixel_limits
+from fovea.models.trainable import ADAPTER, lora_layers, merged_weights
+from fovea.report.summary import SUMMARY_FILE, read_summary
+from fovea.run.checkpoint import STATE
+
+CARD_FILE = "README.md"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
+_OF_IMAGES_AND_VIDEOS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written and how it was checked."""
+
+    folder: Path
+    adapter_only: bool
+    max_logprob_difference: float
+    """Largest difference between a log-prob of the checkpoint and of the folder loaded again, on a probe."""
+    left_out: tuple[str, ...]
+    """Files and tensors of the checkpoint that are no part of the model: those of a value function."""
+
+
+def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Sequence[str] = ()) -> Exported:
+    """Write the model of a run or checkpoint to `out`; ConfigError when that folder holds anything.
+
+    `overrides` change the run's settings: where the base model is now, on which device to work.
+    ModelError when the folder, loaded again, is not the model of the checkpoint: then nothing is left there.
+    """
+    _check_empty(out)
+    target = find_checkpoint(source)
+    model = open_checkpoint(target, overrides)
+    if adapter_only:
+        _check_adapter(model, target)
+    probe = make_probe(model.parts, model.config.model)
+    with _written_beside(out) as folder:
+        write = write_adapter if adapter_only else write_model
+        write(folder, model)
+        reload = reload_adapter if adapter_only else reload_model
+        difference = check(model, reload(folder, model), probe, merged=not adapter_only)
+        exported = Exported(
+            folder=out, adapter_only=adapter_only, max_logprob_difference=difference, left_out=model.left_out
+        )
+        (folder / RECIPE_FILE).write_text(dump_config(model.config), encoding="utf-8")
+        (folder / CARD_FILE).write_text(_card(target, model, exported), encoding="utf-8", errors="replace")
+    return exported
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload a folder to a hub repository, made private where it does not exist; returns its address."""
+    try:
+        api = HfApi()
+        url = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by fovea export")
+    except (OSError, ValueError) as error:  # all of huggingface_hub's errors are one of these
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"--push {repo}: {reason}; {folder} is complete: upload it by `hf upload {repo} {folder}`"
+        ) from error
+    return str(url)
+
+
+def check_repo(repo: str) -> None:
+    """ConfigError for a name that no hub would take, before any work is done."""
+    if not REPOSITORY_ID.fullmatch(repo):
+        raise ConfigError(f"--push {repo}: that is no name of a hub repository; give ORG/NAME")
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: it exists and is not an empty folder; give another one")
+
+
+def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
+    if model.config.model.lora is None:
+        raise ConfigError(
+            f"--adapter-only, but {target.name} trained no adapter (model.lora); leave --adapter-only out"
+        )
+    if model.config.model.tiny is not None:
+        raise ConfigError(
+            f"--adapter-only, but the model under the adapter of {target.name} was made on the spot (model.tiny) and "
+            "is in no folder; leave --adapter-only out"
+        )
+
+
+@contextmanager
+def _written_beside(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` if all goes well, and is gone if not."""
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_model(folder: Path, model: OpenedModel) -> None:
+    """Weights with adapters merged, config, tokenizer with the chat template, image processor."""
+    plain = plain_network(model.vlm.network)
+    plain.save_pretrained(folder)
+    parts, settings = model.parts, model.config.model
+    parts.tokenizer.chat_template = parts.chat_template
+    parts.tokenizer.save_pretrained(folder)
+    # images of the size that the model was trained on, whoever loads it
+    limits = pixel_limits(parts.image_processor.size, settings.min_pixels, settings.max_pixels)
+    own = {key: x for key, x in parts.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
+    type(parts.image_processor).from_dict(own | {"size": limits}).save_pretrained(folder)
+    _write_video_processor(folder, model, own)
+
+
+def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Mapping[str, Any]) -> None:
+    """That of the base folder, else the family's own with this model's patches.
+
+    Without one AutoProcessor makes a video processor of the image processor: of Qwen2-VL's class, whatever the model,
+    and with the pixels of one image as the limit of a whole video.
+    """
+    base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
+    if model.config.model.path is not None and base.is_file():
+        shutil.copyfile(base, folder / VIDEO_PROCESSOR_FILE)
+        return
+    kind = "Qwen3VLVideoProcessor" if config_of(model.vlm.network).model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    shared = {key: image_processor[key] for key in _OF_IMAGES_AND_VIDEOS}
+    written = json.dumps({"video_processor_type": kind, **shared}, indent=2)
+    (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
+
+
+def plain_network(network: PreTrainedModel) -> PreTrainedModel:
+    """transformers' own module around the merged weights, which are not copied where there is no adapter."""
+    # through a dict: that of the network names our attention, which no other program knows
+    config = type(config_of(network)).from_dict(config_of(network).to_dict())
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(network)(config)
+    loaded = plain.load_state_dict(dict(merged_weights(network)), strict=False, assign=True)
+    # a tied head comes with the embedding
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}, loaded
+    assert not loaded.unexpected_keys, loaded
+    plain.tie_weights()
+    plain.generation_config = network.generation_config
+    return plain
+
+
+def write_adapter(folder: Path, model: OpenedModel) -> None:
+    """The adapter in peft's format; tokenizer and image processor are those of its base."""
+    settings, layers = model.config.model, lora_layers(model.vlm.network)
+    assert settings.lora is not None, "the run has no adapter"
+    LoraConfig(
+        r=settings.lora.rank,
+        lora_alpha=settings.lora.alpha,
+        # by their full names: words alone would also match layers of the vision tower
+        target_modules=sorted(layers),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=settings.path,
+        revision=settings.revision,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    tensors = {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[ADAPTER].weight.detach().cpu().contiguous()
+        for name, layer in layers.items()
+        for part in ("lora_A", "lora_B")
+    }
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def reload_model(folder: Path, model: OpenedModel) -> ModelParts:
+    """As anybody would: by the Auto classes of transformers."""
+    return load_pretrained(Model(path=str(folder), dtype=model.config.model.dtype))
+
+
+def reload_adapter(folder: Path, model: OpenedModel) -> ModelParts:
+    """The base model anew, with the adapter put on by peft."""
+    base = load_pretrained(model.config.model)
+    adapted: Any = PeftModel.from_pretrained(base.network, str(folder))
+    return replace(base, network=adapted)
+
+
+def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> str:
+    summary = target.run / SUMMARY_FILE
+    return model_card(
+        Card(
+            name=exported.folder.name,
+            step=step_of(target),
+            config=model.config,
+            summary=read_summary(summary) if summary.is_file() else None,
+            adapter_only=exported.adapter_only,
+            model_class=type(model.vlm.network).__name__,
+            max_logprob_difference=exported.max_logprob_difference,
+            left_out=exported.left_out,
+        )
+    )
+
+
+def step_of(target: CheckpointTarget) -> int:
+    """RL steps that a checkpoint has taken."""
+    try:
+        return int(json.loads((target.folder / STATE).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{target.folder}: {broken_checkpoint(error)}") from error

@@ -1,0 +1,155 @@
+"""README.md of an exported folder: what the model is, how it was trained, how to load it.
+
+Names of question types and texts of settings may come from a data set: none of them may end a table or a code block.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from fovea import __version__
+from fovea.config.loading import dump_config
+from fovea.config.run import Config
+from fovea.evaluation.statistics import format_interval, wilson_interval
+from fovea.report.summary import SummaryJson
+
+REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What the card tells."""
+
+    name: str
+    step: int
+    config: Config
+    summary: SummaryJson | None
+    """Of a finished run."""
+    adapter_only: bool
+    model_class: str
+    max_logprob_difference: float
+    left_out: tuple[str, ...]
+
+
+def model_card(card: Card) -> str:
+    """Markdown with the front matter that the hub reads."""
+    blocks = [
+        _front_matter(card),
+        f"# {_plain(card.name)}",
+        _what_it_is(card),
+        _how_to_load(card),
+        _figures(card),
+        "## Recipe\n\nThe settings of the run, which are also in `recipe.yaml`:",
+        _fenced(dump_config(card.config), "yaml"),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _front_matter(card: Card) -> str:
+    tags = ["fovea", "reinforcement-learning", card.config.algorithm.name]
+    fields: dict[str, object] = {"library_name": "peft" if card.adapter_only else "transformers"}
+    fields |= {"pipeline_tag": "image-text-to-text", "tags": tags}
+    if (base := _hub_base(card.config)) is not None:
+        fields["base_model"] = base
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _hub_base(config: Config) -> str | None:
+    """The base model, if the hub knows it by this name."""
+    path = config.model.path
+    return path if path is not None and REPOSITORY_ID.fullmatch(path) and not Path(path).exists() else None
+
+
+def _what_it_is(card: Card) -> str:
+    config = card.config
+    lines = [
+        f"{'A LoRA adapter' if card.adapter_only else 'A vision-language model'} after {card.step} steps of "
+        f"{config.algorithm.name.upper()} on the environment `{config.environment.name}`, trained with Fovea "
+        f"{__version__}. It began as {_base(config)}.",
+    ]
+    if config.model.lora is not None and not card.adapter_only:
+        lines.append("It was trained as a LoRA adapter, which is merged into these weights.")
+    if card.left_out:
+        lines.append(
+            f"The checkpoint also holds a value function ({', '.join(card.left_out)}), which PPO needs and answers do "
+            "not: it is left out here."
+        )
+    lines.append(
+        "The folder was loaded again after it was written: log-probs of a probe with an image differ from those of the "
+        f"checkpoint by {card.max_logprob_difference:.1e} at most."
+    )
+    return " ".join(lines)
+
+
+def _base(config: Config) -> str:
+    model = config.model
+    if model.tiny is not None:
+        return f"a tiny {model.tiny.family} made from nothing"
+    return _plain(str(model.path)) + (f" at revision {_plain(model.revision)}" if model.revision else "")
+
+
+def _how_to_load(card: Card) -> str:
+    folder = json.dumps(card.name)  # a text of Python too, on one line
+    load = f'model = {card.model_class}.from_pretrained({folder}, dtype="auto")'
+    if card.adapter_only:
+        load = (
+            f'base = {card.model_class}.from_pretrained({json.dumps(card.config.model.path)}, dtype="auto")\n'
+            f"model = PeftModel.from_pretrained(base, {folder})"
+        )
+    imports = f"from transformers import AutoTokenizer, AutoImageProcessor, {card.model_class}"
+    imports += "\nfrom peft import PeftModel" if card.adapter_only else ""
+    processors = (
+        ""
+        if card.adapter_only
+        else f"\ntokenizer = AutoTokenizer.from_pretrained({folder})  # holds the chat template"
+        f"\nimage_processor = AutoImageProcessor.from_pretrained({folder})"
+    )
+    return "## Loading it\n\n" + _fenced(f"{imports}\n\n{load}{processors}", "python")
+
+
+def _figures(card: Card) -> str:
+    summary = card.summary
+    if summary is None:
+        return "## Figures\n\nThe run had not finished when this step was exported, so that it has no final figures."
+    rows = [
+        f"| {_plain(kind)} | {_percent(row['warmup'])} | {_percent(row['final'])} "
+        f"{format_interval(wilson_interval(row['final'], row['n']))} | {row['n']} |"
+        for kind, row in summary["by_type"].items()
+    ]
+    steps = summary["steps"]
+    whose = "" if steps == card.step else f" They are those of the run's end, step {steps}, and not of this step."
+    accuracy = summary["accuracy"]
+    lines = [
+        "## Figures",
+        "",
+        "Greedy accuracy on held-out rows in percent, with 95 % score intervals, after seed "
+        f"{summary['seed']} of the recipe below.{whose} Before training: {_percent(accuracy['before'])}; after: "
+        f"{_percent(accuracy['final'])}; with another row's images: {_percent(summary['shuffled_images'])}; with blank "
+        f"ones: {_percent(summary['blank_images'])}.",
+        "",
+        "| question type | after warm-up | after RL | rows |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "not read" if value is None else f"{100 * value:.1f}"
+
+
+def _plain(text: str) -> str:
+    """One line that Markdown shows as it is."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~!&$])", r"\\\1", " ".join(text.split()))
+
+
+def _fenced(text: str, language: str) -> str:
+    """A code block whose fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

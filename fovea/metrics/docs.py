@@ -1,0 +1,37 @@
+"""docs/metrics.md, made of `fovea.metrics.names`: `python -m fovea.metrics.docs > docs/metrics.md`."""
+
+from __future__ import annotations
+
+import sys
+
+from fovea.metrics.names import CHAPTERS, Chapter, Metric
+
+HEAD = """\
+# Metrics
+
+What `metrics.jsonl` holds for every step, and TensorBoard and W&B with it. This page is made of
+[`fovea/metrics/names.py`](../fovea/metrics/names.py) by `python -m fovea.metrics.docs > docs/metrics.md`:
+change it there.
+
+A metric that a step has nothing to say of is not in its line. A value that is not finite is null. "Healthy" is what to
+expect of a run that goes well, not a promise: what counts is a change that you did not cause.
+"""
+
+
+def metrics_page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *map(_chapter, CHAPTERS)])
+
+
+def _chapter(chapter: Chapter) -> str:
+    head = ["| name | unit | what it is | healthy |", "|---|---|---|---|"]
+    return "\n".join([f"## {chapter.title}", "", *head, *map(_row, chapter.metrics), ""])
+
+
+def _row(metric: Metric) -> str:
+    cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.healthy)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_page())

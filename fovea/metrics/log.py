@@ -1,0 +1,180 @@
+"""What a run writes down at every step, and how it measures its own time and memory.
+
+Keys are paths: `reward`, `groups/with_signal`, `seconds/rollout`, `accuracy/dev/count`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch.profiler import record_function
+from torch.utils.tensorboard import SummaryWriter
+
+from fovea.errors import DataError
+from fovea.types import Metrics
+from fovea.utils.files import from_json_number, json_number, write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+GIB = 2**30
+
+
+class Sink(Protocol):
+    """Where metrics go. A sink is made for a run that goes on after `resume_step` (0: a new run)."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Hands the metrics of each step to every sink."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonlSink:
+    """metrics.jsonl: one JSON object per step, `{"step": 7, "reward": 0.5, ...}`; NaN and infinity are null.
+
+    A resumed run first drops the lines after its checkpoint, so that each step stands there once.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+        path = run_dir / METRICS_FILE
+        kept = [line for line, row in _complete_lines(path) if resume_step and row["step"] <= resume_step]
+        write_atomically(path, "".join(kept).encode())
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert "step" not in metrics, f"`step` is the line's own key, but it is in the metrics of step {step}"
+        row = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Event files that `tensorboard --logdir` reads."""
+
+    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
+        # TensorBoard hides what an earlier run wrote from purge_step on
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(run_dir: Path) -> list[Metrics]:
+    """The steps of metrics.jsonl with `step` among the keys and NaN for null; empty if there is no file."""
+    return [row for _, row in _complete_lines(run_dir / METRICS_FILE)]
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
+    """A last line without its newline was cut short by a crash, or is being written now: it is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                yield line, _parse(line, where=f"{path} line {number}")
+
+
+def _parse(line: str, *, where: str) -> Metrics:
+    try:
+        row = {key: from_json_number(value) for key, value in json.loads(line).items()}
+        return {"step": row.pop("step")} | row
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{where} is {line[:60]!r}, which is no JSON object of numbers with a step; delete that line"
+        ) from error
+
+
+class Phases:
+    """Time and memory of the named parts of a step: `with phases("rollout"): ...`.
+
+    Seconds of a phase that is entered again add up. CUDA work that was started but not awaited counts for the phase
+    that waits for it. Memory is the most that CUDA held within the phase, or, without CUDA, what the process held
+    at its end; that of a phase with others inside, or entered again, is the most of all.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: Metrics = {}
+        self._gib: Metrics = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        key, gib_key, start = f"seconds/{name}", f"memory/{name}_gib", self._clock()
+        before = set(self._gib)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            with record_function(name):  # its name in a trace; microseconds where there is none
+                yield
+        finally:
+            self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
+            inside = [gib for phase, gib in self._gib.items() if phase not in before]
+            self._gib[gib_key] = max(_phase_gib(), self._gib.get(gib_key, 0.0), *inside)
+
+    def seconds(self) -> Metrics:
+        """`{"seconds/rollout": 0.031, ...}` since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def gib(self) -> Metrics:
+        """`{"memory/rollout_gib": 0.9, ...}` since the last call."""
+        gib, self._gib = self._gib, {}
+        return gib
+
+
+def _phase_gib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    pages = Path("/proc/self/statm")  # Linux; elsewhere the peak of the process stands in
+    if not pages.exists():
+        return peak_rss_gib()
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def peak_memory() -> Metrics:
+    """Most memory that this process ever held."""
+    return {"memory/peak_rss_gib": peak_rss_gib()}
+
+
+def peak_rss_gib() -> float:
+    """Of this process. Not from getrusage where Linux tells it: there a process begins with the peak of its parent."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**20  # KiB
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # see getrusage(2) of macOS and Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB

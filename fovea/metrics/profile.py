@@ -1,0 +1,186 @@
+"""Where a step's time goes: `profile=true` times a few warm steps by phase and traces the one after them.
+
+The trace (profile/trace.json.gz; chrome://tracing and Perfetto read it) holds one step, since every operator is an
+event: a 28-layer model that draws 512 tokens makes some hundred thousand. The table (profile/phases.txt) is of steps
+without the tracer, which slows small operators down.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from fovea.types import Metrics
+from fovea.utils.files import write_atomically
+
+PROFILE_FOLDER = "profile"
+TRACE_FILE = "trace.json.gz"
+PHASES_FILE = "phases.txt"
+WARM_STEPS = 3
+"""Steps of a process that are left out: allocators and caches fill up."""
+TIMED_STEPS = 3
+TOP_OPERATORS = 20
+FILE_WIDTH = 110
+TABLE_WIDTH = 40
+"""At least: rich breaks a title that is wider than its table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """Means over some steps."""
+
+    name: str
+    seconds: float
+    share: float
+    """Of the whole step."""
+    gib: float | None
+    """As `fovea.metrics.log.Phases` counts it; None for what lies between the phases."""
+
+
+class StepProfile:
+    """A context around every step, and a sink of its metrics; writes its files once, when it has seen enough."""
+
+    def __init__(
+        self, run_dir: Path, *, start_step: int, max_steps: int, say: Callable[[RenderableType], None]
+    ) -> None:
+        """Steps count from `start_step`, which this process takes first, and end before `max_steps`."""
+        self._folder = run_dir / PROFILE_FOLDER
+        self._traced = traced_step(start_step, max_steps)
+        # the traced step stands in where the run is too short for others
+        self._timed = timed_steps(start_step, self._traced) or [self._traced]
+        self._say = say
+        self._rows: list[Metrics] = []
+        self._operators: Table | None = None
+        self._written = False
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        """Traces the step if it is the one."""
+        if step != self._traced:
+            yield
+            return
+        with profile(activities=_activities(), acc_events=True) as profiler:
+            yield
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / TRACE_FILE))
+        self._operators = operator_table(profiler.key_averages())
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of a step that was taken (here they count from 1)."""
+        if step - 1 in self._timed:
+            self._rows.append(dict(metrics))
+        if step - 1 == self._traced:
+            assert self._operators is not None, f"step {step} was to be traced, and was not"
+            tables = (self._phase_table(), self._operators)
+            write_atomically(self._folder / PHASES_FILE, as_text(tables).encode())
+            self._written = True
+
+    def close(self) -> None:
+        """Says what was found and where."""
+        if self._written:
+            self._say(self._phase_table())
+            self._say(f"profile: {self._folder / PHASES_FILE}, {self._folder / TRACE_FILE}")
+
+    def _phase_table(self) -> Table:
+        first, last = self._timed[0] + 1, self._timed[-1] + 1
+        traced = " (tracer on)" if self._timed == [self._traced] else ""
+        steps = f"step {first}" if first == last else f"mean of steps {first} to {last}"
+        return phase_table(phase_times(self._rows), title=f"Phases, {steps}{traced}")
+
+
+def traced_step(start_step: int, max_steps: int) -> int:
+    """The first step after the warm and timed ones, or the last of a shorter run."""
+    return min(start_step + WARM_STEPS + TIMED_STEPS, max_steps - 1)
+
+
+def timed_steps(start_step: int, traced: int) -> list[int]:
+    """Those right before the traced one, without the first of the process."""
+    return list(range(max(start_step + 1, traced - TIMED_STEPS), traced))
+
+
+def phase_times(rows: Sequence[Mapping[str, float]]) -> list[PhaseTime]:
+    """Phases of the steps' metrics, longest first; then what lies between them, and the whole step."""
+    seconds = _means(rows, "seconds/")
+    gib = _means(rows, "memory/", "_gib")
+    whole = seconds.pop("step")
+    between = whole - sum(seconds.values())
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return [
+        PhaseTime(name=name, seconds=value, share=value / whole, gib=gib.get(name))
+        for name, value in [*ordered, ("between", between), ("step", whole)]
+    ]
+
+
+def _means(rows: Sequence[Mapping[str, float]], prefix: str, suffix: str = "") -> dict[str, float]:
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith(suffix))
+    return {
+        key.removeprefix(prefix).removesuffix(suffix): sum(row.get(key, 0.0) for row in rows) / len(rows)
+        for key in keys
+    }
+
+
+def phase_table(times: Sequence[PhaseTime], title: str) -> Table:
+    """One line per phase; the last is the sum of those before it."""
+    table = _table(title, "phase", "ms", "share", "GiB")
+    for time in times:
+        gib = "" if time.gib is None else f"{time.gib:.2f}"
+        table.add_row(time.name, f"{1000 * time.seconds:,.1f}", f"{time.share:.1%}", gib)
+    return table
+
+
+def operator_table(events: Sequence[Any]) -> Table:
+    """The operators that took longest themselves; a phase stands for its time outside of operators."""
+    events = [event for event in events if event.device_type.name == "CPU" or not event.is_user_annotation]
+    device_us = sum(event.self_device_time_total for event in events)
+    cpu_us = sum(event.self_cpu_time_total for event in events)
+    events = sorted(events, key=lambda event: -_own_us(event, on_device=device_us > 0))
+    table = _table(f"Operators of one step, tracer on (top {TOP_OPERATORS})", "operator", "calls", "CPU ms", "share")
+    if device_us:
+        table.add_column("device ms", justify="right")
+        table.add_column("share", justify="right")
+    for event in events[:TOP_OPERATORS]:
+        cells = [_name(event), f"{event.count:,}", *_time_cells(event.self_cpu_time_total, cpu_us)]
+        table.add_row(*cells, *(_time_cells(event.self_device_time_total, device_us) if device_us else []))
+    return table
+
+
+def as_text(tables: Sequence[Table]) -> str:
+    """Plain text, for a file."""
+    console = Console(file=io.StringIO(), width=FILE_WIDTH, color_system=None)
+    for table in tables:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _activities() -> list[ProfilerActivity]:
+    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *cuda]
+
+
+def _own_us(event: Any, *, on_device: bool) -> float:
+    return float(event.self_device_time_total if on_device else event.self_cpu_time_total)
+
+
+def _name(event: Any) -> str:
+    return f"{event.key} (outside operators)" if event.is_user_annotation else str(event.key)
+
+
+def _time_cells(own_us: float, all_us: float) -> tuple[str, str]:
+    return f"{own_us / 1000:,.1f}", f"{own_us / all_us:.1%}"
+
+
+def _table(title: str, *headers: str) -> Table:
+    table = Table(title=title, title_justify="left", min_width=TABLE_WIDTH)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left")
+    return table

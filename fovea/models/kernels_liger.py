@@ -1,0 +1,61 @@
+"""Liger's Triton kernels for CUDA: the one file that imports liger_kernel (extra: liger).
+
+RMS norm, SwiGLU and rotary positions, forward and backward, each in one kernel (Hsu et al., arXiv 2410.10989). They
+are an alternative to the fused layers of `models.kernels`, with the same formulas. Compared with torch in Triton's
+interpreter, not run on a GPU yet: `tests/models/test_kernels_liger.py` does that where there is one.
+
+Axes: `B` rows, `H` query heads, `J` key heads, `N` tokens, `D` width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fovea.errors import MissingExtraError
+from fovea.models.kernels import Kernels, Rope
+
+try:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"train.liger_kernels=true, but {error.name} is not installed; pip install 'fovea[liger]', or set "
+        "train.liger_kernels=false"
+    ) from error
+
+AS_LLAMA = "llama"
+"""Liger's name for what Qwen does too: the mean of squares in float32, the product with the weight in x's type."""
+
+
+def rms_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """w x / sqrt(mean(x^2) + epsilon) over the last axis; any axes before it."""
+    # not in place: the gradient that it would write over may be the residual stream's too
+    normalised: Tensor = LigerRMSNormFunction.apply(x_ND, weight_D, epsilon, 0.0, AS_LLAMA, False)
+    return normalised
+
+
+def silu_times(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
+    """silu(gate) up: the middle of a gated MLP. Its backward pass writes over both inputs."""
+    product: Tensor = LigerSiLUMulFunction.apply(gate_ND, up_ND)
+    return product
+
+
+def rotate(query_BHND: Tensor, key_BJND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions of queries and keys, halves rotated as in transformers' `apply_rotary_pos_emb`.
+
+    Where the tensors are transposed views of [B, N, H, D] it writes over them: hand in what no backward pass needs.
+    """
+    query, key = LigerRopeFunction.apply(query_BHND, key_BJND, cos_BND, sin_BND)
+    return query, key
+
+
+def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """`rotate` for a packed row."""
+    query, key = rotate(
+        query_NHD.transpose(0, 1)[None], key_NJD.transpose(0, 1)[None], rope.cos_ND[None], rope.sin_ND[None]
+    )
+    return query[0].transpose(0, 1), key[0].transpose(0, 1)
+
+
+LIGER_KERNELS = Kernels(norm=rms_norm, rotate=rotate_row, gate=silu_times)

@@ -1,0 +1,116 @@
+"""Attention of a packed row: prompts causal among themselves, completions to their prompt and themselves.
+
+Equal to n separate rows `prompt + completion`, gradients included: prompt keys and values serve every completion and
+collect their gradients. Four ways to the same numbers; the plain ones check the fast ones.
+
+Axes: `N` tokens of the row, `H` query heads, `J` key heads, `Q` = H / J, `D` width of a head; `P`, `L`, `G`, `T` as in
+`models.shared_prefix.layout`; `R` = P x G completions, `K` = L + T keys of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fovea.models.decoder import Attend
+from fovea.models.shared_prefix.attention_cpu import merged_attention
+from fovea.models.shared_prefix.attention_cuda import VarlenAttention
+from fovea.models.shared_prefix.layout import SharedPrefixLayout
+from fovea.models.vision.attention import Attention, eager_attention
+
+Kernel = Literal["auto", "merged", "varlen", "sdpa", "eager"]
+RowAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
+
+
+def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, like: Tensor) -> Attend:
+    """The attention of every layer of one row, for the device and type of `like`."""
+    attend = KERNELS[_fastest(like) if kernel == "auto" else kernel](layout, scale)
+
+    def of_layer(_layer: int, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
+        return attend(query_NHD, key_NJD, value_NJD)
+
+    return of_layer
+
+
+def _fastest(like: Tensor) -> Kernel:
+    if not like.is_cuda:
+        return "merged"
+    # the variable-length kernel takes 16-bit numbers only
+    return "varlen" if like.dtype in (torch.bfloat16, torch.float16) else "sdpa"
+
+
+def gathered_attention(attend: Attention, layout: SharedPrefixLayout, scale: float) -> RowAttention:
+    """The slow twin: each completion with its own copy of the prompt's keys, under a dense mask."""
+    return partial(_gathered_attention, partial(attend, scale=scale), layout)
+
+
+def _gathered_attention(
+    attend: Attention, layout: SharedPrefixLayout, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor
+) -> Tensor:
+    query_PHLD, key_PJLD, value_PJLD = (_gather(x, layout.prompt_index_PL) for x in (query_NHD, key_NJD, value_NJD))
+    blocks = [_causal(attend, query_PHLD, key_PJLD, value_PJLD)]
+    if layout.has_completions:
+        blocks.append(_completion_block(attend, query_NHD, key_NJD, value_NJD, layout))
+    return torch.cat([block.flatten(0, 1) for block in blocks])[layout.return_index_N]
+
+
+KERNELS: dict[Kernel, Callable[[SharedPrefixLayout, float], RowAttention]] = {
+    "merged": merged_attention,
+    "varlen": VarlenAttention.of,
+    "sdpa": partial(gathered_attention, F.scaled_dot_product_attention),
+    "eager": partial(gathered_attention, eager_attention),
+}
+
+
+def causal_prompts(
+    query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
+) -> Tensor:
+    """A row of prompts alone, [N, H, D]."""
+    query, key, value = (_gather(x, layout.prompt_index_PL) for x in (query_NHD, key_NJD, value_NJD))
+    out = _causal(partial(F.scaled_dot_product_attention, scale=scale), query, key, value)
+    return out.flatten(0, 1)[layout.return_index_N]
+
+
+def _causal(attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[P, L, H, D]. Padding sits behind the real tokens, so that causality alone hides it."""
+    return attend(query, *_repeat_heads(query, key, value), is_causal=True).transpose(1, 2)
+
+
+def _completion_block(
+    attend: Attention, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout
+) -> Tensor:
+    """Attention of completions to their prompt and themselves, [R, T, H, D]."""
+    index_RK, mask_R1TK = completion_keys(layout)
+    q = _gather(query, layout.completion_index_PGT.flatten(0, 1))
+    k, v = (_gather(x, index_RK) for x in (key, value))
+    return attend(q, *_repeat_heads(q, k, v), attn_mask=mask_R1TK).transpose(1, 2)
+
+
+def completion_keys(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
+    """Row index [R, K] of the keys of each completion, its prompt's and its own, and where it may look [R, 1, T, K]."""
+    index_RT = layout.completion_index_PGT.flatten(0, 1)
+    prompts, largest = layout.completion_index_PGT.shape[:2]
+    prompt_of_R = torch.arange(prompts, device=index_RT.device).repeat_interleave(largest)
+    causal_TT = torch.ones(2 * index_RT.shape[1:], dtype=torch.bool, device=index_RT.device).tril()
+    to_prompt_RTL = layout.prompt_valid_PL[prompt_of_R, None].expand(-1, len(causal_TT), -1)
+    mask_RTK = torch.cat([to_prompt_RTL, causal_TT.expand(len(index_RT), -1, -1)], dim=-1)
+    return torch.cat([layout.prompt_index_PL[prompt_of_R], index_RT], dim=1), mask_RTK[:, None]
+
+
+def _gather(x_NHD: Tensor, index_XY: Tensor) -> Tensor:
+    """[X, H, Y, D] from a row and an index."""
+    return x_NHD.index_select(0, index_XY.flatten()).view(*index_XY.shape, *x_NHD.shape[1:]).transpose(1, 2)
+
+
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for every query head; `enable_gqa` would leave the fused CPU kernel."""
+    times = query.shape[1] // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

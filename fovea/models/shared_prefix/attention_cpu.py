@@ -1,0 +1,204 @@
+"""Shared-prefix attention on CPU: all completions of a prompt meet its keys in one product, and the two parts of a
+softmax that was cut in two, prompt and own tokens, are put together again by their log-sum-exp.
+
+No key is copied and no dense mask is made. With o1, l1 and o2, l2 the outputs and log-sum-exps of the parts,
+l = logaddexp(l1, l2) and o = o1 exp(l1 - l) + o2 exp(l2 - l) (Dao, arXiv 2307.08691, section 2.3). The backward pass of
+either part, given o and l in place of its own, is its share of the gradient of the whole.
+
+Every block of tokens is laid out as [P, J, G, Q, T, D] (keys: Q = 1; prompts: G = 1, T = L), so that both parts are
+views of it. Axes as in `models.shared_prefix.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fovea.models.shared_prefix.layout import SharedPrefixLayout
+
+FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The attention of one row, for every layer."""
+    mask_P11L = _mask(layout)
+
+    def attend(query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
+        mask = None if mask_P11L is None else mask_P11L.to(query_NHD.dtype)
+        out: Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
+            query_NHD, key_NJD, value_NJD, layout, mask, scale
+        )
+        return out
+
+    return attend
+
+
+class MergedAttention(torch.autograd.Function):
+    """See the top of the file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SharedPrefixLayout,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        heads, row = key.shape[1], (query, key, value)
+        prompt = _Causal(scale, *(_block(x, layout.prompt_index_PL[:, None], heads) for x in row))
+        out, lse = prompt.forward()
+        outs, saved = [out], [*prompt.tensors, out, lse]
+        if layout.has_completions:
+            own = _Causal(scale, *(_block(x, layout.completion_index_PGT, heads) for x in row))
+            to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, mask)
+            out, lse = _merge(to_prompt.forward(), own.forward())
+            outs.append(out)
+            saved += [*own.tensors, out, lse]
+        ctx.save_for_backward(*saved)
+        ctx.layout, ctx.mask, ctx.scale = layout, mask, scale
+        return _row(outs, layout)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        layout: SharedPrefixLayout = ctx.layout
+        query, key, value, out, lse, *of_completions = ctx.saved_tensors
+        heads, gradient_NHD = key.shape[1], gradients[0]
+        gradient = _block(gradient_NHD, layout.prompt_index_PL[:, None], heads) * _shown(
+            layout.prompt_valid_PL[:, None]
+        )
+        prompt = _Causal(ctx.scale, query, key, value).backward(gradient, out, lse)
+        blocks = [prompt]
+        if of_completions:
+            query, own_key, own_value, out, lse = of_completions
+            gradient = _block(gradient_NHD, layout.completion_index_PGT, heads) * _shown(layout.completion_valid_PGT)
+            own = _Causal(ctx.scale, query, own_key, own_value).backward(gradient, out, lse)
+            to_prompt = _ToPrompt(ctx.scale, query, key, value, ctx.mask).backward(gradient, out, lse)
+            own[0].add_(to_prompt[0])
+            prompt[1].add_(to_prompt[1])
+            prompt[2].add_(to_prompt[2])
+            blocks.append(own)
+        of_query, of_key, of_value = (_row(each, layout) for each in zip(*blocks, strict=True))
+        return of_query, of_key, of_value, None, None, None
+
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, or their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Causal:
+    """Tokens that look at themselves and the earlier ones of their own prompt or completion."""
+
+    scale: float
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def tensors(self) -> Triple:
+        return self.query, self.key, self.value
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        out, lse = FLASH(*self._inputs(), 0.0, True, scale=self.scale)
+        return out.view_as(self.query), lse.unflatten(0, self.query.shape[:3])
+
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> Triple:
+        of_query, of_key, of_value = FLASH_BACKWARD(
+            gradient.flatten(0, 2),
+            *self._inputs(),
+            out.flatten(0, 2),
+            lse.flatten(0, 2),
+            0.0,
+            True,
+            scale=self.scale,
+        )
+        split = self.query.shape[:3]
+        return (
+            of_query.unflatten(0, split),
+            of_key.sum(1, keepdim=True).unflatten(0, split),
+            of_value.sum(1, keepdim=True).unflatten(0, split),
+        )
+
+    def _inputs(self) -> Triple:
+        """[P J G, Q, T, D], keys and values repeated without a copy."""
+        times = self.query.shape[3]
+        return (
+            self.query.flatten(0, 2),
+            self.key.flatten(0, 2).expand(-1, times, -1, -1),
+            self.value.flatten(0, 2).expand(-1, times, -1, -1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ToPrompt:
+    """Tokens of completions that look at all of their prompt."""
+
+    scale: float
+    query: Tensor
+    key: Tensor
+    """Of the prompt."""
+    value: Tensor
+    mask: Tensor | None
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        out, lse = FLASH(*self._inputs(), 0.0, False, attn_mask=self.mask, scale=self.scale)
+        split = self.query.shape[2:5]
+        return out.unflatten(2, split), lse.unflatten(2, split)
+
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> Triple:
+        of_query, of_key, of_value = FLASH_BACKWARD(
+            gradient.flatten(2, 4),
+            *self._inputs(),
+            out.flatten(2, 4),
+            lse.flatten(2, 4),
+            0.0,
+            False,
+            attn_mask=self.mask,
+            scale=self.scale,
+        )
+        return of_query.unflatten(2, self.query.shape[2:5]), of_key.view_as(self.key), of_value.view_as(self.value)
+
+    def _inputs(self) -> Triple:
+        """Queries [P, J, G Q T, D], keys and values [P, J, L, D]."""
+        return self.query.flatten(2, 4), self.key[:, :, 0, 0], self.value[:, :, 0, 0]
+
+
+def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    (out_1, lse_1), (out_2, lse_2) = first, second
+    lse = torch.logaddexp(lse_1, lse_2)
+    merged = torch.empty(out_1.shape, dtype=out_1.dtype)
+    torch.lerp(out_2, out_1, (lse_1 - lse).exp_().to(out_1.dtype)[..., None], out=merged)
+    return merged, lse
+
+
+def _block(x_NHD: Tensor, index_PGT: Tensor, key_heads: int) -> Tensor:
+    """[P, J, G, Q, T, D] of a row."""
+    gathered = x_NHD.index_select(0, index_PGT.flatten())
+    split = gathered.view(*index_PGT.shape, key_heads, -1, x_NHD.shape[-1])
+    return split.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _row(blocks: Sequence[Tensor], layout: SharedPrefixLayout) -> Tensor:
+    """[N, H, D] of the block of prompts and that of completions."""
+    tokens = [x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2).flatten(1, 2) for x in blocks]
+    return torch.cat(tokens).index_select(0, layout.return_index_N)
+
+
+def _shown(valid_PGT: Tensor) -> Tensor:
+    """Padding passes no gradient."""
+    return valid_PGT[:, None, :, None, :, None]
+
+
+def _mask(layout: SharedPrefixLayout) -> Tensor | None:
+    """Additive [P, 1, 1, L]; None when all prompts are of one length."""
+    if bool(layout.prompt_valid_PL.all()):
+        return None
+    hidden = torch.zeros(layout.prompt_valid_PL.shape)
+    return hidden.masked_fill_(~layout.prompt_valid_PL, -torch.inf)[:, None, None]

@@ -1,0 +1,183 @@
+"""Linear layers that share an input, as the trainer runs them: with gradients, adapters, and outputs known before.
+
+Axes: `N` tokens, `E` input width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fovea.models.activation_tape import LinearGroup
+from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
+from fovea.models.trainable import ADAPTER
+
+Known = Callable[[LinearGroup], Tensor]
+"""What these linear layers gave for every token, side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedLinears:
+    """One or more modules on the same input; with `known` outputs only the gradient is left to compute."""
+
+    modules: Sequence[nn.Module]
+    group: LinearGroup
+    known: Known | None = None
+
+    def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
+        factors = [factors_of(module) for module in self.modules]
+        known = None
+        if self.known is not None:
+            known = self.known(self.group).split([len(each.weight) for each in factors], dim=1)
+        scales = [each.scale for each in factors]
+        tensors = [x for each in factors for x in (each.weight, each.bias, each.down, each.up)]
+        outs: tuple[Tensor, ...] = JoinedLinears.apply(x_NE, scales, known, *tensors)  # type: ignore[no-untyped-call]
+        return outs
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """x W' + b + scale (x A') B', A and B being `down` and `up` of an adapter if there is one."""
+
+    weight: Tensor
+    bias: Tensor | None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scale: float = 0.0
+
+
+def factors_of(module: Any) -> Factors:
+    """The tensors of a linear layer, adapted or not."""
+    if not isinstance(module, LoraLinear):
+        return Factors(module.weight, module.bias)
+    base: Any = module.get_base_layer()
+    if module.disable_adapters:
+        return Factors(base.weight, base.bias)
+    down: Any = module.lora_A[ADAPTER]
+    up: Any = module.lora_B[ADAPTER]
+    return Factors(base.weight, base.bias, down.weight, up.weight, float(module.scaling[ADAPTER]))
+
+
+def trained_layer(module: Any, known: Known | None = None) -> DecoderLayer:
+    """A decoder layer of transformers by its parts."""
+    attention, mlp = module.self_attn, module.mlp
+    return DecoderLayer(
+        input_norm=module.input_layernorm,
+        query_key_value=TrainedLinears((attention.q_proj, attention.k_proj, attention.v_proj), LinearGroup.QKV, known),
+        query_norm=getattr(attention, "q_norm", None),
+        key_norm=getattr(attention, "k_norm", None),
+        output=TrainedLinears((attention.o_proj,), LinearGroup.OUTPUT, known),
+        post_norm=module.post_attention_layernorm,
+        gate_up=TrainedLinears((mlp.gate_proj, mlp.up_proj), LinearGroup.GATE_UP, known),
+        down=TrainedLinears((mlp.down_proj,), LinearGroup.DOWN, known),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedCall:
+    """What a decoder layer of transformers is told in place of transformers' own arguments."""
+
+    call: LayerCall
+    known: Known | None
+
+
+def use_layer_calls(language_model: Any) -> None:
+    """Let every decoder layer answer `layer(hidden_NE, fovea=TrainedCall(...))`; other calls stay transformers' own."""
+    for layer in language_model.layers:
+        if not isinstance(layer.forward, _CallOrForward):
+            layer.forward = _CallOrForward(layer, layer.forward)
+
+
+@dataclass(frozen=True, slots=True)
+class _CallOrForward:
+    layer: nn.Module
+    forward: Callable[..., Any]
+
+    def __call__(self, hidden_states: Tensor, *args: Any, fovea: TrainedCall | None = None, **kwargs: Any) -> Any:
+        if fovea is None:
+            return self.forward(hidden_states, *args, **kwargs)
+        if self.layer.training and getattr(self.layer, "recompute_activations", False):
+            return checkpoint(self._run, hidden_states, fovea, use_reentrant=False)
+        return self._run(hidden_states, fovea)
+
+    def _run(self, hidden_NE: Tensor, fovea: TrainedCall) -> Tensor:
+        return run_layer(trained_layer(self.layer, fovea.known), hidden_NE, fovea.call)
+
+
+class JoinedLinears(torch.autograd.Function):
+    """Several linear layers on one input, whose gradient is summed inside the matrix products.
+
+    Autograd would write one gradient of x per layer and add them; with an adapter it would keep and add its output
+    too. For the adapter W + s B A: dx = g W + s (g B) A, dA = s (g B)' x, dB = s g' (x A').
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NE: Tensor, scales: Sequence[float], known: Sequence[Tensor] | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_NE, *tensors)
+        ctx.scales = scales
+        if known is not None:
+            return tuple(known)
+        return tuple(_forward(x_NE, factors) for factors in _factors(tensors, scales))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x_NE, *tensors = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        of_x = x_NE.new_empty(x_NE.shape) if needed[0] else None
+        of_tensors: list[Tensor | None] = []
+        for index, factors in enumerate(_factors(tensors, ctx.scales)):
+            if of_x is not None:
+                _add_gradient_of_input(of_x, gradients[index], factors, first=index == 0)
+            start = 3 + 4 * index
+            of_tensors += _gradients_of_factors(x_NE, gradients[index], factors, needed[start : start + 4])
+        return of_x, None, None, *of_tensors
+
+
+def _factors(tensors: Sequence[Any], scales: Sequence[float]) -> list[Factors]:
+    """Four tensors each: weight, bias, A, B."""
+    fours = (tensors[start : start + 4] for start in range(0, len(tensors), 4))
+    return [
+        Factors(weight, bias, down, up, scale) for (weight, bias, down, up), scale in zip(fours, scales, strict=True)
+    ]
+
+
+def _forward(x_NE: Tensor, factors: Factors) -> Tensor:
+    out = torch.nn.functional.linear(x_NE, factors.weight, factors.bias)
+    if factors.down is None or factors.up is None:
+        return out
+    low = x_NE.to(factors.down.dtype) @ factors.down.t()
+    if factors.up.dtype == out.dtype:
+        return out.addmm_(low, factors.up.t(), alpha=factors.scale)
+    return out.add_((low @ factors.up.t()).mul_(factors.scale))
+
+
+def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, first: bool) -> None:
+    of_x.addmm_(gradient, factors.weight, beta=0 if first else 1)
+    if factors.down is not None and factors.up is not None:
+        low = gradient.to(factors.up.dtype) @ factors.up
+        if low.dtype == of_x.dtype:
+            of_x.addmm_(low, factors.down, alpha=factors.scale)
+        else:
+            of_x.add_((low @ factors.down).mul_(factors.scale))
+
+
+def _gradients_of_factors(
+    x_NE: Tensor, gradient: Tensor, factors: Factors, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Of weight, bias, A and B, where they are needed."""
+    of_weight = gradient.t() @ x_NE if needed[0] else None
+    of_bias = gradient.sum(0) if needed[1] else None
+    if factors.down is None or factors.up is None or not needed[2]:
+        return [of_weight, of_bias, None, None]
+    x, gradient = x_NE.to(factors.down.dtype), gradient.to(factors.up.dtype)
+    of_down = ((gradient @ factors.up).t() @ x).mul_(factors.scale)
+    of_up = (gradient.t() @ (x @ factors.down.t())).mul_(factors.scale)
+    return [of_weight, of_bias, of_down, of_up]

@@ -1,0 +1,70 @@
+"""A bounded memory of what the vision tower made of images, while the tower is frozen."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fovea.models.vision.disk_cache import SpillFolder
+from fovea.models.vision.features import ImageFeatures
+from fovea.types import PromptImage
+
+Encode = Callable[[Sequence[PromptImage]], Sequence[ImageFeatures]]
+
+
+class FeatureCache:
+    """Features by image key; the least recently used leave memory at the bound, for files where there is a folder.
+
+    Right only while the vision tower does not change, so that rollout, log-probs, update and reference may share it.
+    """
+
+    def __init__(self, max_bytes: float, spill: SpillFolder | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._spill = spill
+        self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._bytes = 0
+        self._device = torch.device("cpu")
+        self.memory_hits = 0
+        self.file_hits = 0
+        self.encoded_images = 0
+
+    def __deepcopy__(self, _memo: object) -> FeatureCache:
+        """A copy of the model has the same frozen tower: one memory serves both."""
+        return self
+
+    def get(self, images: Sequence[PromptImage], encode: Encode) -> list[ImageFeatures]:
+        """Features of the images, encoding those that are not known yet, each once."""
+        distinct = {image.key: image for image in images}
+        found = {key: features for key in distinct if (features := self._known(key)) is not None}
+        missing = {key: image for key, image in distinct.items() if key not in found}
+        if missing:
+            self.encoded_images += len(missing)
+            found |= dict(zip(missing, encode(list(missing.values())), strict=True))
+        for key in distinct:
+            self._keep(key, found[key])
+        return [found[image.key] for image in images]
+
+    def _known(self, key: str) -> ImageFeatures | None:
+        if key in self._features:
+            self.memory_hits += 1
+            return self._features[key]
+        tensors = self._spill.read(key, self._device) if self._spill else None
+        if tensors is None:
+            return None
+        self.file_hits += 1
+        embeds_VD, *deepstack_VD = tensors
+        return ImageFeatures(embeds_VD=embeds_VD, deepstack_VD=tuple(deepstack_VD))
+
+    def _keep(self, key: str, features: ImageFeatures) -> None:
+        if key not in self._features:
+            self._bytes += features.num_bytes
+        self._device = features.embeds_VD.device
+        self._features[key] = features
+        self._features.move_to_end(key)
+        while self._bytes > self._max_bytes and self._features:
+            oldest_key, oldest = self._features.popitem(last=False)
+            self._bytes -= oldest.num_bytes
+            if self._spill:
+                self._spill.write(oldest_key, oldest.tensors)

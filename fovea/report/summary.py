@@ -1,0 +1,183 @@
+"""The figures of a finished run: accuracies before and after, what the text alone gives, the time it took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from fovea.errors import DataError
+from fovea.evaluation.statistics import confidence_interval, format_interval
+from fovea.types import Evaluation
+from fovea.utils.files import write_atomically
+
+SUMMARY_FILE = "summary.json"
+
+
+class StageAccuracy(TypedDict):
+    before: float | None
+    warmup: float | None
+    final: float
+
+
+class TypeAccuracy(TypedDict):
+    warmup: float | None
+    final: float
+    n: int
+
+
+class StageSeconds(TypedDict):
+    warmup: float
+    rl: float
+    total: float
+
+
+class SummaryJson(TypedDict):
+    """summary.json. Accuracies are in 0..1; null where a stage did not run."""
+
+    accuracy: StageAccuracy
+    by_type: dict[str, TypeAccuracy]
+    shuffled_images: float | None
+    blank_images: float | None
+    duplicates_across_splits: int | None
+    seconds: StageSeconds
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """All evaluations are greedy and on the same held-out rows."""
+
+    before: Evaluation | None
+    """Of the model as it was made or loaded."""
+    warmup: Evaluation | None
+    """After the supervised warm-up."""
+    final: Evaluation
+    """After RL."""
+    shuffled_images: Evaluation | None
+    """After RL, every question asked with another question's image."""
+    blank_images: Evaluation | None
+    """After RL, every question asked with a blank image."""
+    duplicates_across_splits: int | None
+    """Test images that are also in the training split; None: not counted."""
+    warmup_seconds: float
+    rl_seconds: float
+    total_seconds: float
+    steps: int
+    seed: int
+
+    def to_json(self) -> SummaryJson:
+        return {
+            "accuracy": {
+                "before": _accuracy(self.before),
+                "warmup": _accuracy(self.warmup),
+                "final": self.final.accuracy,
+            },
+            "by_type": {kind: self._by_type(kind) for kind in self.final.accuracies},
+            "shuffled_images": _accuracy(self.shuffled_images),
+            "blank_images": _accuracy(self.blank_images),
+            "duplicates_across_splits": self.duplicates_across_splits,
+            "seconds": {"warmup": self.warmup_seconds, "rl": self.rl_seconds, "total": self.total_seconds},
+            "steps": self.steps,
+            "seed": self.seed,
+        }
+
+    def _by_type(self, kind: str) -> TypeAccuracy:
+        values = self.final.accuracies[kind]
+        warmup = self.warmup.accuracies.get(kind) if self.warmup else None
+        return {"warmup": _mean(warmup) if warmup else None, "final": _mean(values), "n": len(values)}
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    write_atomically(path, (json.dumps(summary.to_json(), indent=2) + "\n").encode())
+
+
+def read_summary(path: Path) -> SummaryJson:
+    try:
+        return TypeAdapter(SummaryJson).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(
+            f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; delete the file, "
+            "and the report will do without it"
+        ) from error
+
+
+def summary_table(summary: Summary) -> Table:
+    """Accuracies in percent with 95 % intervals, by question type and stage."""
+    table = _table("Accuracy on held-out images in %, with 95 % intervals", _caption(summary))
+    return _fill(table, summary.final, _stages(summary))
+
+
+def controls_table(summary: Summary) -> Table | None:
+    """The trained model with right and wrong images, by question type; None where no control was read."""
+    controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
+    columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
+    if len(columns) == 1:
+        return None
+    caption = (
+        "Shuffled: each question with another question's image; blank: with an empty one. "
+        "Both show what the trained model gets from the text alone."
+    )
+    return _fill(_table("After RL, with which images", caption), summary.final, columns)
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+
+
+def _fill(table: Table, rows: Evaluation, columns: Mapping[str, Evaluation]) -> Table:
+    """A row for each question type of `rows`, and one for all."""
+    table.add_column("question type")
+    for header in (*columns, "n"):
+        table.add_column(header, justify="right")
+    for kind in rows.accuracies:
+        _add_row(table, kind, [_values(evaluation, kind) for evaluation in columns.values()])
+    if set(rows.accuracies) != {"all"}:
+        table.add_section()
+        _add_row(table, "all", [_values(evaluation) for evaluation in columns.values()])
+    return table
+
+
+def _stages(summary: Summary) -> dict[str, Evaluation]:
+    before = "before warm-up" if summary.warmup else "before RL"
+    stages = {before: summary.before, "after warm-up": summary.warmup, "after RL": summary.final}
+    return {header: evaluation for header, evaluation in stages.items() if evaluation}
+
+
+def _add_row(table: Table, name: str, columns: Sequence[Sequence[float]]) -> None:
+    table.add_row(Text(name), *map(_cell, columns), str(len(columns[-1])))
+
+
+def _cell(values: Sequence[float]) -> Text:
+    if not values:
+        return Text("")
+    interval = format_interval(confidence_interval(values))
+    return Text.assemble((f"{100 * _mean(values):.1f}", "bold"), (f" {interval}", "dim"))
+
+
+def _caption(summary: Summary) -> str:
+    if summary.duplicates_across_splits is None:
+        return ""
+    return f"Test images found in the training split: {summary.duplicates_across_splits}."
+
+
+def _values(evaluation: Evaluation, kind: str | None = None) -> Sequence[float]:
+    if kind is not None:
+        return evaluation.accuracies.get(kind, ())
+    return [value for values in evaluation.accuracies.values() for value in values]
+
+
+def _accuracy(evaluation: Evaluation | None) -> float | None:
+    return evaluation.accuracy if evaluation else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)

@@ -1,0 +1,313 @@
+"""The gate at the start of a run: tokens that the engine drew are scored again by the trainer; past a limit no run.
+
+Two computations of one log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. 0.7 means
+wrong positions; so does a difference on prompts with images alone. A run on top of that trains on noise, or collapses
+days later, which is why the gate is on by default.
+
+Nothing of the run changes by it: the rows come outside the run's order, random numbers belong to requests, and what
+the engine keeps of a rollout is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from numpy import float32
+from numpy.typing import NDArray
+from rich.table import Table
+from rich.text import Text
+
+from fovea.algorithms.kl import k3
+from fovea.environments.prompt_source import PromptedTask
+from fovea.errors import DataError, ParityError
+from fovea.rollout.collect import request_seed
+from fovea.run.context import Run
+from fovea.run.rollout_step import sampling_of
+from fovea.types import Batch, Completion, ImageRef, Message, Sample, SampleGroup, Sampling
+from fovea.utils.event_loop import wait_for
+from fovea.utils.files import json_number, write_atomically
+
+PARITY_FILE = "parity.json"
+SAMPLES_PER_PROMPT = 2
+"""The smallest group, so that one prompt serves several completions as it does in a rollout."""
+MAX_ROWS_LOOKED_AT = 1000
+INT8 = "(int8 decoding)"
+
+PromptKind = Literal["with images", "without images"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnToken:
+    """One token as both sides see it."""
+
+    row: str
+    """The id of its task."""
+    number: int
+    """Its place in the completion, from 1."""
+    token_id: int
+    text: str
+    engine_logprob: float
+    trainer_logprob: float
+
+    @property
+    def gap(self) -> float:
+        """NaN, which no limit allows, where either side has none."""
+        return abs(self.engine_logprob - self.trainer_logprob)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindReading:
+    """All tokens drawn for one kind of prompt."""
+
+    kind: PromptKind
+    prompts: int
+    tokens: int
+    mean_abs: float
+    k3: float
+    """Mean of e^x - x - 1, x = trainer - engine: an estimate of KL(engine || trainer)."""
+    worst: DrawnToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityReading:
+    """What the gate found."""
+
+    model: str
+    engine: str
+    limit: float
+    kinds: tuple[KindReading, ...]
+
+    @property
+    def worst(self) -> KindReading:
+        """The kind of prompt that is furthest off; what is no number is further off than any number."""
+        return max(self.kinds, key=lambda kind: _with_nan_as_most(kind.mean_abs))
+
+    @property
+    def passed(self) -> bool:
+        return self.worst.mean_abs <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """A prompt and its completions."""
+
+    kind: PromptKind
+    prompted: PromptedTask
+    completions: Sequence[Completion]
+
+
+def pass_parity_gate(run: Run, version: int) -> None:
+    """Write parity.json and one line; ParityError when engine and trainer are further apart than the limit."""
+    if run.config.parity.prompts == 0:
+        return
+    run.progress.stage("comparing the log-probs of engine and trainer")
+    reading = read_parity(run)
+    write_atomically(run.folder / PARITY_FILE, _json(reading, version).encode())
+    run.progress.print(f"parity gate: {_summary(reading)}")
+    # what the engine kept of these completions for an update is of no use: new weights make it forget
+    run.engine.load_weights(run.policy.weights(), version=version)
+    if not reading.passed:
+        raise ParityError(why_it_stops(reading))
+
+
+def read_parity(run: Run) -> ParityReading:
+    """Draw with the weights that the engine holds, and score with the policy's."""
+    settings = run.config.rollout
+    drawn = wait_for(_draw(run))
+    scored = iter(run.policy.logprobs(_batch(drawn)))
+    tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
+    for each in drawn:
+        for completion in each.completions:
+            tokens[each.kind] += _tokens(run, each.prompted.task.id, completion, next(scored))
+    return ParityReading(
+        model=run.config.model.name,
+        engine=settings.engine + (f" {INT8}" if settings.decode_weights == "int8" else ""),
+        limit=run.config.parity.max_abs_logprob_diff,
+        kinds=tuple(
+            _reading(kind, sum(each.kind == kind for each in drawn), of_kind)
+            for kind, of_kind in tokens.items()
+            if of_kind
+        ),
+    )
+
+
+def why_it_stops(reading: ParityReading) -> str:
+    """The line of a reading past the limit."""
+    kind, token = reading.worst, reading.worst.worst
+    return (
+        f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
+        f"differ by {kind.mean_abs:.3g} on average, and parity.max_abs_logprob_diff={reading.limit:g}; worst is token "
+        f"{token.text!r} (id {token.token_id}), number {token.number} of a completion of {token.row}: "
+        f"{token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. {_likely_fix(reading)}"
+    )
+
+
+def parity_table(reading: ParityReading) -> Table:
+    """One row for each kind of prompt."""
+    title = Text(f"{reading.model}: the {reading.engine} engine against the trainer")  # a name is text, not markup
+    table = Table(title=title, title_justify="left")
+    for header in ("prompts", "tokens", "mean abs", "max abs", "k3", "worst token"):
+        table.add_column(header, justify="left" if header in ("prompts", "worst token") else "right")
+    for kind in reading.kinds:
+        token = kind.worst
+        table.add_row(
+            f"{kind.prompts} {kind.kind}",
+            str(kind.tokens),
+            f"{kind.mean_abs:.2g}",
+            f"{token.gap:.2g}",
+            f"{kind.k3:.2g}",
+            Text(f"{token.text!r} of {token.row}"),
+        )
+    return table
+
+
+async def _draw(run: Run) -> list[_Drawn]:
+    """All prompts at once, as in a rollout."""
+
+    async def one(place: int, kind: PromptKind, prompted: PromptedTask) -> _Drawn:
+        sampling = replace(_sampling(run), seed=request_seed(run.config.seed, place))
+        completions = await run.engine.generate(prompted.prompt, sampling, SAMPLES_PER_PROMPT)
+        return _Drawn(kind=kind, prompted=prompted, completions=completions)
+
+    return await asyncio.gather(*(one(place, *each) for place, each in enumerate(_prompts(run))))
+
+
+def _prompts(run: Run) -> list[tuple[PromptKind, PromptedTask]]:
+    """The first usable training rows, and the same questions without their images.
+
+    Rows that are bad are passed over: the run meets them in its own order, and says so.
+    """
+    source, prompts = run.sources.train, list[tuple[PromptKind, PromptedTask]]()
+    rows, index, last_error = 0, -1, ""
+    for index in range(min(len(source), MAX_ROWS_LOOKED_AT)):
+        try:
+            task = source.tasks[index]
+            whole, bare = source.render(task), source.render(task, without_images(run.environment.prompt(task)))
+        except DataError as error:
+            last_error = str(error)
+            continue
+        prompts += [("with images", whole)] if whole.prompt.images else []
+        prompts.append(("without images", bare))
+        rows += 1
+        if rows == run.config.parity.prompts:
+            break
+    if not prompts:
+        raise DataError(f"none of the first {index + 1} training rows can be used, the last one: {last_error}")
+    return prompts
+
+
+def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The same words alone."""
+    return tuple(
+        replace(message, parts=tuple(part for part in message.parts if not isinstance(part, ImageRef)))
+        for message in messages
+    )
+
+
+def _sampling(run: Run) -> Sampling:
+    """As the rollout draws, but shorter; with a trace, since only such completions are decoded in 8 bits."""
+    sampling = sampling_of(run)
+    return replace(sampling, max_new_tokens=min(run.config.parity.max_new_tokens, sampling.max_new_tokens))
+
+
+def _batch(drawn: Sequence[_Drawn]) -> Batch:
+    """To be scored, not trained on; without traces, so that the trainer looks nothing up."""
+    groups = [
+        SampleGroup(
+            task_id=each.prompted.task.id,
+            prompt=each.prompted.prompt,
+            samples=tuple(_sample(completion) for completion in each.completions),
+        )
+        for each in drawn
+    ]
+    return Batch(groups=tuple(groups))
+
+
+def _sample(completion: Completion) -> Sample:
+    return Sample(
+        token_ids_T=completion.token_ids_T,
+        rollout_logprobs_T=completion.logprobs_T,
+        reward=0.0,
+        weight=0.0,
+    )
+
+
+def _tokens(run: Run, row: str, completion: Completion, scored_T: NDArray[float32]) -> list[DrawnToken]:
+    columns = zip(completion.token_ids_T, completion.logprobs_T, scored_T, strict=True)
+    return [
+        DrawnToken(
+            row=row,
+            number=number,
+            token_id=int(index),
+            text=run.token_text(int(index)),
+            engine_logprob=float(engine),
+            trainer_logprob=float(trainer),
+        )
+        for number, (index, engine, trainer) in enumerate(columns, start=1)
+    ]
+
+
+def _reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> KindReading:
+    engine = torch.tensor([token.engine_logprob for token in tokens])
+    trainer = torch.tensor([token.trainer_logprob for token in tokens])
+    return KindReading(
+        kind=kind,
+        prompts=prompts,
+        tokens=len(tokens),
+        mean_abs=float((engine - trainer).abs().mean()),
+        k3=float(k3(engine, trainer).mean()),
+        worst=max(tokens, key=lambda token: _with_nan_as_most(token.gap)),
+    )
+
+
+def _with_nan_as_most(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _likely_fix(reading: ParityReading) -> str:
+    if reading.engine.endswith(INT8):
+        return "Set rollout.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
+    over = [kind.kind for kind in reading.kinds if not kind.mean_abs <= reading.limit]
+    if over == ["with images"] and len(reading.kinds) > 1:
+        return "Without images they agree: look at the positions of image tokens and at what encodes the images"
+    return (
+        "Engine and trainer hold other weights, or one of them computes another model: compare both with transformers "
+        "(`fovea doctor RECIPE` measures again), or raise the limit for an engine that is known to be this inexact"
+    )
+
+
+def _summary(reading: ParityReading) -> str:
+    parts = (
+        f"{kind.mean_abs:.2g} on average {kind.kind} (at most {kind.worst.gap:.2g}, at {kind.worst.text!r}; "
+        f"k3 {kind.k3:.2g})"
+        for kind in reading.kinds
+    )
+    return (
+        f"log-probs of the {reading.engine} engine and of the trainer differ by {' and '.join(parts)}; "
+        f"the limit is {reading.limit:g}"
+    )
+
+
+def _json(reading: ParityReading, step: int) -> str:
+    about = {"step": step, "model": reading.model, "engine": reading.engine, "passed": reading.passed}
+    kinds = [_kind_json(kind) for kind in reading.kinds]
+    return json.dumps(about | {"max_abs_logprob_diff": reading.limit, "prompts": kinds}, indent=2) + "\n"
+
+
+def _kind_json(kind: KindReading) -> dict[str, object]:
+    worst = {
+        "row": kind.worst.row,
+        "number": kind.worst.number,
+        "token_id": kind.worst.token_id,
+        "text": kind.worst.text,
+        "engine_logprob": json_number(kind.worst.engine_logprob),
+        "trainer_logprob": json_number(kind.worst.trainer_logprob),
+    }
+    means = {"mean_abs": json_number(kind.mean_abs), "max_abs": json_number(kind.worst.gap), "k3": json_number(kind.k3)}
+    return {"kind": kind.kind, "prompts": kind.prompts, "tokens": kind.tokens, **means, "worst_token": worst}

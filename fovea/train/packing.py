@@ -1,0 +1,141 @@
+"""From samples to packed rows; which samples share a row is for `fovea.train.microbatching` to say.
+
+Axes: `N` tokens of a row, `A` actions of a row, `L` tokens of a prompt, `T` tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fovea.models.shared_prefix.layout import shared_prefix_layout
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.train.microbatching import Row
+from fovea.types import Prompt, Sample, SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward and backward: a row, and what the objective needs of each action."""
+
+    row: PackedRow
+    weights_A: Tensor
+    rollout_logprobs_A: Tensor
+    advantages_A: Tensor | None
+    """None in a pass that only scores."""
+    old_logprobs_A: Tensor | None
+    reference_logprobs_A: Tensor | None
+    values_A: Tensor | None
+    returns_A: Tensor | None
+    lengths: tuple[int, ...]
+    """Actions of each sample, in the order of the row."""
+    sample_numbers: tuple[int, ...]
+    """Where each of these samples stands in the batch."""
+    groups: tuple[SampleGroup, ...]
+    """Or parts of groups, in the order of the row."""
+
+    @property
+    def given_logprobs(self) -> list[Tensor]:
+        """[A] each: of the engine, and of the trainer before the update and of the reference where there are any."""
+        given = (self.rollout_logprobs_A, self.old_logprobs_A, self.reference_logprobs_A)
+        return [logprobs_A for logprobs_A in given if logprobs_A is not None]
+
+
+def micro_batches(rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None) -> list[MicroBatch]:
+    """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`."""
+    return [_pack(row, device, padded_tokens) for row in rows]
+
+
+def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
+    groups = [part.group for part in parts]
+    samples = [sample for group in groups for sample in group.samples]
+    return MicroBatch(
+        row=pack_row(
+            [group.prompt for group in groups],
+            [[sample.token_ids_T for sample in group.samples] for group in groups],
+            device,
+            padded_tokens,
+        ),
+        weights_A=_tensor(np.concatenate([_weights(sample) for sample in samples]), device),
+        rollout_logprobs_A=_tensor(np.concatenate([sample.rollout_logprobs_T for sample in samples]), device),
+        advantages_A=_joined(samples, lambda sample: sample.advantages_T, device),
+        old_logprobs_A=_joined(samples, lambda sample: sample.old_logprobs_T, device),
+        reference_logprobs_A=_joined(samples, lambda sample: sample.reference_logprobs_T, device),
+        values_A=_joined(samples, lambda sample: sample.values_T, device),
+        returns_A=_joined(samples, lambda sample: sample.returns_T, device),
+        lengths=tuple(len(sample.token_ids_T) for sample in samples),
+        sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
+        groups=tuple(groups),
+    )
+
+
+def pack_row(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[NDArray[np.int64]]],
+    device: torch.device,
+    padded_tokens: int | None = None,
+) -> PackedRow:
+    """The row of these prompts, each followed by its completions; padded to a fixed length if one is given.
+
+    Padding is copies of the row's first token, in prompts of their own that nothing reads.
+    """
+    tokens: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    hidden_index: list[NDArray[np.int64]] = []
+    start = 0
+    for prompt, answers in zip(prompts, completions, strict=True):
+        tokens.append(prompt.token_ids_L)
+        positions.append(prompt.positions_3L)
+        start += prompt.num_tokens
+        last_of_prompt = start - 1
+        for answer in answers:
+            length = len(answer) - 1
+            tokens.append(answer[:-1])
+            positions.append(np.broadcast_to(prompt.next_position + np.arange(length), (3, length)))
+            hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)]))
+            start += length
+    padding = 0 if padded_tokens is None else padded_tokens - start
+    assert padding >= 0, f"a row of {start} tokens is to be padded to {padded_tokens}"
+    tokens.append(np.repeat(tokens[0][:1], padding))
+    positions.append(np.repeat(positions[0][:, :1], padding, axis=1))
+    fillers = _pieces(padding, longest=max(prompt.num_tokens for prompt in prompts))
+    layout = shared_prefix_layout(
+        [*(prompt.num_tokens for prompt in prompts), *fillers],
+        [*([len(answer) - 1 for answer in answers] for answers in completions), *([] for _ in fillers)],
+    )
+    return PackedRow(
+        token_ids_N=_tensor(np.concatenate(tokens), device),
+        positions_3N=_tensor(np.concatenate(positions, axis=1), device),
+        layout=layout.to(device),
+        images=tuple(image for prompt in prompts for image in prompt.images),
+        hidden_index_A=_tensor(np.concatenate(hidden_index), device),
+        target_ids_A=_tensor(np.concatenate([answer for answers in completions for answer in answers]), device),
+    )
+
+
+def _pieces(total: int, longest: int) -> list[int]:
+    """No filler is longer than the longest prompt, to which attention pads all."""
+    return [longest] * (total // longest) + [total % longest] * (total % longest > 0)
+
+
+Field = Callable[[Sample], "NDArray[np.float32] | None"]
+
+
+def _weights(sample: Sample) -> NDArray[np.float32]:
+    return np.full(len(sample.token_ids_T), sample.weight, dtype=np.float32)
+
+
+def _joined(samples: Sequence[Sample], field: Field, device: torch.device) -> Tensor | None:
+    """One value per action of the row; None where the samples have none."""
+    arrays = [array for sample in samples if (array := field(sample)) is not None]
+    assert len(arrays) in (0, len(samples)), f"{len(arrays)} of {len(samples)} samples have a per-token field"
+    return _tensor(np.concatenate(arrays), device) if arrays else None
+
+
+def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,108 @@
+"""The gradient of a minibatch: its micro-batches forward and backward, one after the other.
+
+Axes: `A` actions of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fovea.config.run import Algorithm
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.value_model import ValueModel
+from fovea.train.objective import policy_terms
+from fovea.train.packing import MicroBatch
+from fovea.train.torch.activation_memory import ActivationMeter
+from fovea.train.torch.activation_reuse import Reuse
+from fovea.train.torch.critic import Critic, value_terms
+from fovea.train.torch.forward import Scorer
+from fovea.types import SampleGroup
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a forward and backward pass over a minibatch leaves besides gradients."""
+
+    logprobs: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    """[A] of each micro-batch."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """For the metrics (`train.update_metrics`)."""
+    not_finite: list[str] = field(default_factory=list)
+    """Tasks with a log-prob or a value of their own that is not finite."""
+    in_bad_rows: list[str] = field(default_factory=list)
+    """All tasks of micro-batches whose loss is not finite; these have no gradient."""
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        for key, value in sums.items():
+            self.sums[key] = self.sums.get(key, 0.0) + float(value)
+
+    @property
+    def bad_tasks(self) -> list[str]:
+        """Those with a number of their own that is not finite; where there is none, all that may have done it."""
+        return list(dict.fromkeys(self.not_finite or self.in_bad_rows))
+
+    def mark(self, micro: MicroBatch, *values_A: Tensor | None) -> None:
+        """The loss of this micro-batch is not finite; one of these, or of what it came with, may say why."""
+        given = (*micro.given_logprobs, micro.values_A, micro.returns_A, *values_A)
+        finite_A = torch.stack([value.detach().isfinite() for value in given if value is not None]).all(0)
+        tasks = [group.task_id for group in micro.groups for _ in group.samples]
+        bad = [not bool(part.all()) for part in finite_A.cpu().split(micro.lengths)]
+        self.not_finite += dict.fromkeys(task for task, is_bad in zip(tasks, bad, strict=True) if is_bad)
+        self.in_bad_rows += dict.fromkeys(tasks)
+
+    @property
+    def policy_kl(self) -> float:
+        """From the policy before the update to the one that was passed through, per action."""
+        return self.sums.get("kl/policy", 0.0) / max(self.sums.get("actions", 0.0), 1.0)
+
+
+class Backward:
+    """For one policy, and the value function that is trained beside it."""
+
+    def __init__(self, scorer: Scorer, algorithm: Algorithm, critic: Critic | None) -> None:
+        self.activations = ActivationMeter(scorer.vlm)
+        self._scorer = scorer
+        self._algorithm = algorithm
+        self._critic = critic
+
+    def __call__(self, groups: Sequence[SampleGroup], reuse: Reuse | None, scale: float) -> Pass:
+        """Add the gradients of these groups; `scale`: what the minibatch stands for in the whole batch."""
+        done = Pass()
+        for micro in self._scorer.micro_batches(groups):
+            self._policy(micro, micro.row if reuse is None else reuse.row(micro), done, scale)
+            if self._critic is not None and self._critic.model is not None:
+                # after the policy's backward pass, so that one graph is in memory at a time
+                self._value_model(self._critic.model, micro, done, scale)
+        if reuse is not None:
+            reuse.finish()
+            done.sums |= {"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))}
+        return done
+
+    def _policy(self, micro: MicroBatch, row: PackedRow, done: Pass, scale: float) -> None:
+        with self.activations(row.num_tokens):
+            scores = self._scorer(row)
+            loss, sums = policy_terms(scores, micro, self._algorithm)
+        done.logprobs.append((micro, scores.logprobs_A.detach()))
+        if scores.values_A is not None:
+            value_loss, value_sums = value_terms(scores.values_A, micro, self._algorithm)
+            loss, sums = loss + value_loss, sums | value_sums
+        # an engine's log-prob that is not finite says that it drew what it could not, whether or not the loss reads it
+        if not bool(torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()):
+            done.mark(micro, scores.logprobs_A, scores.values_A)
+            return
+        (scale * loss).backward()
+        weighed = {"loss": scale * loss.detach(), "policy_loss": scale * sums["policy_loss"]}
+        done.add(sums | weighed | {"actions": torch.tensor(float(row.num_actions))})
+
+    def _value_model(self, model: ValueModel, micro: MicroBatch, done: Pass, scale: float) -> None:
+        values_A = model(micro.row)
+        loss, sums = value_terms(values_A, micro, self._algorithm)
+        if not bool(torch.isfinite(loss)):
+            done.mark(micro, values_A)
+            return
+        (scale * loss).backward()
+        done.add(sums | {"loss": scale * loss.detach()})

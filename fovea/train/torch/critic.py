@@ -1,0 +1,48 @@
+"""The value function of PPO and its optimizer, beside the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fovea.algorithms.value_loss import value_loss
+from fovea.config.run import Algorithm
+from fovea.models.value_model import ValueModel
+from fovea.models.vlm import VLM
+from fovea.train.packing import MicroBatch
+from fovea.train.torch.optimizer import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """A head on the policy's trunk (`model` is None), or a model of its own."""
+
+    optimizer: Optimizer
+    model: ValueModel | None
+    warmup_steps: int
+    """First updates of the run in which the policy waits for the values to mean something."""
+
+    def start_here(self, policy: VLM) -> None:
+        """A model of its own begins as a copy of the policy, as a warm-up has left that."""
+        if self.model is not None:
+            # the policy's linear layers and norms; the head for values is not among them
+            self.model.trunk.load_state_dict(policy.state_dict())
+        self.optimizer.read_again()
+
+    def train(self, mode: bool) -> None:
+        """As `nn.Module.train`: layers recompute their activations in training only."""
+        if self.model is not None:
+            self.model.train(mode)
+
+
+def value_terms(values_A: Tensor, micro: MicroBatch, settings: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """The value loss of a micro-batch, weighed as the policy's, and sums for the metrics."""
+    assert micro.values_A is not None, "a value loss needs the values from before the update"
+    assert micro.returns_A is not None, "and the returns"
+    terms = value_loss(values_A, micro.values_A, micro.returns_A, clip=settings.value_clip)
+    loss = (micro.weights_A * terms.loss_A).sum()
+    return settings.value_coef * loss, {
+        "value_loss": terms.loss_A.detach().sum(),
+        "value_clip_frac": terms.clipped_A.sum(),
+    }

@@ -1,0 +1,157 @@
+"""Settings reach what they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from fovea.build.model import _corpus, _liger_kernels, make_model
+from fovea.build.run import build
+from fovea.config.run import Config, ShapesEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Split
+from fovea.environments.shapes.environment import Shapes
+from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.run.context import Run
+from fovea.run.lifecycle import begin
+from fovea.types import Task
+
+SMALL = {
+    "environment": {"name": "shapes", "train_size": 12, "dev_size": 4, "test_size": 8},
+    "log": {"tensorboard": False, "progress": False},
+    "rollout": {"max_new_tokens": 3},
+}
+
+
+def run_of(folder: Path, **settings: object) -> Run:
+    return build(Config.model_validate({"model": {"tiny": {}}, "run_dir": str(folder), **SMALL, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("model", "cached"),
+    [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)],
+)
+def test_features_are_cached_exactly_when_the_tower_is_frozen(model: dict[str, object], cached: bool) -> None:
+    config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
+    _, vlm = make_model(config, Shapes(config.environment, 0))  # type: ignore[arg-type]
+    assert isinstance(vlm._feature_cache, FeatureCache) is cached
+    assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
+
+
+def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path) -> None:
+    model = {"tiny": {}, "freeze_vision_tower": True, "feature_cache_gib": 0, "feature_spill_gib": 1}
+    run = run_of(tmp_path, model=model)
+    row = run.sources.train.get(0)
+    assert row is not None
+    vlm = run.policy._vlm  # type: ignore[attr-defined]
+    vlm.image_features(row.prompt.images)
+    assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
+
+
+def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the model is on cpu .* CUDA only; set train\.liger_kernels=false, or"):
+        run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"liger_kernels": True})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
+def test_liger_kernels_need_their_package() -> None:
+    with pytest.raises(MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea\[liger\]', or set"):
+        _liger_kernels(torch.device("cuda"))
+
+
+def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
+    run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
+    row = run.sources.train.get(0)
+    assert row is not None
+    assert row.prompt.images[0].grid_thw == (1, 4, 4)
+    assert run.policy._scorer._temperature == 0.7  # type: ignore[attr-defined]
+
+
+def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
+    sources = run_of(tmp_path).sources
+    for name, size in (("train", 12), ("dev", 4), ("test", 8)):
+        tasks = getattr(sources, name).tasks
+        assert len(tasks) == size
+        assert tasks[0].id.startswith(name)
+
+
+@pytest.mark.parametrize(("lora", "warmup", "copied"), [(False, False, True), (True, False, False), (True, True, True)])
+def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
+    lora: bool, warmup: bool, copied: bool, tmp_path: Path
+) -> None:
+    """After a warm-up of the adapters the model without them is not what RL began with."""
+    run = run_of(
+        tmp_path,
+        model={"tiny": {}, "lora": {"rank": 2} if lora else None},
+        algorithm={"kl_coef": 0.1},
+        warmup={"max_steps": 1} if warmup else None,
+    )
+    assert (run.policy._reference is not None) is copied  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_without_a_kl_term_no_reference_is_kept(lora: bool, tmp_path: Path) -> None:
+    """A copy would hold the memory of a second model for nothing."""
+    model = {"tiny": {}, "lora": {"rank": 2} if lora else None}
+    run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl_coef": 0.0})
+    assert run.policy._reference is None  # type: ignore[attr-defined]
+
+
+def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
+    """The train rows stand in for the test rows."""
+    run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
+    object.__setattr__(run.sources, "test", run.sources.train)
+    with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
+        begin(run)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, existence"
+    ):
+        run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
+
+
+def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
+    class HalfBad(Shapes):
+        def tasks(self, split: Split) -> Sequence[Task]:
+            def make(index: int) -> Task:
+                if index % 2:
+                    raise DataError("bad")
+                return rows[index]
+
+            rows = super().tasks(split)
+            return LazyTasks(make, range(len(rows)), kind_of=lambda _: "all")
+
+    environment = HalfBad(ShapesEnvironment(train_size=6), seed=0)
+    assert len(_corpus(environment, "skip")) == 2 * 3
+    with pytest.raises(DataError):
+        _corpus(environment, "error")
+
+
+def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path, algorithm={"kl_coef": 0.1})
+    policy = run.policy
+    reference, trained = policy._reference.vlm, policy._vlm  # type: ignore[attr-defined]
+    assert reference is not trained
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    own = {parameter.data_ptr() for parameter in trained.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in reference.parameters()}
+
+
+@pytest.mark.parametrize(("critic", "rate"), [({}, 0.02), ({"trunk": "separate"}, 0.02), ({"learning_rate": 0.5}, 0.5)])
+def test_the_critics_rate_follows_the_policys_unless_it_is_set(
+    critic: dict[str, object], rate: float, tmp_path: Path
+) -> None:
+    """1e-5 beside 5e-7, at any scale (decision 009)."""
+    train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
+    run = run_of(tmp_path, algorithm={"name": "ppo"}, critic=critic, train=train)
+    rates = run.policy._set_rates()  # type: ignore[attr-defined]
+    assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})

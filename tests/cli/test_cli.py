@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fovea import __version__
+from fovea.cli import main as cli
+from fovea.cli.main import doctor
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.errors import TrainError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text("model: {tiny: {}}\n", encoding="utf-8")
+    return "small.yaml"
+
+
+def fovea(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, words)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, train: Callable[[Config], None]) -> None:
+    """A `build` that gives the settings themselves for a run, and this `train`."""
+    build_module, loop_module = ModuleType("fovea.build.run"), ModuleType("fovea.loop")
+    build_module.build = lambda config: config  # type: ignore[attr-defined]
+    loop_module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fovea.build.run", build_module)
+    monkeypatch.setitem(sys.modules, "fovea.loop", loop_module)
+
+
+def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    stand_in(monkeypatch, seen.append)
+    Path("over=1").mkdir()
+    Path("over=1/more.yaml").write_text("seed: 2\nmax_steps: 9\n", encoding="utf-8")
+    result = fovea("train", recipe, "over=1/more.yaml", "seed=5")
+    assert result.exit_code == 0, result.output
+    assert [(config.seed, config.max_steps) for config in seen] == [(5, 9)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no recipe given; write fovea train recipes/shapes.yaml [KEY=VALUE]..."),
+        (["seed=1"], "no recipe given; write fovea train recipes/shapes.yaml [KEY=VALUE]..."),
+        (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
+        (
+            ["small.yaml", "rollout.top_p"],
+            "rollout.top_p: a setting without a value; write rollout.top_p=VALUE",
+        ),
+        (["small.yaml", "--seed=3"], "--seed=3: settings have no dashes; write seed=3"),
+        (["small.yaml", "--seed", "3"], "--seed: settings have no dashes; write seed=VALUE"),
+        (
+            ["small.yaml", "--debgu"],
+            "--debgu: no such option; there are --debug and --help, and settings are written key=value",
+        ),
+        (
+            ["small.yaml", "rollout.top_pp=1"],
+            "command line: rollout.top_pp: no such setting; did you mean rollout.top_p?",
+        ),
+    ],
+)
+def test_a_mistake_ends_in_one_line(recipe: str, words: list[str], message: str) -> None:
+    result = fovea("train", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {message}\n"
+
+
+def raise_train_error(config: Config) -> None:
+    raise TrainError(f"the loss of step {config.seed} is not finite;\n  lower train.learning_rate")
+
+
+def test_debug_adds_the_traceback(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, raise_train_error)
+    line = "error: the loss of step 0 is not finite; lower train.learning_rate\n"
+    assert fovea("train", recipe).stderr == line
+    result = fovea("train", recipe, "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "raise_train_error" in result.stderr
+    assert result.stderr.endswith(line)
+
+
+def test_an_error_of_ours_keeps_its_traceback(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def divide_by_zero(config: Config) -> None:
+        print(config.seed / 0)
+
+    stand_in(monkeypatch, divide_by_zero)
+    assert isinstance(fovea("train", recipe).exception, ZeroDivisionError)
+
+
+def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press_ctrl_c(config: Config) -> None:
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, press_ctrl_c)
+    result = fovea("train", recipe)
+    assert result.exit_code == 130
+    assert result.stderr == "stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_real_run(tmp_path: Path) -> None:
+    words = [
+        "recipes/shapes.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        "warmup=null",
+        "environment.train_size=500",
+    ]
+    sizes = ["environment.test_size=8", "environment.dev_size=8", "log.progress=false"]
+    command = [sys.executable, "-m", "fovea.cli.main", "train", *words, *sizes]
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell hands "ignore" on to what it starts in the background, as a terminal does not
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("stopped by Ctrl-C")
+    assert "Traceback" not in errors
+
+
+def test_help_of_train_points_at_the_settings() -> None:
+    result = fovea("train", "--help")
+    assert result.exit_code == 0
+    assert "`fovea config` lists every KEY" in result.stdout
+    assert "--debug" in result.stdout
+
+
+@pytest.mark.parametrize("word", ["rollout.top_p", "rollout.top_p=0.9", "--rollout.top_p"])
+def test_help_beside_a_key_explains_the_key(recipe: str, word: str) -> None:
+    result = fovea("train", recipe, word, "--help")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (
+        "rollout.top_p = 1.0    (number > 0 and <= 1)\n"
+        "    Keep the smallest set of tokens with this much probability.\n"
+    )
+
+
+def test_help_beside_a_wrong_key_suggests_one(recipe: str) -> None:
+    result = fovea("train", recipe, "rollout.top_pp", "--help")
+    assert result.stderr == "error: rollout.top_pp: no such setting; did you mean rollout.top_p?\n"
+    assert result.exit_code == 2
+
+
+def test_config_lists_every_setting() -> None:
+    result = fovea("config")
+    assert result.exit_code == 0
+    for line in (
+        "seed = 0    (integer >= 0 and < 4294967296)",
+        "environment.train_files = must be set    (list of text)",
+    ):
+        assert line in result.stdout.splitlines()
+    assert {line.split(".")[0] for line in fovea("config", "rollout").stdout.splitlines()[::2]} == {"rollout"}
+    assert fovea("config", "roll").stderr == "error: roll: no such setting; did you mean rollout?\n"
+
+
+def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
+    """And what it shows is a recipe that comes to the same."""
+    words = ["recipes/shapes.yaml", "algorithm.name=gspo", "seed=3"]
+    shown = fovea("config", *words).stdout
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert load_config([tmp_path / "shown.yaml"], []) == load_config([Path(words[0])], words[1:])
+    assert "clip_high: 0.0004" in shown
+    assert (
+        fovea("config", *words, "train", "seed").stdout
+        == "seed: 3\n" + shown[shown.index("train:\n") :].split("evaluate:")[0]
+    )
+    assert fovea("config", *words, "trian").stderr.startswith("error: trian: no section of a recipe; there are seed, ")
+    assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config recipes/shapes.yaml")
+
+
+def test_report_wants_a_run(tmp_path: Path) -> None:
+    result = fovea("report", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert "none: no such run folder" in result.stderr
+
+
+def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("fovea.report.html")
+    module.write_report = lambda run: run / "report.html"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fovea.report.html", module)
+    assert fovea("report", str(tmp_path)).stdout.strip() == str(tmp_path / "report.html")
+
+
+def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"typer": "import typer", "pydantic": "import pydantic.none", "nowhere": "import nowhere"}
+    monkeypatch.setattr(doctor, "PACKAGES", packages)
+    monkeypatch.setattr(doctor, "EXTRAS", {"far": doctor.Extra(("absent", "typer"), "log.absent")})
+    result = fovea("doctor")
+    assert result.exit_code == 1
+    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert lines["fovea"] == __version__
+    assert lines["typer"][0].isdigit()
+    assert lines["pydantic"].endswith("but broken: ModuleNotFoundError: No module named 'pydantic.none'")
+    assert lines["nowhere"] == "not installed: pip install nowhere"
+    assert lines["absent"] == "not installed; log.absent needs it: pip install 'fovea[far]'"
+    assert lines["devices"].startswith("cpu")
+    assert int(lines["cores"].split()[0]) >= 1
+
+
+def test_doctor_knows_every_extra_with_all_its_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("bench", "dev")}
+    declared = {name: tuple(re.split(r"[<>=]", line)[0] for line in lines) for name, lines in extras.items()}
+    assert {name: extra.packages for name, extra in doctor.EXTRAS.items()} == declared
+
+
+def test_the_command_itself() -> None:
+    command = [sys.executable, "-m", "fovea.cli.main"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (0, f"fovea {__version__}\n")
+    done = subprocess.run(
+        [*command, "train", "recipes/shape.yaml"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: recipes/shape.yaml: no such recipe; did you mean recipes/shapes.yaml?\n"

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from fovea.config.run import (
+    Algorithm,
+    Config,
+    Geo3kEnvironment,
+    Lora,
+    Model,
+    Rollout,
+    ShapesEnvironment,
+    TinyModel,
+    Train,
+)
+
+
+def test_the_smallest_config_is_the_demo_model_on_shapes() -> None:
+    config = Config(model=Model(tiny=TinyModel()))
+    assert config.environment == ShapesEnvironment()
+    assert config.warmup is None
+    assert config.train.learning_rate == 1e-6
+
+
+def test_nothing_writes_to_a_config() -> None:
+    config = Config(model=Model(path="folder"))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.rollout.top_p = 0.5  # type: ignore[misc]
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Rollout(top_pp=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        (Rollout, {"samples_per_prompt": 0}),
+        (Rollout, {"temperature": 0}),
+        (Rollout, {"top_p": 0}),
+        (Rollout, {"min_p": 1.1}),
+        (Train, {"betas": (0.9, 1.1)}),
+        (Train, {"learning_rate": 0}),
+        (ShapesEnvironment, {"level": 4}),
+        (ShapesEnvironment, {"image_side_px": 31}),
+        (Geo3kEnvironment, {"test_files": ["a"]}),
+        (TinyModel, {"vocabulary_size": 299}),
+    ],
+)
+def test_values_out_of_range_are_refused(section: type[Rollout], values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        section(**values)  # type: ignore[arg-type]
+    assert "extra_forbidden" not in [problem["type"] for problem in caught.value.errors()], "a setting of another name"
+
+
+@pytest.mark.parametrize("values", [{}, {"path": "folder", "tiny": {}}])
+def test_a_model_has_one_source(values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=r"set exactly one of model\.path"):
+        Model.model_validate(values)
+
+
+def test_pixel_bounds_are_in_order() -> None:
+    with pytest.raises(ValidationError, match="min_pixels=2 is above max_pixels=1"):
+        Model(path="folder", min_pixels=2, max_pixels=1)
+
+
+def test_the_vision_tower_trains_unless_frozen_or_behind_adapters() -> None:
+    assert Model(path="folder").trains_vision
+    assert not Model(path="folder", freeze_vision_tower=True).trains_vision
+    assert not Model(path="folder", lora=Lora()).trains_vision
+
+
+def test_features_of_a_trained_tower_do_not_spill() -> None:
+    with pytest.raises(ValidationError, match=r"feature_spill_gib=2, but .*; set model\.freeze_vision_tower=true, or"):
+        Model(path="folder", feature_spill_gib=2)
+    assert Model(path="folder", freeze_vision_tower=True, feature_spill_gib=2).feature_spill_gib == 2
+    assert Model(path="folder", lora=Lora(), feature_spill_gib=2).feature_spill_gib == 2
+
+
+def test_older_families_need_heads_that_fill_the_width() -> None:
+    assert TinyModel(family="qwen3_vl", head_dim=48).head_dim == 48
+    with pytest.raises(ValidationError, match="48 \\* 2 != 64; set head_dim=32"):
+        TinyModel(family="qwen2_vl", head_dim=48)
+
+
+def test_query_heads_are_a_multiple_of_key_heads() -> None:
+    with pytest.raises(ValidationError, match="num_heads=2 is no multiple of num_kv_heads=3"):
+        TinyModel(num_kv_heads=3)
+
+
+def test_no_minibatch_is_empty() -> None:
+    with pytest.raises(ValidationError, match=r"lower algorithm\.minibatches"):
+        Config(model=Model(path="folder"), algorithm=Algorithm(minibatches=3), rollout=Rollout(prompts_per_step=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"vision_heads": 3},
+            r"vision_hidden_size=64 is no multiple of 4 \* vision_heads=12.*set vision_hidden_size=60",
+        ),
+        ({"image_side_px": 15}, "holds no 2x2 patches of 8 px; set image_side_px=16 or more"),
+        ({"head_dim": 9}, "multiple of 2"),
+    ],
+)
+def test_a_tiny_model_that_cannot_be_built_is_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TinyModel.model_validate(settings)
+
+
+def test_inexact_decoding_needs_its_correction() -> None:
+    settings = {"model": {"tiny": {}}, "rollout": {"decode_weights": "int8"}}
+    with pytest.raises(ValidationError, match=r"set algorithm.importance_sampling_fix=true, or"):
+        Config.model_validate(settings)
+    Config.model_validate(settings | {"algorithm": {"importance_sampling_fix": True}})

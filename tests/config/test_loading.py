@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fovea.config.describe import describe
+from fovea.config.loading import dump_config, load_config, parse_override
+from fovea.config.run import (
+    Config,
+    Geo3kEnvironment,
+    Lora,
+    Model,
+    OwnEnvironment,
+    Rollout,
+    ShapesEnvironment,
+    TinyModel,
+    Warmup,
+)
+from fovea.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PLAIN = "a value is text, a finite number, true, false, null, a list, or a mapping with texts as keys"
+TINY = Config(model=Model(tiny=TinyModel()))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small sound recipe, in a folder of its own, named relative to it."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    path = Path("recipes/small.yaml")
+    path.write_text("seed: 3\nmodel:\n  tiny: {num_layers: 2}\nenvironment: {level: 2}\n", encoding="utf-8")
+    return path
+
+
+def error_of(recipes: list[Path], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipes, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Layers
+
+
+def test_a_recipe_fills_the_defaults(recipe: Path) -> None:
+    config = load_config([recipe], [])
+    assert config == Config(seed=3, model=Model(tiny=TinyModel(num_layers=2)), environment=ShapesEnvironment(level=2))
+
+
+def test_later_layers_win_key_by_key(recipe: Path) -> None:
+    Path("over.yaml").write_text("seed: 4\nmodel: {tiny: {num_heads: 4}}\n", encoding="utf-8")
+    config = load_config([recipe, Path("over.yaml")], ["model.tiny.num_layers=5"])
+    assert config.seed == 4
+    assert config.model.tiny == TinyModel(num_layers=5, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("override", "learning_rate"),
+    [("1e-4", 1e-4), ("1.0e-4", 1e-4), (".5", 0.5), ("1", 1.0), ("1E+2", 100.0)],
+)
+def test_numbers_as_people_write_them(recipe: Path, override: str, learning_rate: float) -> None:
+    assert load_config([recipe], [f"train.learning_rate={override}"]).train.learning_rate == learning_rate
+
+
+def test_a_date_is_text(recipe: Path) -> None:
+    assert load_config([recipe], ["run_dir=2026-11-21"]).run_dir == "2026-11-21"
+
+
+def test_a_value_may_hold_an_equals_sign(recipe: Path) -> None:
+    assert load_config([recipe], ["run_dir=runs/lr=1"]).run_dir == "runs/lr=1"
+
+
+def test_overrides_reach_into_sections_that_are_off(recipe: Path) -> None:
+    config = load_config([recipe], ["model.lora.rank=8", "warmup={}"])
+    assert config.model.lora == Lora(rank=8)
+    assert config.warmup == Warmup()
+
+
+def test_null_turns_a_section_off_and_starts_it_over(recipe: Path) -> None:
+    Path("over.yaml").write_text("warmup: {batch_size: 7}\nmodel: {lora: {rank: 4, alpha: 5}}\n", encoding="utf-8")
+    config = load_config([recipe, Path("over.yaml")], ["warmup=null", "model.lora=null", "model.lora.rank=8"])
+    assert config.warmup is None
+    assert config.model.lora == Lora(rank=8)
+
+
+def test_mappings_of_weights_merge_and_start_over_too(recipe: Path) -> None:
+    Path("over.yaml").write_text("data: {kind_weights: {counting: 2, shape: 3}}\n", encoding="utf-8")
+    recipes = [recipe, Path("over.yaml")]
+    assert load_config(recipes, ["data.kind_weights.shape=1"]).data.kind_weights == {
+        "counting": 2,
+        "shape": 1,
+    }
+    assert load_config(recipes, ["data.kind_weights=null", "data.kind_weights.shape=1"]).data.kind_weights == {
+        "shape": 1
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_environment_drops_the_keys_of_the_first(recipe: Path, order: int) -> None:
+    overrides = ["environment.name=geo3k", "environment.train_files=[a]", "environment.test_files=[b]"]
+    config = load_config([recipe], overrides[::order])
+    assert config.environment == Geo3kEnvironment(train_files=("a",), test_files=("b",))
+
+
+def test_the_same_environment_keeps_them(recipe: Path) -> None:
+    assert load_config([recipe], ["environment.name=shapes"]).environment == ShapesEnvironment(level=2)
+
+
+def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
+    assert load_config([recipe], ["model.path=folder", "model.tiny=null"]).model == Model(path="folder")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.top_pp=1", "rollout.top_pp: no such setting; did you mean rollout.top_p?"),
+        ("top_p=1", "top_p: no such setting; did you mean rollout.top_p?"),
+        ("train.temperature=1", "train.temperature: no such setting; did you mean rollout.temperature?"),
+        ("rolout.tpo_p=1", "rolout.tpo_p: no such setting; did you mean rollout.top_p?"),
+        (
+            "learning_rate=1",
+            "learning_rate: no such setting; did you mean train.learning_rate or critic.learning_rate or "
+            "warmup.learning_rate?",
+        ),
+        ("xyz.abc=1", "xyz.abc: no such setting; `fovea config` lists them all"),
+        ("a..b=1", "a..b: no such setting; `fovea config` lists them all"),
+        ("seed", "seed: an override is written key=value, such as seed=1"),
+        ("=1", "=1: an override is written key=value, such as seed=1"),
+        ("seed=[", "seed: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("rollout.top_p=1.5", "rollout.top_p: 1.5 does not fit; allowed: number > 0 and <= 1"),
+        (
+            "rollout.top_p='0.5'",
+            'rollout.top_p: "0.5" does not fit; allowed: number > 0 and <= 1; without the quotes it is a number',
+        ),
+        ("rollout.top_p=high", 'rollout.top_p: "high" does not fit; allowed: number > 0 and <= 1'),
+        ("rollout.top_p.x=1", 'rollout.top_p: {"x": 1} does not fit; allowed: number > 0 and <= 1'),
+        ("seed=true", "seed: true does not fit; allowed: integer >= 0 and < 4294967296"),
+        ("seed=1.5", "seed: 1.5 does not fit; allowed: integer >= 0 and < 4294967296"),
+        ("threads=0", "threads: 0 does not fit; allowed: integer >= 1 or null"),
+        (
+            "seed=.inf",
+            f"seed: inf does not fit; {PLAIN}",
+        ),
+        (
+            "data.kind_weights={1: 2}",
+            f"data.kind_weights: {{1: 2}} does not fit; {PLAIN}",
+        ),
+        ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
+        ("run_dir=", "run_dir: null does not fit; allowed: text"),
+        ("resume=yes", "resume: true does not fit; allowed: never | auto"),
+        ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
+        ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and <= 1"),
+        ("data.kind_weights.shape=-1", "data.kind_weights.shape: -1 does not fit; allowed: number > 0"),
+        (
+            "data.kind_weights=3",
+            "data.kind_weights: 3 does not fit; allowed: mapping of text to number > 0",
+        ),
+        (
+            "rollout=3",
+            "rollout: 3 does not fit; allowed: group of settings; `fovea config rollout` lists them",
+        ),
+        (
+            "model.lora=true",
+            "model.lora: true does not fit; allowed: group of settings or null; "
+            "model.lora={} takes the defaults, `fovea config model.lora` lists them",
+        ),
+        ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
+        (
+            "environment.name=maze",
+            'environment.name: "maze" does not fit; allowed: shapes | geo3k | vqa | caption | geospot | own',
+        ),
+        ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
+        (
+            "environment.train_files=[a]",
+            "environment.train_files: a setting of environment.name=geo3k | vqa | caption | geospot only; drop "
+            "it, or add environment.name=geo3k",
+        ),
+        (
+            "model.path=folder",
+            "model.path is set, but recipes/small.yaml sets model.tiny and a run has one model; add model.tiny=null",
+        ),
+    ],
+)
+def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) -> None:
+    assert error_of([recipe], override) == f"command line: {message}"
+
+
+def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> None:
+    message = error_of([recipe], "environment.level=1", "environment.name=geo3k")
+    assert message == (
+        "command line: environment.level: a setting of environment.name=shapes only; drop it, or add "
+        "environment.name=shapes"
+    )
+
+
+@pytest.mark.parametrize("override", ["model.tiny={}", "model.tiny.num_layers=2"])
+def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> None:
+    recipe.write_text("model: {path: folder}\n", encoding="utf-8")
+    assert error_of([recipe], override) == (
+        "command line: model.tiny is set, but recipes/small.yaml sets model.path and a run has one model; "
+        "add model.path=null"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("seed: 1\nseed: 2\n", " line 2: not valid YAML: seed is written twice"),
+        ("data:\n  kind_weights:\n    a: 1\n    a: 2\n", " line 4: not valid YAML: a is written twice"),
+        ("seed: 1\n b: 2\n", " line 2: not valid YAML: mapping values are not allowed here"),
+        (
+            "seed: !!python/name:os.system\n",
+            " line 1: not valid YAML: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/name:os.system'",
+        ),
+        ("", ": a recipe is a mapping of settings, but it is empty; write lines such as `seed: 0`"),
+        ("- a\n", ': a recipe is a mapping of settings, but it holds ["a"]; write lines such as `seed: 0`'),
+        ("rollout: {top_pp: 1}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
+        ("rollout: {top_pp: 1, b: 2}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
+        ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
+        (
+            "model: {path: a}\nrollout:\n",
+            ": rollout: null does not fit; allowed: group of settings; `fovea config rollout` lists them",
+        ),
+        ("seed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296"),
+        (
+            "seed: 1\n",
+            ": model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)",
+        ),
+    ],
+)
+def test_what_a_bad_recipe_is_told(recipe: Path, content: str, message: str) -> None:
+    recipe.write_text(content, encoding="utf-8")
+    assert error_of([recipe]) == f"recipes/small.yaml{message}"
+
+
+def test_bytes_that_are_no_text(recipe: Path) -> None:
+    recipe.write_bytes(b"seed: \xff\n")
+    assert error_of([recipe]).startswith("recipes/small.yaml: not valid YAML: ")
+
+
+def test_an_error_names_the_layer_that_made_it(recipe: Path) -> None:
+    Path("over.yaml").write_text("rollout: {top_p: 2}\nalgorithm: {minibatches: 50}\n", encoding="utf-8")
+    assert error_of([recipe, Path("over.yaml")]).startswith("over.yaml: rollout.top_p: 2 does not fit")
+    assert error_of([recipe, Path("over.yaml")], "rollout.top_p=1").startswith(
+        "recipes/small.yaml and over.yaml and command line: algorithm.minibatches=50 is more than"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("recipes/smal.yaml", "recipes/smal.yaml: no such recipe; did you mean recipes/small.yaml?"),
+        ("recipes/small", "recipes/small: no such recipe; did you mean recipes/small.yaml?"),
+        ("small", "small: no such recipe; did you mean recipes/small.yaml?"),
+        ("recipes/other.yaml", "recipes/other.yaml: no such recipe; there are recipes/small.yaml"),
+        ("none/small.yaml", "none/small.yaml: no such recipe; no *.yaml in none/"),
+        ("recipes", "recipes: a folder, no recipe; there are recipes/small.yaml"),
+    ],
+)
+def test_what_a_missing_recipe_is_told(recipe: Path, name: str, message: str) -> None:
+    assert error_of([Path(name)]) == message
+
+
+# Round trip
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_parses_and_comes_back(path: Path, tmp_path: Path) -> None:
+    config = load_config([path], [])
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config([tmp_path / "config.yaml"], []) == config
+
+
+def test_there_are_recipes() -> None:
+    assert {path.name for path in RECIPES} >= {"shapes.yaml", "geo3k.yaml"}
+
+
+def test_a_dump_is_whole_and_in_order() -> None:
+    tree = yaml.safe_load(dump_config(TINY))
+    assert list(tree) == list(Config.model_fields)
+    assert list(tree["rollout"]) == list(Rollout.model_fields)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    run_dir=st.text(min_size=1),
+    stop=st.lists(st.text(min_size=1)),
+    weights=st.dictionaries(st.text(), st.floats(min_value=1e-300, allow_infinity=False)),
+    learning_rate=st.floats(min_value=1e-300, allow_infinity=False),
+)
+def test_any_config_comes_back(run_dir: str, stop: list[str], weights: dict[str, float], learning_rate: float) -> None:
+    config = Config.model_validate(
+        {
+            "run_dir": run_dir,
+            "model": {"path": run_dir},
+            "rollout": {"stop": stop},
+            "data": {"kind_weights": weights},
+            "train": {"learning_rate": learning_rate},
+        }
+    )
+    tree = parse_override(f"x={dump_config(config)}")["x"]
+    assert Config.model_validate(tree) == config
+
+
+def test_texts_that_look_like_numbers_come_back() -> None:
+    config = Config(model=Model(path="1e-6"), run_dir="2026-11-21", rollout=Rollout(stop=("yes", "007")))
+    assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
+
+
+# Descriptions
+
+
+def test_every_setting_is_described() -> None:
+    described = describe()
+    assert len({(setting.key, setting.doc) for setting in described}) == len(described)
+    assert [setting.key for setting in described if not setting.doc.strip()] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "type_text", "default"),
+    [
+        ("seed", "integer >= 0 and < 4294967296", "0"),
+        ("run_dir", "text", "runs/run"),
+        ("rollout.top_p", "number > 0 and <= 1", "1.0"),
+        ("model.lora", "group of settings or null", "null"),
+        ("model.lora.rank", "integer >= 1", "16"),
+        ("model.dtype", "float32 | bfloat16", "float32"),
+        ("train.betas", "list of 2, each number >= 0 and <= 1", "[0.9, 0.95]"),
+        ("rollout.stop", "list of text", "[]"),
+        ("data.kind_weights", "mapping of text to number > 0", "{}"),
+        ("algorithm.dual_clip", "number > 1 or null", "3.0"),
+        ("environment.name", "shapes | geo3k | vqa | caption | geospot | own", "shapes"),
+        ("environment.train_files", "list of text", "must be set"),
+    ],
+)
+def test_a_description(key: str, type_text: str, default: str) -> None:
+    (setting,) = [setting for setting in describe(key) if setting.key == key]
+    assert (setting.type, setting.default) == (type_text, default)
+
+
+def test_settings_of_one_variant_say_so() -> None:
+    (setting,) = describe("environment.level")
+    assert setting.doc.startswith("[environment.name=shapes] 1: one kind of object")
+    (shared,) = describe("environment.train_files")
+    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | geospot] ")
+
+
+def test_a_prefix_is_whole_words() -> None:
+    assert all(setting.key.startswith("model.lora") for setting in describe("model.lora"))
+    with pytest.raises(ConfigError, match=r"rollou: no such setting; did you mean rollout\?"):
+        describe("rollou")
+
+
+def test_settings_load_without_torch() -> None:
+    code = (
+        "import sys, fovea.config.run, fovea.config.loading, fovea.cli.main; "
+        "print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_class_of_a_file_stands_for_a_section(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("model: {tiny: {}}\nenvironment: my/env.py:Mine\n", encoding="utf-8")
+    from_recipe = load_config([recipe], ["environment.settings.level=3"]).environment
+    assert from_recipe == OwnEnvironment(file="my/env.py:Mine", settings={"level": 3})
+    # as a choice of another variant it drops what the recipe set for the old one, wherever it is written
+    recipe.write_text("model: {tiny: {}}\nenvironment: {name: shapes, level: 2}\n", encoding="utf-8")
+    overrides = ["environment.settings.level=3", "environment=my/env.py:Mine"]
+    assert load_config([recipe], overrides).environment == from_recipe
+    with pytest.raises(ConfigError, match="environment"):
+        load_config([recipe], ["environment=geo3k"])

@@ -1,0 +1,360 @@
+"""The user's own code: found and checked, its scores read, and what it does wrong named and bounded."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fovea.build.environment import make_environment
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.environments.base import WaitsToScore
+from fovea.environments.curriculum import Curriculum, Stage
+from fovea.environments.custom.loading import load_reward
+from fovea.environments.custom.reward import (
+    CallLimits,
+    GuardedEnvironment,
+    OpenedImages,
+    OwnReward,
+    for_readings,
+    score_of,
+)
+from fovea.environments.custom.timeouts import MAX_LATE_CALLS
+from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
+from fovea.types import ImageRef, Score, Task, Turn
+from tests.fakes import BanditEnvironment
+
+TASK = BanditEnvironment().tasks("train")[0]
+TURNS = [Turn(messages=(), text="an answer")]
+CLASS = """
+from fovea.types import Message, Score, Task
+
+class Letters:
+    def __init__(self, settings):
+        self.letter = settings.get("letter", "a")
+    def tasks(self, split):
+        return [Task(id=f"{split}/0", question="?", answer=self.letter)]
+    def prompt(self, task):
+        return [Message(role="user", parts=(task.question,))]
+    def score(self, task, turns):
+        return Score(reward=2.0, accuracy=float(turns[-1].text == task.answer))
+    def target(self, task):
+        return task.answer
+
+class NoTarget:
+    tasks = prompt = lambda self, one: []
+    score = lambda self, task, turns: 0
+class WrongScore(NoTarget):
+    target = prompt = lambda self, task: "a"
+    score = lambda self, task: 0
+class Breaks:
+    def __init__(self): raise KeyError("no such key")
+"""
+
+
+def written(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def unopened(ref: ImageRef) -> Image.Image:
+    raise AssertionError(f"{ref} was opened")
+
+
+def own(function: Callable[..., object], **limits: object) -> OwnReward:
+    return OwnReward(BanditEnvironment(), function, unopened, limits=CallLimits(**limits), name="mine.py:f")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward", "accuracy", "parts"),
+    [
+        (0.5, 0.5, 0.5, {}),
+        (True, 1, 1, {}),
+        (-3, -3, 0, {}),
+        (np.float32(0.25), 0.25, 0.25, {}),
+        (torch.tensor(4.0), 4, 1, {}),
+        ({"answer": 0.5, "format": 0.25}, 0.75, 0.75, {"answer": 0.5, "format": 0.25}),
+        ({"answer": 0.5, "reward": 7, "accuracy": 0.1}, 7, 0.1, {"answer": 0.5, "accuracy": 0.1}),
+        (Score(reward=3, accuracy=0.5, parts={"a": 1}), 3, 0.5, {"a": 1}),
+    ],
+)
+def test_what_a_function_returns_is_a_score(
+    returned: object, reward: float, accuracy: float, parts: dict[str, float]
+) -> None:
+    score = own(lambda task, text, images: returned).score(TASK, TURNS)
+    assert score == Score(reward=reward, accuracy=accuracy, parts=parts)
+    assert type(score.reward) is float
+
+
+def test_parts_of_images_are_no_part_of_the_sum() -> None:
+    images = [{"seen": 1}, {"seen": 0.5, "named": np.int64(2)}]
+    score = score_of({"answer": 1, "image_parts": images}, num_images=2)
+    assert score.reward == 1
+    assert score.image_parts == ({"seen": 1.0}, {"seen": 0.5, "named": 2.0})
+    with pytest.raises(ValueError, match="image_parts for 2 images, but the task has 1"):
+        score_of({"answer": 1, "image_parts": images}, num_images=1)
+    with pytest.raises(ValueError, match="no list of mappings"):
+        score_of({"answer": 1, "image_parts": [1, 2]}, num_images=2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (None, "None, which is no number"),
+        ("1.0", "'1.0', which is no number"),
+        (float("nan"), "nan, which is not finite"),
+        ({}, "{}, which names no part and no reward"),
+        ({"image_parts": []}, "which names no part and no reward"),
+        ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a metric of its own; return at most 100"),
+        (
+            {"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]},
+            "101 parts, and each is a metric of its own",
+        ),
+        ({"answer": float("inf")}, "inf as answer, which is not finite"),
+        ({"answer": 1, "format": None}, "None as format, which is no number"),
+        (np.ones(2), "which is not one number"),
+        (torch.ones(2), "which is not one number"),
+        (Score(reward=float("nan"), accuracy=0), "nan as reward"),
+        (Score(reward=0, accuracy=float("nan")), "nan as accuracy"),
+    ],
+)
+def test_what_is_no_score_is_named(returned: object, problem: str) -> None:
+    with pytest.raises(ScoreError, match=rf"^mine\.py:f returned .*{re.escape(problem)}") as failed:
+        own(lambda task, text, images: returned).score(TASK, TURNS)
+    assert str(failed.value).endswith("or set reward_on_failure=drop to leave such groups out")
+    assert not isinstance(failed.value, UnscoredError)
+
+
+def raises(task: Task, text: str, images: Sequence[Image.Image]) -> float:
+    raise ValueError("first line\nsecond line")
+
+
+def leaves(task: Task, text: str, images: Sequence[Image.Image]) -> float:
+    raise SystemExit(3)
+
+
+def test_what_a_function_raises_is_named_by_its_first_line() -> None:
+    with pytest.raises(UnscoredError, match=r"^mine\.py:f raised ValueError: first line$"):
+        own(raises, on_failure="drop").score(TASK, TURNS)
+    with pytest.raises(ScoreError, match=r"^mine\.py:f raised SystemExit: 3; mend it"):
+        own(leaves).score(TASK, TURNS)
+
+
+def test_in_readings_an_answer_without_a_score_is_wrong_and_noted() -> None:
+    noted: list[str] = []
+    environment = for_readings(own(raises, on_failure="drop"), noted.append)
+    assert environment.score(TASK, TURNS) == Score(reward=0, accuracy=0, parts={"unscored": 1})
+    assert noted == ["train/0: mine.py:f raised ValueError: first line"]
+    assert environment.target(TASK) == TASK.answer
+    with pytest.raises(ScoreError):
+        for_readings(own(raises), noted.append).score(TASK, TURNS)
+    plain = BanditEnvironment()
+    assert for_readings(plain, noted.append) is plain
+
+
+def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:
+    let_go = threading.Event()
+    environment = own(lambda task, text, images: let_go.wait(60), timeout_seconds=0.02, on_failure="drop")
+    started = time.perf_counter()
+    try:
+        for _ in range(MAX_LATE_CALLS - 1):
+            with pytest.raises(UnscoredError, match=r"mine\.py:f took more than reward_timeout_seconds=0\.02$"):
+                environment.score(TASK, TURNS)
+        with pytest.raises(ScoreError, match=r"8 calls of mine\.py:f still run") as last:
+            environment.score(TASK, TURNS)
+        assert not isinstance(last.value, UnscoredError)
+    finally:
+        let_go.set()
+    assert time.perf_counter() - started < 30
+
+
+def test_late_calls_that_have_ended_are_forgotten() -> None:
+    environment = own(lambda task, text, images: time.sleep(0.05), timeout_seconds=0.001, on_failure="drop")
+    for _ in range(MAX_LATE_CALLS + 2):
+        with pytest.raises(UnscoredError):
+            environment.score(TASK, TURNS)
+        time.sleep(0.1)
+
+
+def test_images_are_opened_when_looked_at() -> None:
+    opened = []
+
+    def opener(ref: ImageRef) -> Image.Image:
+        opened.append(ref.where)
+        return Image.new("RGB", (len(ref.where), 1))
+
+    images = OpenedImages([ImageRef(source=b"", where=where) for where in ("a", "bb", "ccc")], opener)
+    assert len(images) == 3
+    assert opened == []
+    assert images[-1].width == images[2].width == 3
+    assert opened == ["ccc"]
+    assert [image.width for image in images] == [1, 2, 3]
+    assert [image.width for image in images[1:]] == [2, 3]
+    assert opened == ["ccc", "a", "bb"]
+    with pytest.raises(IndexError):
+        images[3]
+
+
+def test_rows_and_prompts_stay_the_environments() -> None:
+    environment = own(lambda task, text, images: len(text), calls_at_once=3)
+    inner = BanditEnvironment()
+    assert isinstance(environment, WaitsToScore)
+    assert environment.scores_at_once == 3
+    assert environment.tasks("dev") == inner.tasks("dev")
+    assert environment.prompt(TASK) == inner.prompt(TASK)
+    assert environment.target(TASK) == inner.target(TASK)
+    assert environment.score(TASK, TURNS).reward == len("an answer")
+
+
+FUNCTIONS = """
+value = 3
+def score(task, text, images): return len(text)
+def other(text): return 0
+def partly(task, text, images, scale=2): return scale
+"""
+
+
+def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("mine.py:score")(TASK, "four", []) == 4
+    assert load_reward("./mine.py:partly")(TASK, "", []) == 2
+    config = Config.model_validate({"model": {"tiny": {}}, "reward": "mine.py:score", "reward_calls_at_once": 2})
+    environment = make_environment(config, BanditEnvironment())
+    assert isinstance(environment, OwnReward)
+    assert environment.scores_at_once == 2
+    assert environment.score(TASK, TURNS).reward == len("an answer")
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("mine.py", "write path/to/file.py:name"),
+        ("mine.txt:score", "write path/to/file.py:name"),
+        ("none.py:score", r"there is no file none\.py in /.*; mend the path"),
+        ("mine.py:scores", r"mine\.py has no scores; did you mean score\?"),
+        ("mine.py:zzz", r"define it, or name another: score, other, partly"),
+        ("mine.py:value", "is int, no function"),
+        ("mine.py:other", r"other takes \(text\), but is called as other\(task, text, images\); write def other\(task"),
+        ("broken.py:score", r"broken\.py cannot be imported: it raised ZeroDivisionError: division by zero; mend it"),
+        ("syntax.py:score", r"syntax\.py cannot be imported: it raised SyntaxError: .*; mend it"),
+        ("leaves.py:score", r"leaves\.py cannot be imported: it raised SystemExit: 0; mend it"),
+    ],
+)
+def test_a_function_that_is_none_is_named(
+    spec: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, FUNCTIONS)
+    written(tmp_path, "x = 1 / 0", "broken.py")
+    written(tmp_path, "def score(:", "syntax.py")
+    written(tmp_path, "import sys; sys.exit(0)", "leaves.py")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        load_reward(spec)
+    assert "\n" not in str(refused.value)
+
+
+def environment_of(*overrides: str) -> GuardedEnvironment:
+    environment = make_environment(load_config([], ["model.tiny={}", *overrides]))
+    assert isinstance(environment, GuardedEnvironment)
+    return environment
+
+
+def test_a_class_is_the_environment(tmp_path: Path) -> None:
+    file = written(tmp_path, CLASS)
+    # the choice comes first, wherever it is written
+    environment = environment_of("environment.settings.letter=b", f"environment={file}:Letters")
+    (task,) = environment.tasks("test")
+    assert environment.prompt(task)[0].parts == ("?",)
+    assert environment.score(task, [Turn(messages=(), text=environment.target(task))]).accuracy == 1
+    assert environment.score(task, TURNS) == Score(reward=2.0, accuracy=0.0)
+    assert environment.target(task) == "b"
+    assert Curriculum(environment).environment is environment
+    assert (
+        environment_of(f"environment={file}:Letters").target(
+            environment_of(f"environment={{name: own, file: '{file}:Letters'}}").tasks("dev")[0]
+        )
+        == "a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("NoTarget", "", r"NoTarget has no method target; add target\(task\)"),
+        ("WrongScore", "", r"WrongScore\.score takes \(task\), but is called as .*score\(task, turns\)"),
+        ("Breaks", "", "cannot be made: it raised KeyError: 'no such key'"),
+        ("Breaks", "environment.settings.a=1", "environment.settings is set, but .* takes none"),
+        ("Task", "", "cannot be made: it raised TypeError"),
+        ("Letter", "", "did you mean Letters"),
+    ],
+)
+def test_a_class_that_is_none_is_named(name: str, settings: str, problem: str, tmp_path: Path) -> None:
+    file = written(tmp_path, CLASS)
+    with pytest.raises(ConfigError, match=problem):
+        environment_of(f"environment={file}:{name}", *filter(None, [settings]))
+
+
+def test_a_value_is_no_class(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no class; name one with the methods tasks, prompt, score, target"):
+        environment_of(f"environment={written(tmp_path, 'x = 1', 'one.py')}:x")
+
+
+class Failing(BanditEnvironment):
+    def prompt(self, task: Task) -> list:  # type: ignore[type-arg]
+        raise RuntimeError("no prompt")
+
+    def target(self, task: Task) -> str:
+        raise RuntimeError("no target")
+
+    def tasks(self, split: str) -> list[Task]:
+        return [] if split == "train" else ["no task"]  # type: ignore[list-item]
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        raise RuntimeError("no score")
+
+
+def test_what_a_class_does_wrong_is_named() -> None:
+    environment = GuardedEnvironment(Failing(), name="mine.py:C")
+    with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.prompt raised RuntimeError: no prompt; mend it"):
+        environment.prompt(TASK)
+    with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target raised RuntimeError: no target"):
+        environment.target(TASK)
+    with pytest.raises(DataError, match=r"^mine\.py:C\.tasks\('train'\) holds no rows; return some"):
+        environment.tasks("train")
+    with pytest.raises(DataError, match=r"holds 'no task'; return a list of fovea\.types\.Task"):
+        environment.tasks("dev")
+    with pytest.raises(ScoreError, match=r"^mine\.py:C\.score raised RuntimeError: no score"):
+        environment.score(TASK, TURNS)
+
+
+class Growing(BanditEnvironment):
+    stages = (Stage(name="easy"), Stage(name="hard"))
+    default_starts = (5,)
+    scores_at_once = 7
+
+    def __init__(self, stage: int = 1) -> None:
+        self.stage = stage
+
+    def at(self, stage: int) -> Growing:
+        return Growing(stage)
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return Score(reward=self.stage, accuracy=0.0)
+
+
+def test_a_class_may_have_stages_and_threads_of_its_own() -> None:
+    environment = GuardedEnvironment(Growing())
+    assert environment.scores_at_once == 7
+    curriculum = Curriculum(environment)
+    assert curriculum.environment.score(TASK, TURNS).reward == 0
+    curriculum.begin_step(5)
+    assert curriculum.environment.score(TASK, TURNS).reward == environment.score(TASK, TURNS).reward == 1

@@ -1,0 +1,204 @@
+"""`fovea grade` on the shared cases, on rows that cannot be graded, and against what a run scores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fovea.cli import main as cli
+from fovea.config.run import ShapesEnvironment
+from fovea.environments.shapes.environment import Shapes
+from fovea.types import Turn
+
+CASES = Path(__file__).parents[3] / "shared" / "data" / "cases"
+
+
+def grade(name: str, file: Path, *options: str) -> Result:
+    return CliRunner().invoke(cli.app, ["grade", name, str(file), *options])
+
+
+def graded(tmp_path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows that come back, and the summary."""
+    file, out = tmp_path / "answers.jsonl", tmp_path / "graded.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    result = grade(name, file, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], json.loads(result.stdout)
+
+
+def must_cases(name: str) -> list[dict[str, Any]]:
+    file = CASES / f"{name}_cases_sample.jsonl"
+    if not file.exists():
+        pytest.skip(f"{file} is not here: the shared cases are not part of the project")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["strength"] == "must"]
+
+
+def test_the_shared_maths_cases(tmp_path: Path) -> None:
+    cases = must_cases("grading")
+    rows, summary = graded(tmp_path, "geo3k", cases)
+    wrong = [row for row in rows if row["score"] != float(row["expected"])]
+    assert len(rows) == summary["graded"] == len(cases) > 100
+    assert wrong == []
+
+
+def test_the_shared_vqa_cases(tmp_path: Path) -> None:
+    cases = must_cases("vqa")
+    rows, summary = graded(tmp_path, "vqa", [case | {"truth": case.get("answers", case["truth"])} for case in cases])
+    assert summary["graded"] == len(cases) > 20
+    assert [row for row in rows if row["score"] != pytest.approx(row["expected"], abs=1e-6)] == []
+
+
+def test_the_shared_country_names(tmp_path: Path) -> None:
+    pytest.importorskip("pycountry")
+    cases = [case for case in must_cases("country_alias") if case["iso2"]]
+    answers = [
+        case | {"prediction": f"**Country:** {case['text']}", "truth": {"country": case["iso2"]}} for case in cases
+    ]
+    rows, summary = graded(tmp_path, "geospot", answers)
+    assert (summary["graded"], summary["mean_score"]) == (len(cases), 1.0)
+    assert all(row["parts"] == {"country": 1.0} for row in rows)
+
+
+def test_rows_come_back_with_score_parts_and_reason(tmp_path: Path) -> None:
+    given = {"id": "é", "prediction": r"so \boxed{12}", "truth": "12", "score": "an old one"}
+    rows, summary = graded(tmp_path, "geo3k", [given, given | {"prediction": r"\boxed{13}"}])
+    parts = {"answer": 1.0, "format": 1.0}
+    assert rows[0] == given | {"score": 1.0, "parts": parts, "reason": "boxed '12' equals '12'"}
+    assert (rows[1]["score"], rows[1]["reason"]) == (0.0, "boxed '13' is not '12'")
+    assert summary == {"rows": 2, "graded": 2, "mean_score": 0.5, "ungraded": {}}
+
+
+BAD_LINES = [
+    (b"not json", "row_unreadable"),
+    (b'{"prediction": "5", "truth": NaN}', "row_unreadable"),
+    (b'{"prediction": "5", "truth": "5", "x": 1e999}', "row_unreadable"),
+    (b'{"prediction": "\xff", "truth": "5"}', "row_unreadable"),
+    (b"[" * 100_000, "row_unreadable"),
+    (b"[1, 2]", "row_unreadable"),
+    (b'{"truth": "5"}', "prediction_missing"),
+    (b'{"prediction": null, "truth": "5"}', "prediction_missing"),
+    (b'{"prediction": ["5"], "truth": "5"}', "prediction_kind"),
+    (b'{"prediction": "5"}', "answer_missing"),
+    (b'{"prediction": "5", "truth": " "}', "answer_missing"),
+    (b'{"prediction": "5", "truth": true}', "answer_kind"),
+    (b'{"prediction": "5", "truth": ["5"]}', "answer_kind"),
+    (rb'{"prediction": "5", "truth": "\ud800"}', "text_damaged"),
+]
+
+
+def test_what_cannot_be_graded_is_named_and_never_0(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    good = rb'{"prediction": "\\boxed{5} \ud800", "truth": "5"}'
+    file.write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, b"", *(line for line, _ in BAD_LINES)]))
+    result = grade("geo3k", file)
+    assert result.exit_code == 0, result.output
+    first, *rest = map(json.loads, result.stdout.splitlines())
+    assert (first["score"], first["prediction"]) == (1.0, "\\boxed{5} \ud800")
+    summary = json.loads(result.stderr)
+    assert (summary["rows"], summary["graded"], summary["mean_score"]) == (1 + len(BAD_LINES), 1, 1.0)
+    for number, (row, (_, reason)) in enumerate(zip(rest, BAD_LINES, strict=True), start=3):
+        assert row["score"] is None
+        assert row["reason"].startswith(f"line {number}: ")
+        assert "on_bad_row" not in row["reason"]
+        assert number in summary["ungraded"][reason]["first_lines"]
+
+
+@pytest.mark.parametrize(
+    ("truth", "reason"),
+    [
+        ("France", "answer_kind"),
+        ({}, "answer_missing"),
+        ({"country": "Atlantis"}, "place"),
+        ({"lat": 95, "lon": 1}, "place"),
+        ({"lat": 5}, "place"),
+    ],
+)
+def test_truths_that_are_no_place(tmp_path: Path, truth: object, reason: str) -> None:
+    pytest.importorskip("pycountry")
+    good = {"prediction": "Paris, France", "truth": {"country": "FR", "city": "Paris", "lat": 48.86, "lon": 2.35}}
+    rows, summary = graded(tmp_path, "geospot", [good, {"prediction": "France", "truth": truth}])
+    assert rows[1]["score"] is None
+    assert summary["ungraded"] == {reason: {"rows": 1, "first_lines": [2]}}
+
+
+def test_multiple_choice_and_several_annotators(tmp_path: Path) -> None:
+    options = ["cat", "dog"]
+    rows, _ = graded(
+        tmp_path,
+        "vqa",
+        [
+            {"prediction": "B", "truth": "dog", "options": options},
+            {"prediction": "the dog", "truth": "B", "options": options},
+            {"prediction": "A", "truth": "dog", "options": options},
+            {"prediction": "2", "truth": ["2", "2", "3", "3", "3", "3", "3", "3", "3", "3"]},
+            {"prediction": "A", "truth": "bird", "options": options},
+        ],
+    )
+    # of ten leave-one-out subsets two hold one other 2 and eight hold two: (2 x 1/3 + 8 x 2/3) / 10
+    assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, pytest.approx(0.6), None]
+
+
+def test_rare_words_of_captions_are_those_of_the_file(tmp_path: Path) -> None:
+    truths = [["a red dog runs", "a dog"], "a blue cat sits", "a green bird flies"]
+    answers = ["a red dog runs", "a cat", "a"]
+    answered = [{"prediction": answer, "truth": truth} for answer, truth in zip(answers, truths, strict=True)]
+    rows, _ = graded(tmp_path, "caption", [*answered, {"truth": []}])
+    assert rows[0]["score"] == 1.0
+    assert 0 < rows[1]["score"] < 1
+    assert rows[2]["parts"]["cider"] == 0.0  # a word of every truth is worth nothing
+    assert rows[3]["score"] is None
+
+
+def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
+    environment = Shapes(ShapesEnvironment(), 0)
+    tasks = environment.tasks("test")[:8]
+    texts = [
+        environment.target(task) if place % 2 else rf"a \boxed{{{task.answer}}}" for place, task in enumerate(tasks)
+    ]
+    rows, _ = graded(
+        tmp_path,
+        "shapes",
+        [{"prediction": text, "truth": task.answer} for task, text in zip(tasks, texts, strict=True)],
+    )
+    scores = [environment.score(task, [Turn(messages=(), text=text)]) for task, text in zip(tasks, texts, strict=True)]
+    assert [(row["score"], row["parts"]) for row in rows] == [(score.reward, dict(score.parts)) for score in scores]
+    assert {row["score"] for row in rows} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(("content", "problem"), [("", "it has no rows"), ("{}\n", "line 1: prediction is missing")])
+def test_a_file_without_a_gradable_row_is_an_error(tmp_path: Path, content: str, problem: str) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(content, encoding="utf-8")
+    result = grade("geo3k", file)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        f"error: {file}: none of {len(content.splitlines())} rows could be graded; the last problem: {problem}"
+    ]
+
+
+def test_files_that_cannot_serve(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    assert "no such file" in grade("geo3k", file).stderr
+    file.write_text('{"prediction": "5", "truth": "5"}\n', encoding="utf-8")
+    assert "is the file that is graded" in grade("geo3k", file, "--out", str(file)).stderr
+    assert "captions are read twice" in grade("caption", Path("/dev/null")).stderr
+    assert file.read_text(encoding="utf-8").startswith("{")
+
+
+def test_it_starts_without_torch(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"prediction": "5", "truth": "5"}\n', encoding="utf-8")
+    program = (
+        "import sys; from typer.testing import CliRunner; from fovea import cli; "
+        f"result = CliRunner().invoke(cli.app, ['grade', 'caption', {str(file)!r}]); "
+        "sys.exit(result.exit_code or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

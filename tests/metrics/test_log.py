@@ -1,0 +1,226 @@
+import importlib
+import json
+import math
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fovea.errors import DataError, MissingExtraError
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases, TensorBoardSink, peak_memory, peak_rss_gib, read_metrics
+from fovea.utils.files import write_atomically
+
+
+def log_steps(sink, steps) -> None:
+    with MetricsLog([sink]) as log:
+        for step in steps:
+            log.write(step, {"reward": step / 8, "groups/with_signal": float(step)})
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def write(self, step, metrics) -> None:
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+
+def test_every_sink_gets_every_step_and_is_closed() -> None:
+    first, second = Recorder(), Recorder()
+    with MetricsLog([first, second]) as log:
+        log.write(3, {"reward": 0.5})
+    assert first.seen == second.seen == [(3, {"reward": 0.5}), "closed"]
+
+
+def test_a_line_is_valid_json_with_the_step_first(tmp_path: Path) -> None:
+    metrics = {"reward": 0.5, "loss": math.nan, "grad_norm": math.inf, "steps": 4}
+    with MetricsLog([JsonlSink(tmp_path)]) as log:
+        log.write(7, metrics)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 7, "reward": 0.5, "loss": null, "grad_norm": null, "steps": 4.0}\n'
+    (row,) = read_metrics(tmp_path)
+    assert row["step"] == 7
+    assert row["reward"] == 0.5
+    assert math.isnan(row["loss"])
+
+
+def test_lines_survive_a_process_that_dies(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from fovea.metrics.log import JsonlSink\n"
+        "sink = JsonlSink(Path(sys.argv[1])); sink.write(1, {'reward': 0.5}); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
+    assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5}]
+
+
+def test_a_resumed_file_equals_that_of_a_run_never_stopped(tmp_path: Path) -> None:
+    log_steps(JsonlSink(tmp_path / "whole"), range(1, 9))
+    log_steps(JsonlSink(tmp_path / "stopped"), range(1, 7))
+    with (tmp_path / "stopped" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "rew')  # cut short by a crash
+    log_steps(JsonlSink(tmp_path / "stopped", resume_step=4), range(5, 9))
+    whole, stopped = (tmp_path / run / "metrics.jsonl" for run in ("whole", "stopped"))
+    assert stopped.read_bytes() == whole.read_bytes()
+    assert os.listdir(tmp_path / "stopped") == ["metrics.jsonl"]
+
+
+def test_a_new_run_in_an_old_folder_starts_from_nothing(tmp_path: Path) -> None:
+    log_steps(JsonlSink(tmp_path), range(3))
+    log_steps(JsonlSink(tmp_path), [1])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def test_a_live_file_can_be_read(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n{"step": 2, "re')
+    assert read_metrics(tmp_path) == [{"step": 1, "reward": 1.0}]
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", '{"reward": 1}', '{"step": 1, "reward": "x"}'])
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 2 is .*; delete that line"):
+        read_metrics(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "summary.json"
+    write_atomically(path, b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(path.parent) == ["summary.json"]
+
+
+def read_events(folder: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars("reward")]
+
+
+@pytest.mark.parametrize("resume_step", [0, 4])
+def test_tensorboard_shows_each_step_once(tmp_path: Path, resume_step: int) -> None:
+    log_steps(TensorBoardSink(tmp_path), range(7))
+    log_steps(TensorBoardSink(tmp_path, resume_step=resume_step), range(resume_step + 1, 9))
+    first = 1 if resume_step == 0 else 0
+    assert read_events(tmp_path) == [(step, step / 8) for step in range(first, 9)]
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of an offline file: 7 bytes of header, then LevelDB's log format in blocks of 32 KiB."""
+    content, position, record = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        left = 2**15 - position % 2**15
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            yield record
+            record = b""
+
+
+def read_wandb(run_dir: Path) -> list[tuple[str, float, float]]:
+    """(run id, step, reward) of everything logged, in order."""
+    protocol = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    found = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):  # folders are named by time
+        for content in wandb_records(path):
+            history = protocol.Record.FromString(content).history.item
+            values = {"/".join(entry.nested_key) or entry.key: entry.value_json for entry in history}
+            if values:
+                run_id = path.stem.removeprefix("run-")
+                found.append((run_id, json.loads(values["step"]), json.loads(values["reward"])))
+    return found
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb_sink = pytest.importorskip("fovea.metrics.wandb", exc_type=ImportError)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_dir = tmp_path / "run"
+    log_steps(wandb_sink.WandbSink(run_dir, project="fovea", settings={"seed": 0}), [1, 2])
+    time.sleep(1.1)  # wandb names an offline folder by the second: two runs in one second would share it
+    run_id = (run_dir / "wandb_run_id.txt").read_text().strip()
+    log_steps(wandb_sink.WandbSink(run_dir, project="fovea", resume_step=1), [2, 3])
+    expected = [(run_id, step, step / 8) for step in (1, 2, 2, 3)]
+    deadline = time.monotonic() + 20  # its service is a process of its own and may still be writing
+    while (found := read_wandb(run_dir)) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found == expected
+
+
+def test_wandb_starts_a_new_run_for_a_new_run(tmp_path: Path) -> None:
+    wandb_sink = pytest.importorskip("fovea.metrics.wandb", exc_type=ImportError)
+    path = tmp_path / "wandb_run_id.txt"
+    first = wandb_sink._run_id(path, keep=True)
+    assert wandb_sink._run_id(path, keep=True) == first
+    assert wandb_sink._run_id(path, keep=False) != first
+
+
+def test_without_wandb_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "fovea.metrics.wandb", raising=False)
+    with pytest.raises(MissingExtraError, match=r"wandb is not installed; pip install wandb"):
+        importlib.import_module("fovea.metrics.wandb")
+
+
+def test_phases_add_up_and_reset() -> None:
+    times = iter([0.0, 2.0, 10.0, 10.5, 20.0, 21.0])
+    phases = Phases(clock=lambda: next(times))
+    for name in ("rollout", "update", "rollout"):
+        with phases(name):
+            pass
+    assert phases.seconds() == {"seconds/rollout": 3.0, "seconds/update": 0.5}
+    assert phases.seconds() == {}
+
+
+def test_a_phase_that_fails_still_counts() -> None:
+    times = iter([0.0, 2.0])
+    phases = Phases(clock=lambda: next(times))
+    with pytest.raises(RuntimeError), phases("update"):
+        raise RuntimeError
+    assert phases.seconds() == {"seconds/update": 2.0}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere getrusage is all there is")
+def test_peak_memory_is_that_of_the_process_itself() -> None:
+    with mmap.mmap(-1, 2**30) as held:  # malloc might keep it when it is freed
+        for start in range(0, len(held), 2**24):
+            held[start : start + 2**24] = b"x" * 2**24
+    assert peak_rss_gib() > 1
+    assert peak_memory()["memory/peak_rss_gib"] == pytest.approx(peak_rss_gib(), rel=0.05)
+    code = "from fovea.metrics.log import peak_rss_gib; print(peak_rss_gib())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.05 < float(child.stdout) < 0.9, "it has imported torch, and holds nothing of its parent"
+
+
+def test_memory_of_a_phase_shows_what_it_holds() -> None:
+    phases = Phases()
+    with phases("small"):
+        pass
+    with phases("large"):
+        held = np.ones(2**28, dtype=np.uint8)  # a quarter of a GiB, written to
+    del held
+    with phases("large"):
+        pass  # a phase that comes again, as of several rollouts in a step
+    gib = phases.gib()
+    assert gib["memory/large_gib"] - gib["memory/small_gib"] == pytest.approx(0.25, abs=0.05)
+    assert phases.gib() == {}

@@ -1,0 +1,148 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from fovea.metrics.progress import Progress
+
+METRICS = {
+    "reward": 0.5,
+    "accuracy": 0.25,
+    "response_tokens_mean": 5.25,
+    "tokens_per_second": 12345.6,
+    "seconds/step": 2.0,
+}
+
+
+def plain_console() -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=False, _environ={})
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=90, force_terminal=True, _environ={"TERM": "xterm"})
+
+
+def lines(console: Console) -> list[str]:
+    return console.file.getvalue().splitlines()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run(*, num_steps: int, step_s: float, start_step: int = 0) -> list[str]:
+    console, clock = plain_console(), Clock()
+    with Progress(num_steps, start_step, True, console, clock) as progress:
+        for step in range(start_step + 1, num_steps + 1):
+            clock.now_s += step_s
+            progress.step(step, METRICS)
+    return lines(console)
+
+
+def test_a_plain_line_has_the_figures() -> None:
+    (first, *_) = run(num_steps=100, step_s=0)
+    assert first == "step 1/100  reward 0.500  accuracy 0.250  length 5.2  12,346 tokens/s  3:18 left"
+
+
+def numbers(found: list[str]) -> list[int]:
+    return [int(line.split()[1].split("/")[0].replace(",", "")) for line in found]
+
+
+def test_fast_steps_give_a_line_per_tenth() -> None:
+    assert numbers(run(num_steps=1000, step_s=0.001)) == [*range(1, 1000, 100), 1000]
+
+
+def test_slow_steps_give_a_line_every_five_seconds() -> None:
+    assert numbers(run(num_steps=1000, step_s=0.5))[:4] == [1, 11, 21, 31]
+
+
+def test_a_resumed_run_goes_on_from_its_step() -> None:
+    assert numbers(run(num_steps=1000, step_s=0.001, start_step=900)) == [901, 1000]
+
+
+def test_time_left_follows_a_moving_average() -> None:
+    console = plain_console()
+    with Progress(101, 0, True, console) as progress:
+        progress.step(1, METRICS | {"seconds/step": 60.0})
+        progress.step(101, METRICS | {"seconds/step": 10.0})
+    assert lines(console)[0].endswith("  1:40:00 left")
+    with Progress(100, 0, True, console := plain_console(), lambda: 0) as progress:
+        progress.step(1, {"seconds/step": 1.0})
+        progress.step(60, {"seconds/step": 11.0})  # 1 + 0.1 (11 - 1) = 2 s, 40 steps left
+    assert lines(console)[-1].endswith("  1:20 left")
+
+
+def test_a_reading_stays_until_the_next() -> None:
+    console = plain_console()
+    with Progress(2, 0, True, console) as progress:
+        progress.step(1, METRICS | {"accuracy/dev": 0.875})
+        progress.step(2, METRICS)
+    assert all("  dev 0.875  " in line for line in lines(console))
+
+
+def test_stages_print_when_they_change_or_are_late() -> None:
+    console, clock = plain_console(), Clock()
+    with Progress(10, 0, True, console, clock) as progress:
+        progress.stage("making the model")
+        for step in range(1, 801):
+            clock.now_s += 0.0625
+            progress.stage(f"warm-up {step}/800")
+    assert lines(console) == ["making the model", *(f"warm-up {step}/800" for step in range(1, 801, 80))]
+
+
+@pytest.mark.parametrize("console", [plain_console(), terminal()])
+def test_disabled_prints_nothing(console: Console) -> None:
+    with Progress(2, 0, False, console) as progress:
+        progress.stage("making the model")
+        progress.step(1, METRICS)
+        progress.print("table")
+    assert lines(console) == []
+
+
+def test_the_live_display_has_a_bar_and_figures() -> None:
+    console = terminal()
+    with Progress(100, 0, True, console) as progress:
+        progress.stage("making the model")
+        console.print(progress._render())
+        progress.step(25, METRICS)
+    text = console.file.getvalue()
+    assert "making the model" in text
+    assert "step 25/100" in text
+    assert "━" in text
+    assert "reward 0.500  accuracy 0.250  length 5.2  12,346 tokens/s" in text
+    assert "2:30 left" in text
+    assert text.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_prints_above_the_live_display() -> None:
+    console = terminal()
+    with Progress(100, 0, True, console) as progress:
+        progress.step(1, METRICS)
+        progress.print("a [table] of [/numbers]")
+    text = console.file.getvalue()
+    assert text.index("a [table] of [/numbers]") < text.rindex("step 1/100")
+
+
+def test_a_long_string_is_not_broken() -> None:
+    console = plain_console()
+    with Progress(1, 0, True, console) as progress:
+        progress.print("report: " + "folder/" * 20)
+    assert lines(console) == ["report: " + "folder/" * 20]
+
+
+def test_stage_text_is_not_markup() -> None:
+    console = plain_console()
+    with Progress(1, 0, True, console) as progress:
+        progress.stage("reading [/x].parquet")
+    assert lines(console) == ["reading [/x].parquet"]
+
+
+def test_an_error_ends_the_live_display() -> None:
+    console = terminal()
+    with pytest.raises(RuntimeError), Progress(1, 0, True, console):
+        raise RuntimeError
+    assert console.file.getvalue().endswith("\x1b[?25h")

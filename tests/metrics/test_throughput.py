@@ -1,0 +1,181 @@
+"""Rates by hand, and the arithmetic of an update by hand and as torch counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fovea.build.outputs import peak_tflops
+from fovea.config.run import Algorithm, Config, Log, Model, TinyModel
+from fovea.metrics.progress import Progress
+from fovea.metrics.throughput import known_peak_tflops, rates
+from fovea.models.loaded import ModelParts
+from fovea.types import Batch, Completion, Episode, Group, Sample, SampleGroup, Score, Task
+from tests.policies import make_policy
+from tests.tiny_models import image, mixed_prompts, renderer, tiny, user
+
+ONE_TERATION = 1e12
+FEW_PER_CENT = 0.05
+
+
+def products(_sum: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def scores_and_sums(query: Sequence[int], key: Sequence[int], *_: object, **__: object) -> int:
+    batch, heads, queries, width = query
+    return 2 * 2 * batch * heads * queries * key[2] * width
+
+
+def their_gradients(_gradient: object, query: Sequence[int], key: Sequence[int], *_: object, **__: object) -> int:
+    return 2 * scores_and_sums(query, key)
+
+
+NOT_COUNTED_BY_TORCH = {
+    torch.ops.aten.addmm_: products,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: scores_and_sums,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: their_gradients,
+}
+"""Operators that it has no formula for."""
+
+
+def group(*lengths: int) -> Group:
+    prompt = mixed_prompts(tiny("qwen3_vl"))[2]
+    task = Task(id="t", question="q", answer="a")
+    episodes = (
+        Episode(
+            task=task,
+            completion=Completion(
+                token_ids_T=np.zeros(n, dtype=np.int64),
+                logprobs_T=np.zeros(n, dtype=np.float32),
+                text="",
+                finish="stop",
+                version=0,
+            ),
+            score=Score(reward=0, accuracy=0),
+        )
+        for n in lengths
+    )
+    return Group(prompt=prompt, episodes=tuple(episodes))
+
+
+def test_rates_by_hand() -> None:
+    measured = {"seconds/step": 4.0, "seconds/update": 2.0, "update_tflop": 100.0}
+    found = rates([group(5, 7), group(4)], measured, peak_tflops=200)
+    assert found == {
+        "samples_per_second": 3 / 4,
+        "tokens_per_second": 16 / 4,
+        "tflops_per_second": 50,
+        "mfu": 0.25,
+    }
+
+
+def test_what_is_not_known_is_not_reported() -> None:
+    seconds = {"seconds/step": 4.0, "seconds/update": 2.0}
+    assert "mfu" not in rates([group(5)], seconds | {"update_tflop": 1.0}, None)
+    assert rates([group(5)], seconds, 200).keys() == {"samples_per_second", "tokens_per_second"}
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("Tesla T4", None),
+        ("", None),
+    ],
+)
+def test_a_device_is_known_by_the_words_of_its_name(name: str, tflops: float | None) -> None:
+    assert known_peak_tflops(name) == tflops
+
+
+def test_the_peak_is_the_setting_or_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, said = Config(model=Model(tiny=TinyModel())), list[str]()
+    progress = Progress(1, 0, enabled=False)
+    progress.print = lambda line: said.append(str(line))  # type: ignore[method-assign]
+    assert peak_tflops(config, torch.device("cpu"), progress) is None
+    with_setting = Config(model=Model(tiny=TinyModel()), log=Log(peak_tflops=3))
+    assert peak_tflops(with_setting, torch.device("cpu"), progress) == 3
+    assert peak_tflops(with_setting, torch.device("cuda"), progress) == 3
+    assert not said
+    for name, peak, line in (
+        ("NVIDIA H200", 989.5, "mfu: a share of 989.5 TFLOP/s, dense bfloat16 by the data sheet of NVIDIA H200"),
+        ("New", None, "mfu: not reported, the peak of New is not known; set log.peak_tflops (dense bfloat16)"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_tflops(config, torch.device("cuda"), progress) == peak
+        assert said[-1] == line
+
+
+def batch_of(parts: ModelParts, lengths: tuple[int, ...]) -> Batch:
+    """One group: an image of 48 x 48 px, and completions of these lengths."""
+    prompt = renderer(parts).prompt(user(image(1), "How many circles?"))
+    rng = np.random.default_rng(0)
+    samples = (
+        Sample(
+            token_ids_T=rng.integers(0, 250, n),
+            rollout_logprobs_T=np.full(n, -5, dtype=np.float32),
+            reward=1.0,
+            weight=1 / sum(lengths),
+            advantages_T=np.ones(n, dtype=np.float32),
+        )
+        for n in lengths
+    )
+    return Batch(groups=(SampleGroup(prompt=prompt, samples=tuple(samples)),))
+
+
+def matrices(parts: ModelParts, prefix: str) -> int:
+    """Entries of all weight matrices below a module."""
+    return sum(p.numel() for name, p in parts.network.named_parameters() if name.startswith(prefix) and p.dim() > 1)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_arithmetic_of_an_update_by_hand(epochs: int) -> None:
+    """Twice the entries of a matrix for each token that it sees, and three times for all."""
+    parts = tiny("qwen3_vl")
+    batch = batch_of(parts, (4, 2))
+    found = make_policy(parts, algorithm=Algorithm(ppo_epochs=epochs)).update(batch)["update_tflop"] * ONE_TERATION
+    prompt = batch.groups[0].prompt.num_tokens
+    tokens = prompt + 3 + 1  # of a completion all but the last token is read
+    linear = 2 * matrices(parts, "model.language_model.layers") * tokens
+    head = 2 * matrices(parts, "model.language_model.embed_tokens") * (4 + 2)  # one matrix serves both ends
+    pairs = prompt * (prompt + 1) // 2 + (3 * prompt + 3 * 4 // 2) + (prompt + 1)
+    attention = 3 * 4 * 2 * 32 * pairs  # layers; a score and a sum of two operations each; heads, their width
+    patches = 36
+    per_patch = matrices(parts, "model.visual.blocks") + matrices(parts, "model.visual.patch_embed")
+    per_visual_token = matrices(parts, "model.visual.merger") + matrices(parts, "model.visual.deepstack_merger_list")
+    vision = 2 * (per_patch * patches + per_visual_token * patches // 4) + 2 * 4 * 64 * patches**2  # 2 blocks, width 64
+    assert found == pytest.approx(3 * epochs * (linear + head + attention + vision), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str) -> None:
+    """Of a model whose matrices outweigh its attention: torch counts masked pairs, and the last layer drops tokens."""
+    text = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 512}
+    parts = tiny(family, **text, num_layers=8, vision_hidden_size=128, vision_depth=6, vision_heads=4)
+    policy = make_policy(parts)
+    batch = batch_of(parts, (30, 24, 36))
+    with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED_BY_TORCH) as counter:
+        counted = policy.update(batch)["update_tflop"] * ONE_TERATION
+    by_torch = counter.get_total_flops()
+    assert counted == pytest.approx(by_torch, rel=FEW_PER_CENT)
+    vision = 3 * policy._scorer.cost.work.image((1, 6, 6))
+    assert vision > 2 * FEW_PER_CENT * by_torch, "leaving the images out would show"

@@ -1,0 +1,177 @@
+"""Shared prefix = repeated prefix: the packed pass against transformers' own, one row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fovea.models.loaded import ModelParts
+from fovea.models.shared_prefix.attention import Kernel
+from fovea.models.trainable import recompute_activations
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.models.vlm import VLM
+from fovea.train.packing import pack_row
+from tests.reference import gradients, largest_relative_difference, reference_logprobs
+from tests.tiny_models import CPU, image, mixed_prompts, random_completions, renderer, tiny, user
+
+LOGPROB_TOLERANCE = 1e-5
+"""Log-probs near -6 in float32: rounding alone gives 2e-6, and more or less of it on another CPU."""
+GRADIENT_TOLERANCE = 1e-5
+UNEQUAL = ((5, 1, 7), (3, 9), (4,))
+
+
+@pytest.mark.parametrize("attention", ["merged", "varlen", "sdpa", "eager"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperature: float, attention: Kernel) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    expected = torch.cat(
+        [
+            reference_logprobs(parts, prompt, completion, temperature)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+    )
+    expected.sum().backward()
+    expected_gradients = gradients(parts.network)
+    vlm = VLM(parts, attention=attention)
+    row = pack_row(prompts, completions, CPU)
+    scores = vlm(row, temperature=temperature, chunk_tokens=1000)
+    scores.logprobs_A.sum().backward()
+    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
+
+
+def test_row_holds_each_prompt_once_and_no_last_tokens(vlm: VLM, parts: ModelParts) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    row = pack_row(prompts, completions, CPU)
+    assert row.num_tokens == sum(prompt.num_tokens for prompt in prompts) + sum(sum(n) - len(n) for n in UNEQUAL)
+    assert row.num_actions == sum(map(sum, UNEQUAL))
+    assert vlm(row, temperature=1.0, chunk_tokens=10).logprobs_A.shape == (row.num_actions,)
+
+
+def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: ModelParts) -> None:
+    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+    results = []
+    for chunk in (1000, 4):
+        scores = vlm(row, temperature=1.0, chunk_tokens=chunk)
+        (scores.logprobs_A.sum() + scores.entropies_A.sum()).backward()
+        results.append((scores, gradients(parts.network)))
+    (whole, whole_gradients), (cut, cut_gradients) = results
+    torch.testing.assert_close(cut.logprobs_A, whole.logprobs_A, atol=LOGPROB_TOLERANCE, rtol=0)
+    torch.testing.assert_close(cut.entropies_A, whole.entropies_A, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert largest_relative_difference(whole_gradients, cut_gradients) < GRADIENT_TOLERANCE
+
+
+def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: ModelParts) -> None:
+    row = pack_row(mixed_prompts(parts)[:1], random_completions(UNEQUAL[:1]), CPU)
+    hidden = vlm.action_states(row)
+    logits = parts.network.get_submodule("lm_head")(hidden)
+    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
+    entropies = vlm(row, temperature=0.5, chunk_tokens=1000).entropies_A
+    torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0)
+
+
+def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: ModelParts) -> None:
+    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+    vlm.train()
+    vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
+    plain = gradients(parts.network)
+    recompute_activations(parts.network)
+    passes: list[str] = []
+    layer = parts.network.get_submodule("model.language_model.layers.0.input_layernorm")
+    layer.register_forward_pre_hook(lambda *_: passes.append("forward"))
+    vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
+    assert len(passes) == 2, "once, and once more in the backward pass"
+    assert largest_relative_difference(plain, gradients(parts.network)) < GRADIENT_TOLERANCE
+
+
+def test_cached_features_equal_encoded_ones_and_are_made_once(parts: ModelParts) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    row = pack_row(prompts, completions, CPU)
+    with torch.no_grad():
+        encoded = VLM(parts)(row, temperature=1.0, chunk_tokens=1000).logprobs_A
+        cache = FeatureCache(2**20)
+        cached_vlm = VLM(parts, feature_cache=cache)
+        passes = [cached_vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A for _ in range(3)]
+    assert cache.encoded_images == 3
+    for cached in passes:
+        torch.testing.assert_close(cached, encoded, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(parts: ModelParts) -> None:
+    render = renderer(parts)
+    prompts = [render.prompt(user(image(1), question)) for question in ("How many?", "What colour is the circle?")]
+    completions = random_completions([(3,), (4,)])
+    expected = [reference_logprobs(parts, prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
+    torch.cat(expected).sum().backward()
+    expected_gradients = gradients(parts.network)
+    vlm = VLM(parts)
+    encoded: list[int] = []
+    tower = parts.network.get_submodule("model.visual")
+    tower.register_forward_pre_hook(lambda _module, args: encoded.append(len(args[0])))
+    vlm(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
+    assert encoded == [36], "one image of 36 patches"
+    assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
+
+
+def test_what_padding_holds_does_not_matter(vlm: VLM, parts: ModelParts) -> None:
+    """A row of unequal groups equals its groups alone: nothing leaks from one into another."""
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    with torch.no_grad():
+        together = vlm(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100).logprobs_A
+        alone = [
+            vlm(pack_row([prompt], [[completion]], CPU), temperature=1.0, chunk_tokens=100).logprobs_A
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+    torch.testing.assert_close(together, torch.cat(alone), atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_padding_to_one_length_changes_nothing(vlm: VLM, parts: ModelParts) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    results = []
+    for padded_tokens in (None, 200):
+        row = pack_row(prompts, completions, CPU, padded_tokens)
+        scores = vlm(row, temperature=1.0, chunk_tokens=1000)
+        scores.logprobs_A.sum().backward()
+        results.append((scores.logprobs_A, gradients(parts.network)))
+    assert row.num_tokens == 200
+    (plain, plain_gradients), (padded, padded_gradients) = results
+    torch.testing.assert_close(padded, plain, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert largest_relative_difference(plain_gradients, padded_gradients) < GRADIENT_TOLERANCE
+
+
+def test_no_real_token_sees_the_padding(vlm: VLM, parts: ModelParts) -> None:
+    """Other tokens at other positions there, and every log-prob is the same to the last bit."""
+    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU, 200)
+    real = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU).num_tokens
+    tokens, positions = row.token_ids_N.clone(), row.positions_3N.clone()
+    tokens[real:] = torch.arange(200 - real) % 250
+    positions[:, real:] = torch.arange(200 - real)
+    changed = replace(row, token_ids_N=tokens, positions_3N=positions)
+    with torch.no_grad():
+        first, second = (vlm(each, temperature=1.0, chunk_tokens=1000).logprobs_A for each in (row, changed))
+    assert torch.equal(first, second)
+
+
+def test_grouped_heads_with_more_than_one_key_head() -> None:
+    parts = tiny("qwen3_vl", num_heads=4, num_kv_heads=2)
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    expected = torch.cat(
+        [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    )
+    scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
+    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_deepstack_that_reaches_the_last_layer() -> None:
+    """Its features are added behind all layers: no token may be left out of the last one."""
+    parts = tiny("qwen3_vl", num_layers=1)
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    expected = torch.cat(
+        [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    )
+    scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
+    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)

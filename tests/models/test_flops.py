@@ -1,0 +1,146 @@
+"""The arithmetic of a pass against what torch counts in transformers' own models, with every score computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fovea.config.run import Lora, Model, TinyModel
+from fovea.models.flops import Passes, Work, training_passes, work_of
+from fovea.models.loaded import ModelParts
+from fovea.models.shared_prefix.attention import completion_keys
+from fovea.models.shared_prefix.layout import shared_prefix_layout
+from fovea.models.trainable import choose_trainable
+from fovea.types import Prompt
+from tests.reference import model_inputs
+from tests.tiny_models import FAMILIES, image, renderer, tiny, user
+
+COMPLETION = np.arange(3, 14)
+NOT_COUNTED = ("rotary_emb", "rotary_pos_emb")
+
+
+def odd_model(family: str) -> ModelParts:
+    """No two sizes alike, so that none can stand in for another; several layers of windows."""
+    heads = {"hidden_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24}
+    sizes = {"intermediate_size": 112, "num_layers": 3, "vision_hidden_size": 48, "vision_depth": 3, "vision_heads": 4}
+    return tiny(family, **heads, **sizes)
+
+
+def eager(parts: ModelParts) -> ModelParts:
+    """Scores and sums of attention as matrix products, which torch counts."""
+    parts.network.set_attn_implementation("eager")
+    return parts
+
+
+def pictures(parts: ModelParts) -> Prompt:
+    """Sides that are whole windows of the tiny tower (4 patches), and sides that are not."""
+    return renderer(parts).prompt(user(image(1, 64, 96), "one and", image(2, 48, 80), "two"))
+
+
+def counted(parts: ModelParts, prompt: Prompt, *, backward: bool = False) -> int:
+    """What torch counts of prompt + completion, without the positions."""
+    inputs = model_inputs(parts, prompt, COMPLETION)
+    with FlopCounterMode(display=False) as counter:
+        logits = parts.network(**inputs, use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    positions = sum(
+        sum(operations.values())
+        for module, operations in counter.get_flop_counts().items()
+        if module.rsplit(".", 1)[-1] in NOT_COUNTED
+    )
+    return counter.get_total_flops() - positions
+
+
+def weights(parts: ModelParts, name: str) -> int:
+    return dict(parts.network.named_parameters())[name].numel()
+
+
+def expected(work: Work, prompt: Prompt, passes: Passes) -> float:
+    """All N^2 pairs of tokens: eager attention computes the masked ones too."""
+    tokens = prompt.num_tokens + len(COMPLETION)
+    vision = sum(work.image(picture.grid_thw) for picture in prompt.images)
+    linear = tokens * (work.token + work.action)
+    return passes.linear * linear + passes.attention * tokens**2 * work.pair + passes.vision * vision
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_forward_pass_is_what_torch_counts(family: str) -> None:
+    parts = eager(odd_model(family))
+    prompt = pictures(parts)
+    work = work_of(parts.network.config)
+    with torch.no_grad():
+        assert counted(parts, prompt) == expected(work, prompt, Passes(linear=1, attention=1, vision=1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_training_pass_is_three_forward_passes(family: str) -> None:
+    """But for the pixels, of which nobody wants a gradient."""
+    parts = eager(odd_model(family))
+    prompt = pictures(parts)
+    passes = training_passes(lora=False, trains_vision=True, features_cached=False)
+    of_pixels = (
+        2
+        * weights(parts, "model.visual.patch_embed.proj.weight")
+        * sum(len(picture.pixels_NC) for picture in prompt.images)
+    )
+    found = counted(parts, prompt, backward=True)
+    assert found == expected(work_of(parts.network.config), prompt, passes) - of_pixels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_runs_forward_once(family: str) -> None:
+    parts = eager(odd_model(family))
+    choose_trainable(parts.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
+    prompt = pictures(parts)
+    passes = training_passes(lora=False, trains_vision=False, features_cached=False)
+    assert passes.vision == 1
+    assert counted(parts, prompt, backward=True) == expected(work_of(parts.network.config), prompt, passes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_saves_the_weight_gradients(family: str) -> None:
+    """Torch counts the adapters on top, and leaves out input gradients that end at the frozen embeddings."""
+    parts = eager(odd_model(family))
+    work = work_of(parts.network.config)
+    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=2)), seed=0)
+    prompt = pictures(parts)
+    passes = training_passes(lora=True, trains_vision=False, features_cached=False)
+    tokens = prompt.num_tokens + len(COMPLETION)
+    adapters = sum(p.numel() for name, p in parts.network.named_parameters() if ".lora_" in name)
+    first = [f"model.language_model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    base = sum(weights(parts, f"{name}.base_layer.weight") for name in first)
+    down = sum(weights(parts, f"{name}.lora_A.default.weight") for name in first)
+    found = counted(parts, prompt, backward=True)
+    assert found == expected(work, prompt, passes) + 2 * tokens * (3 * adapters - down - base)
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 1], [4, 9, 1, 6]])
+def test_a_group_has_the_pairs_that_its_layout_allows(lengths: Sequence[int]) -> None:
+    """The mask of the packed row itself says who looks at whom."""
+    prompt_tokens = 5
+    pairs_only = Work(token=0, pair=1, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
+    layout = shared_prefix_layout([prompt_tokens], [[n - 1 for n in lengths]])
+    allowed = int(completion_keys(layout)[1].sum())
+    # queries that are padding: the mask lets them look, the layout does not return them
+    padded = max(lengths) - 1
+    of_padding = sum(sum(prompt_tokens + t + 1 for t in range(n - 1, padded)) for n in lengths)
+    causal = int(torch.ones(prompt_tokens, prompt_tokens).tril().sum())
+    made = pairs_only.prompt(prompt_tokens, []) + sum(pairs_only.completion(n, prompt_tokens) for n in lengths)
+    assert made == causal + allowed - of_padding
+
+
+def test_a_group_has_each_token_once_and_a_head_for_every_action() -> None:
+    work = Work(token=1, pair=0, action=100, patch=0, image_pair=0, window_pair=0, window_side=0)
+    # a prompt of 5, completions of 4 and 1: 5 + 3 + 0 tokens of the row, 4 + 1 actions
+    assert work.prompt(5, []) + work.completion(4, 5) + work.completion(1, 5) == 8 + 500
+
+
+def test_features_that_are_there_cost_nothing() -> None:
+    work = work_of(tiny("qwen3_vl").network.config)
+    cached = training_passes(lora=False, trains_vision=False, features_cached=True)
+    assert work.prompt(30, [(1, 6, 6)], cached) == work.prompt(30, [], cached)

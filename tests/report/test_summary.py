@@ -1,0 +1,152 @@
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fovea.errors import DataError
+from fovea.evaluation.statistics import confidence_interval, wilson_interval
+from fovea.report.summary import Summary, controls_table, read_summary, summary_table, write_summary
+from fovea.types import Evaluation
+
+
+def evaluation(**correct_of: tuple[int, int]) -> Evaluation:
+    return Evaluation(
+        accuracies={kind: (1.0,) * right + (0.0,) * (n - right) for kind, (right, n) in correct_of.items()}
+    )
+
+
+SUMMARY = Summary(
+    before=evaluation(count=(0, 10), colour=(1, 10)),
+    warmup=evaluation(count=(4, 10), colour=(6, 10)),
+    final=evaluation(count=(8, 10), colour=(10, 10)),
+    shuffled_images=evaluation(count=(3, 10), colour=(4, 10)),
+    blank_images=evaluation(count=(2, 10), colour=(3, 10)),
+    duplicates_across_splits=0,
+    warmup_seconds=20.5,
+    rl_seconds=100.0,
+    total_seconds=130.25,
+    steps=1200,
+    seed=3,
+)
+RL_ONLY = replace(SUMMARY, before=None, warmup=None, shuffled_images=None, blank_images=None)
+
+
+def shown(summary: Summary, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    for table in (summary_table(summary), controls_table(summary)):
+        console.print(table or "")
+    return console.export_text()
+
+
+def test_json_has_the_agreed_shape() -> None:
+    assert SUMMARY.to_json() == {
+        "accuracy": {"before": 0.05, "warmup": 0.5, "final": 0.9},
+        "by_type": {
+            "count": {"warmup": 0.4, "final": 0.8, "n": 10},
+            "colour": {"warmup": 0.6, "final": 1.0, "n": 10},
+        },
+        "shuffled_images": 0.35,
+        "blank_images": 0.25,
+        "duplicates_across_splits": 0,
+        "seconds": {"warmup": 20.5, "rl": 100.0, "total": 130.25},
+        "steps": 1200,
+        "seed": 3,
+    }
+
+
+def test_stages_that_did_not_run_are_null() -> None:
+    figures = replace(RL_ONLY, duplicates_across_splits=None).to_json()
+    assert figures["accuracy"] == {"before": None, "warmup": None, "final": 0.9}
+    assert figures["by_type"]["count"] == {"warmup": None, "final": 0.8, "n": 10}
+    assert figures["shuffled_images"] is figures["blank_images"] is None
+    assert figures["duplicates_across_splits"] is None
+
+
+@pytest.mark.parametrize("summary", [SUMMARY, RL_ONLY])
+def test_the_file_reads_back(tmp_path: Path, summary: Summary) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, summary)
+    assert read_summary(path) == json.loads(path.read_text()) == summary.to_json()
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, SUMMARY)
+    path.write_text(path.read_text().replace("0.05", '"high"'))
+    with pytest.raises(DataError, match=r"summary\.json: accuracy\.before: .*; delete the file"):
+        read_summary(path)
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"),
+    [
+        # z^2 = 3.841459; 8 of 10: centre (0.8 + 0.1920729) / 1.3841459 = 0.7167401,
+        # half 1.959964 sqrt(0.016 + 0.0096036) / 1.3841459 = 0.2265762
+        (8, 10, 0.490164, 0.943316),
+        # 0 of 10: centre = half = 0.1920729 / 1.3841459
+        (0, 10, 0.0, 0.277533),
+        (10, 10, 0.722467, 1.0),
+    ],
+)
+def test_wilson_by_hand(right: int, n: int, low: float, high: float) -> None:
+    values = [1.0] * right + [0.0] * (n - right)
+    assert confidence_interval(values) == pytest.approx((low, high), abs=2e-6)
+    assert wilson_interval(right / n, n) == confidence_interval(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        # mean 0.5, s^2 = 0.2 / 3, standard error sqrt(0.2 / 12) = 0.1290994, half 0.2530303
+        ([0.2, 0.4, 0.6, 0.8], 0.246970, 0.753030),
+        # mean 0.75, s^2 = 0.125, standard error 0.25, half 0.489991: cut at 1
+        ([0.5, 1.0], 0.260009, 1.0),
+        ([0.5], 0.0, 1.0),
+        ([], 0.0, 1.0),
+    ],
+)
+def test_normal_approximation_by_hand(values: list[float], low: float, high: float) -> None:
+    assert confidence_interval(values) == pytest.approx((low, high), abs=2e-6)
+
+
+def test_the_tables_have_a_row_for_each_type() -> None:
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(SUMMARY).splitlines() if "│" in line]
+    assert rows == [
+        ["count", "0.0 [0, 28]", "40.0 [17, 69]", "80.0 [49, 94]", "10"],
+        ["colour", "10.0 [2, 40]", "60.0 [31, 83]", "100.0 [72, 100]", "10"],
+        ["all", "5.0 [1, 24]", "50.0 [30, 70]", "90.0 [70, 97]", "20"],
+        ["count", "80.0 [49, 94]", "30.0 [11, 60]", "20.0 [6, 51]", "10"],
+        ["colour", "100.0 [72, 100]", "40.0 [17, 69]", "30.0 [11, 60]", "10"],
+        ["all", "90.0 [70, 97]", "35.0 [18, 57]", "25.0 [11, 47]", "20"],
+    ]
+
+
+def test_the_caption_says_what_the_controls_mean() -> None:
+    text = " ".join(shown(SUMMARY).split())
+    assert "Test images found in the training split: 0." in text
+    assert "Both show what the trained model gets from the text alone." in text
+    assert "text alone" not in shown(RL_ONLY)
+
+
+def test_the_table_fits_80_columns() -> None:
+    assert "…" not in shown(SUMMARY, width=80)
+    assert len([line for line in shown(SUMMARY, width=80).splitlines() if "│" in line]) == 6
+
+
+def test_stages_that_did_not_run_have_no_column() -> None:
+    assert "before" not in shown(RL_ONLY)
+    assert "warm-up" not in shown(replace(RL_ONLY, before=SUMMARY.before))
+    assert "before RL" in shown(replace(RL_ONLY, before=SUMMARY.before))
+
+
+def test_rows_without_types_are_shown_once() -> None:
+    rows = shown(replace(RL_ONLY, final=evaluation(all=(8, 10)))).count("80.0")  # and no table of controls
+    assert rows == 1
+
+
+def test_a_type_name_is_text_not_markup() -> None:
+    final = Evaluation(accuracies={"[red]x[/blue]": (1.0,)})
+    assert "[red]x[/blue]" in shown(replace(RL_ONLY, final=final))

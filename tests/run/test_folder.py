@@ -1,0 +1,77 @@
+"""A run folder belongs to one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+from fovea.run.folder import open_run_folder
+
+
+def config(**settings: object) -> Config:
+    return Config.model_validate({"model": {"tiny": {}}, **settings})
+
+
+def holds_a_run(folder: Path) -> Path:
+    open_run_folder(folder, config(max_steps=10))
+    (folder / "checkpoints" / "step-0").mkdir(parents=True)
+    return folder
+
+
+def test_a_start_that_failed_may_be_tried_again(tmp_path: Path) -> None:
+    open_run_folder(tmp_path / "run", config())
+    folder = open_run_folder(tmp_path / "run", config(seed=3))
+    assert "seed: 3" in (folder / "config.yaml").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be written: .*; set another run_dir"):
+        open_run_folder(tmp_path / "file" / "run", config())
+
+
+def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+    holds_a_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to go on with it, or another run_dir"):
+        open_run_folder(tmp_path / "run", config())
+
+
+def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    later = config(resume="auto", max_steps=20, log={"tensorboard": False}, checkpoint={"keep": 1}, run_dir="elsewhere")
+    open_run_folder(tmp_path, later)
+    assert "max_steps: 20" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 1}, r"seed=1, but the run in .* began with 0; set it back to resume, or start anew"),
+        ({"train": {"learning_rate": 1e-3}}, r"train\.learning_rate=0\.001, but the run"),
+        ({"model": {"tiny": {"num_layers": 2}}}, r"model\.tiny\.num_layers=2, but the run"),
+        ({"model": {"tiny": {}, "lora": {}}}, r"model\.lora"),
+    ],
+)
+def test_resume_may_not_change_what_is_computed(changed: dict[str, object], message: str, tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        open_run_folder(tmp_path, config(resume="auto", **changed))
+
+
+def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -> None:
+    """The way out of a batch that does not fit."""
+    holds_a_run(tmp_path)
+    smaller = config(resume="auto", train={"max_tokens_per_microbatch": 100}, rollout={"max_batch_tokens": 99_999})
+    open_run_folder(tmp_path, smaller)
+    assert "max_tokens_per_microbatch: 100" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_a_broken_config_of_a_run_is_one_line(content: str, tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so that its run cannot go on"):
+        open_run_folder(tmp_path, config(resume="auto"))

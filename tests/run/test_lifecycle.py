@@ -1,0 +1,116 @@
+"""What happens around the steps: which rows are read when, and what becomes of the readings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fovea.config.run import Warmup as WarmupSettings
+from fovea.data.order import Order
+from fovea.environments.prompt_source import PromptSource
+from fovea.loop import train
+from fovea.run.context import Run
+from fovea.run.lifecycle import Standing, begin, finish, read_dev
+from fovea.run.warmup import Warmup
+from fovea.types import Evaluation
+from tests.build.test_build import run_of
+from tests.fakes import ANSWERS, bandit_run
+
+
+def reading(value: float) -> Evaluation:
+    return Evaluation(accuracies={"all": (value,)})
+
+
+def replace_in(run: Run, name: str, value: object) -> None:
+    """A run is frozen; a test may still look over its shoulder."""
+    object.__setattr__(run, name, value)
+
+
+def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.engine.load_weights(run.policy.weights(), 0)
+    true = {task.id: np.asarray(task.images[0].source) for task in run.sources.test.tasks}
+
+    def evaluate(source: PromptSource, size: int | None = None) -> Evaluation:
+        pictures = {task.id: np.asarray(task.images[0].source) for task in source.tasks}
+        if all(np.array_equal(picture, true[name]) for name, picture in pictures.items()):
+            return reading(0.75)
+        return reading(0.25 if all(len(np.unique(picture)) == 1 for picture in pictures.values()) else 0.5)
+
+    run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
+    with run.metrics:
+        summary = finish(run, Standing(kl_coef=0.0, before=reading(0.1), after_warmup=reading(0.2)))
+    figures = summary.to_json()
+    assert figures["accuracy"] == {"before": 0.1, "warmup": 0.2, "final": 0.75}
+    assert (figures["shuffled_images"], figures["blank_images"]) == (0.5, 0.25)
+
+
+def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path)
+    begin(run)
+    read: list[PromptSource] = []
+    run.evaluator.evaluate = lambda source, size=None: (read.append(source), reading(1.0))[1]  # type: ignore[method-assign, func-returns-value]
+    read_dev(run)
+    assert read == [run.sources.dev]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path) -> None:
+    """Its order of events: readings, pairs, the policy told to start here, a reading, a checkpoint."""
+    events: list[str] = []
+
+    class Trainer:
+        def update(self, pairs: object) -> float:
+            events.append("pairs")
+            return 0.0
+
+    def run_with_warmup() -> Run:
+        run = bandit_run(tmp_path, resume=resume)
+        settings = WarmupSettings(max_steps=2, batch_size=1)
+        stage = Warmup(
+            settings=settings,
+            order=Order(["all"] * 16, weights={}, seed=0),
+            source=run.sources.train,
+            environment=run.environment,
+            answer_ids=lambda text: (ANSWERS.index(text),),
+            make_trainer=Trainer,
+        )
+        replace_in(run, "warmup", stage)
+        policy, evaluate = run.policy, run.evaluator.evaluate
+        policy.start_here = lambda: events.append("start here")  # type: ignore[method-assign]
+
+        def noted(source: PromptSource, size: int | None = None) -> Evaluation:
+            events.append("reading")
+            return evaluate(source, size)
+
+        run.evaluator.evaluate = noted  # type: ignore[method-assign]
+        return run
+
+    standing = begin(run_with_warmup())
+    assert events == ["reading", "pairs", "pairs", "start here", "reading"]
+    assert standing.after_warmup is not None
+    if resume:
+        events.clear()
+        again = begin(run_with_warmup())
+        assert events == []
+        assert (again.step, again.after_warmup) == (0, standing.after_warmup)
+
+
+def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:
+    """Not a control of 0.0."""
+    run = bandit_run(tmp_path, max_steps=1, evaluate={"image_controls": True, "shared_images": "ignore"})
+    figures = train(run).to_json()
+    assert figures["shuffled_images"] is figures["blank_images"] is None
+
+
+@pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
+def test_a_resumed_run_with_another_end_says_what_that_changes(schedule: str, said: bool, tmp_path: Path) -> None:
+    settings = {"train": {"lr_schedule": schedule}}
+    train(bandit_run(tmp_path, max_steps=10, **settings))
+    longer = bandit_run(tmp_path, resume=True, max_steps=12, **settings)
+    lines: list[str] = []
+    longer.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    train(longer)
+    assert any("max_steps was 10 and is 12: the linear schedule" in line for line in lines) is said

@@ -1,0 +1,280 @@
+"""The gate on real tiny models: sound ones pass, broken ones stop, and a run is the same with and without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from typer.testing import CliRunner
+
+import fovea.build.run
+from fovea.cli.main import app
+from fovea.config.run import Config
+from fovea.errors import DataError, ParityError
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from fovea.run.context import Run
+from fovea.run.lifecycle import begin
+from fovea.run.parity import DrawnToken, _reading, read_parity, without_images
+from fovea.types import Batch, ImageRef, Message, Weights
+from tests.build.test_build import run_of
+from tests.fakes import bandit_run
+from tests.test_loop import untimed
+from tests.tiny_models import FAMILIES, image
+
+ROUNDING = 1e-5
+"""float32: two ways to one log-prob."""
+INT8 = {"decode_weights": "int8", "max_new_tokens": 8}
+
+
+def other_weights(run: Run) -> None:
+    """The engine is given a language model that nobody trains."""
+    own = run.policy.weights
+
+    def changed() -> Weights:
+        torch.manual_seed(0)
+        for name, tensor in own():
+            yield name, tensor if ".visual." in name else tensor + 0.3 * torch.randn_like(tensor)
+
+    run.policy.weights = changed  # type: ignore[method-assign]
+
+
+def plain_positions(run: Run) -> None:
+    """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
+    own = run.policy.logprobs
+
+    def scored(batch: Batch) -> Sequence[NDArray[np.float32]]:
+        groups = []
+        for group in batch.groups:
+            length = group.prompt.num_tokens
+            positions_3L = np.broadcast_to(np.arange(length), (3, length)).copy()
+            groups.append(replace(group, prompt=replace(group.prompt, positions_3L=positions_3L, next_position=length)))
+        return own(replace(batch, groups=tuple(groups)))
+
+    run.policy.logprobs = scored  # type: ignore[method-assign]
+
+
+def tokens(engine: Sequence[float], trainer: Sequence[float]) -> list[DrawnToken]:
+    return [
+        DrawnToken(row="r", number=number, token_id=number, text="x", engine_logprob=a, trainer_logprob=b)
+        for number, (a, b) in enumerate(zip(engine, trainer, strict=True), start=1)
+    ]
+
+
+def test_the_figures_are_those_of_all_tokens() -> None:
+    reading = _reading("with images", 1, tokens([-1.0, -2.0], [-1.5, -1.0]))
+    assert reading.mean_abs == pytest.approx((0.5 + 1.0) / 2)
+    # x = trainer - engine: e^-0.5 + 0.5 - 1 and e^1 - 1 - 1
+    assert reading.k3 == pytest.approx((0.1065307 + 0.7182818) / 2)
+    assert (reading.worst.number, reading.worst.gap) == (2, 1.0)
+
+
+def test_what_is_no_number_is_worst_of_all(tmp_path: Path) -> None:
+    assert _reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
+    run = run_of(tmp_path)
+    own = run.policy.logprobs
+    run.policy.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]
+    with run.metrics, pytest.raises(ParityError, match="differ by nan on average"):
+        begin(run)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sound_model_passes_with_and_without_images(family: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12, "temperature": 0.8})
+    with run.metrics:
+        begin(run)
+    assert run.engine._tape._graphs == [], "what was kept for an update is given back"  # type: ignore[attr-defined]
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert (found["step"], found["model"], found["engine"], found["passed"]) == (0, f"tiny {family}", "embedded", True)
+    assert [kind["kind"] for kind in found["prompts"]] == ["with images", "without images"]
+    for kind in found["prompts"]:
+        assert kind["prompts"] == 4
+        assert 8 < kind["tokens"] <= 4 * 2 * 12
+        assert 0 <= kind["mean_abs"] <= kind["max_abs"] < ROUNDING
+        assert kind["worst_token"]["row"] in {f"train/{index}" for index in range(4)}
+
+
+@pytest.mark.parametrize(("count", "limit"), [(1, 3), (2, 40)])
+def test_the_gate_is_as_large_as_is_said(count: int, limit: int, tmp_path: Path) -> None:
+    run = run_of(tmp_path, parity={"prompts": count, "max_new_tokens": limit}, rollout={"max_new_tokens": 5})
+    run.engine.load_weights(run.policy.weights(), 0)
+    for kind in read_parity(run).kinds:
+        assert kind.prompts == count
+        assert kind.tokens <= count * 2 * min(limit, 5)
+
+
+def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path) -> None:
+    run = run_of(tmp_path, rollout={"max_new_tokens": 12})
+    other_weights(run)
+    with run.metrics, pytest.raises(ParityError) as stopped:
+        begin(run)
+    message = str(stopped.value)
+    assert message.startswith("tiny qwen3_vl: on prompts with")
+    assert "log-probs of the embedded engine and of the trainer differ by " in message
+    assert "parity.max_abs_logprob_diff=0.1; worst is token '" in message
+    assert "Engine and trainer hold other weights, or" in message
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert not found["passed"]
+    worst = max(found["prompts"], key=lambda kind: kind["mean_abs"])["worst_token"]
+    text, row, number = worst["text"], worst["row"], worst["number"]
+    assert f"worst is token {text!r} (id {worst['token_id']}), number {number} of a completion of {row}: " in message
+    assert f"{worst['engine_logprob']:.3f} in the engine, {worst['trainer_logprob']:.3f} in the trainer" in message
+    assert not (tmp_path / "checkpoints").exists()
+    assert not read_metrics(tmp_path)
+
+
+def test_wrong_positions_show_on_images_alone(tmp_path: Path) -> None:
+    run = run_of(tmp_path, rollout={"max_new_tokens": 12}, parity={"max_abs_logprob_diff": 0.001})
+    plain_positions(run)
+    with run.metrics, pytest.raises(ParityError, match=r"on prompts with images.*Without images they agree: look at"):
+        begin(run)
+    with_images, without = json.loads((tmp_path / "parity.json").read_text())["prompts"]
+    assert without["max_abs"] < ROUNDING < with_images["mean_abs"]
+
+
+def test_int8_decoding_is_measured_as_it_decodes(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path, rollout=INT8, algorithm={"importance_sampling_fix": True}, parity={"max_abs_logprob_diff": 1e-4}
+    )
+    with (
+        run.metrics,
+        pytest.raises(ParityError, match=r"embedded \(int8 decoding\) engine.*rollout.decode_weights=exact"),
+    ):
+        begin(run)
+
+
+def test_a_resumed_run_passes_the_gate_too(tmp_path: Path) -> None:
+    settings = {
+        "max_steps": 2,
+        "rollout": {"prompts_per_step": 2, "max_new_tokens": 3},
+        "checkpoint": {"every_steps": 1},
+    }
+    train(run_of(tmp_path, **settings))
+    resumed = run_of(tmp_path, **settings | {"max_steps": 3, "resume": "auto"})
+    other_weights(resumed)
+    with resumed.metrics, pytest.raises(ParityError):
+        begin(resumed)
+    assert json.loads((tmp_path / "parity.json").read_text())["step"] == 2
+
+
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"model": {"tiny": WIDE}},
+        {"model": {"tiny": {}, "freeze_vision_tower": True}, "warmup": {"max_steps": 1, "check_every_steps": 1}},
+    ],
+    ids=["plain", "linear outputs kept", "cached features and a warm-up"],
+)
+def test_a_run_is_the_same_with_and_without_the_gate(settings: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    """Digit for digit: nothing of the gate is left when the first step begins."""
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6}
+    rows = []
+    for prompts in (0, 4):
+        given = settings | {"rollout": rollout, "parity": {"prompts": prompts}}
+        folder = tmp_path / str(prompts)
+        evaluate = {"image_controls": False, "test_size": 2, "dev_size": 2}
+        # with a bonus for entropy every group trains, whether right or wrong
+        algorithm = {"entropy_coef": 0.01, "max_groups_without_signal": 4}
+        train(
+            run_of(
+                folder,
+                max_steps=2,
+                evaluate=evaluate,
+                algorithm=algorithm,
+                train={"plain_update_every_steps": 2},
+                **given,
+            )
+        )
+        rows.append(untimed(read_metrics(folder)))
+        assert (folder / "parity.json").exists() is (prompts > 0)
+    assert rows[0] == rows[1]
+    assert rows[0][1]["reused_images"] > 0 or settings
+
+
+def test_bad_rows_are_left_for_the_run_to_find(tmp_path: Path) -> None:
+    run = run_of(tmp_path, data={"on_bad_row": "skip"})
+    render, source = run.sources.train.render, run.sources.train
+
+    def render_but_the_first(task: object, messages: object = None) -> object:
+        if task.id == "train/0":  # type: ignore[attr-defined]
+            raise DataError("bad")
+        return render(task, messages)  # type: ignore[arg-type]
+
+    source.render = render_but_the_first  # type: ignore[method-assign, assignment]
+    run.engine.load_weights(run.policy.weights(), 0)
+    assert {kind.prompts for kind in read_parity(run).kinds} == {4}
+    assert not source.bad_rows
+    source.render = lambda *_: (_ for _ in ()).throw(DataError("all bad"))  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="none of the first 12 training rows can be used, the last one: all bad"):
+        read_parity(run)
+
+
+def test_rows_without_images_are_read_once(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path)
+    begin(run)
+    (kind,) = json.loads((tmp_path / "parity.json").read_text())["prompts"]
+    assert (kind["kind"], kind["prompts"], kind["tokens"], kind["max_abs"]) == ("without images", 4, 8, 0.0)
+
+
+def test_only_the_images_are_taken_away() -> None:
+    messages = [Message(role="system", parts=("s",)), Message(role="user", parts=("a ", image(1), " b"))]
+    bare = without_images(messages)
+    assert [message.role for message in bare] == ["system", "user"]
+    assert [message.parts for message in bare] == [("s",), ("a ", " b")]
+    assert isinstance(messages[1].parts[1], ImageRef)
+
+
+def doctor(*words: str) -> tuple[int, str, str]:
+    sizes = ["environment.train_size=12", "environment.dev_size=4", "environment.test_size=8", "log.progress=false"]
+    done = CliRunner().invoke(app, ["doctor", "small.yaml", *sizes, "rollout.max_new_tokens=6", *words])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fovea.cli.main.probe", lambda: fovea.cli.doctor.Found({}, []))
+    Path("small.yaml").write_text("model: {tiny: {}}\nrun_dir: mine\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_the_doctor_reads_a_recipe_and_leaves_nothing(recipe: Path) -> None:
+    code, out, _ = doctor()
+    assert code == 0, out
+    assert "4 with images" in out
+    assert "4 without images" in out
+    assert out.splitlines()[-1] == "parity: within the limit of parity.max_abs_logprob_diff=0.1"
+    assert [path.name for path in recipe.iterdir()] == ["small.yaml"]
+
+
+def test_the_doctor_says_what_is_broken(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build: Callable[[Config], Run] = fovea.build.run.build
+
+    def broken(config: Config) -> Run:
+        run = build(config)
+        other_weights(run)
+        return run
+
+    monkeypatch.setattr("fovea.build.run.build", broken)
+    code, out, _ = doctor()
+    assert code == 1, out
+    assert "tiny qwen3_vl: on prompts with" in " ".join(out.split())
+    assert "worst is token" in out
+
+
+def test_the_doctor_wants_something_to_look_at(recipe: Path) -> None:
+    code, _, errors = doctor("parity.prompts=0")
+    assert code == 2
+    assert errors.splitlines()[-1] == (
+        "error: parity.prompts=0 leaves the doctor nothing to look at; add parity.prompts=4"
+    )

@@ -1,0 +1,104 @@
+"""The supervised stage: its stop rule, and that it teaches a tiny model its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.config.run import Warmup as Settings
+from fovea.data.order import Order
+from fovea.errors import TrainError
+from fovea.models.vlm import VLM
+from fovea.run.warmup import Warmup, enough, warm_up
+from fovea.train.torch.sft import Pair, SupervisedTrainer
+from fovea.types import Evaluation
+from tests.environments.test_prompt_source import make_source
+from tests.fakes import ANSWERS, BanditEnvironment
+from tests.reference import reference_logprobs
+from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny
+
+
+@pytest.mark.parametrize(
+    ("counting", "existence", "stop"),
+    [(1.0, 0.6, False), (0.2, 0.8, True), (0.1, 0.7, False), (0.4, 0.6, False)],
+)
+def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, existence: float, stop: bool) -> None:
+    settings = Settings(stop_accuracy=0.5, stop_kind_accuracy={"existence": 0.7})
+    dev = Evaluation(accuracies={"counting": (counting,), "existence": (existence,)})
+    assert enough(dev, settings) is stop
+
+
+class CountingTrainer:
+    def __init__(self) -> None:
+        self.batches: list[Sequence[Pair]] = []
+
+    def update(self, pairs: Sequence[Pair]) -> float:
+        self.batches.append(pairs)
+        return 0.5
+
+
+def stage(trainer: CountingTrainer, **settings: object) -> Warmup:
+    source, _ = make_source(["a", "b"])
+    return Warmup(
+        settings=Settings.model_validate({"batch_size": 3, "check_every_steps": 4, **settings}),
+        order=Order(["all", "all"], weights={}, seed=0),
+        source=source,
+        environment=BanditEnvironment(),
+        answer_ids=lambda text: (ANSWERS.index(text), 9),
+        make_trainer=lambda: trainer,
+    )
+
+
+def test_it_stops_at_the_first_reading_that_is_enough() -> None:
+    trainer, readings, lines = CountingTrainer(), iter([0.3, 0.9, 1.0]), list[str]()
+    steps = warm_up(
+        stage(trainer, stop_accuracy=0.5), lambda: Evaluation(accuracies={"all": (next(readings),)}), lines.append
+    )
+    assert steps == len(trainer.batches) == 8
+    assert {len(batch) for batch in trainer.batches} == {3}
+    assert trainer.batches[0][0].answer_ids == (0, 9)
+    assert lines == [
+        "warm-up 4/800  loss 0.50  dev accuracy 0.30",
+        "warm-up 8/800  loss 0.50  dev accuracy 0.90",
+    ]
+
+
+def test_it_ends_at_max_steps() -> None:
+    trainer = CountingTrainer()
+    never = Evaluation(accuracies={"all": (0.0,)})
+    assert warm_up(stage(trainer, max_steps=10), lambda: never, lambda _line: None) == 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
+    parts = tiny(family)
+    prompts = mixed_prompts(parts)
+    answers = [renderer(parts).target(text) for text in ("\\boxed{3}", "\\boxed{red}", "yes")]
+    pairs = [Pair(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
+    expected = -torch.cat([reference_logprobs(parts, pair.prompt, np.array(pair.answer_ids)) for pair in pairs]).mean()
+    trainer = SupervisedTrainer(VLM(parts), Settings(lr_warmup_steps=0))
+    losses = [trainer.update(pairs) for _ in range(80)]
+    assert losses[0] == pytest.approx(float(expected.detach()), abs=1e-5)
+    assert losses[-1] < 0.05 < losses[0]
+
+
+def test_gradients_of_the_warm_up_are_clipped() -> None:
+    parts = tiny("qwen3_vl")
+    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    trainer = SupervisedTrainer(VLM(parts), Settings())
+    trainer.update(pairs)
+    norm = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
+    assert float(norm) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
+    parts = tiny("qwen3_vl")
+    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    trainer = SupervisedTrainer(VLM(parts), Settings())
+    with torch.no_grad():
+        next(parts.network.parameters()).fill_(torch.nan)
+    with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):
+        trainer.update(pairs)

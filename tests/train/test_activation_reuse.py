@@ -1,0 +1,307 @@
+"""An update that takes over its rollout's work against one that does not: the same gradient, and no work twice."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
+from fovea.models.activation_tape import Tape, Trace
+from fovea.models.loaded import ModelParts
+from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.tuning import Tuning
+from fovea.samples import with_old_logprobs
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
+from fovea.utils.event_loop import wait_for
+from tests.reference import largest_relative_difference
+from tests.tiny_models import FAMILIES, mixed_prompts, tiny
+
+GRADIENT_TOLERANCE = 1e-5
+FROZEN = Model(tiny=TinyModel(), freeze_vision_tower=True)
+LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))
+TRAINED = Model(tiny=TinyModel())
+
+
+class Pair:
+    """An engine that records and a policy, on one model; every other update is a plain one."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        settings: Model = TRAINED,
+        max_bytes: float = 2**26,
+        linears: bool = True,
+        algorithm: Algorithm | None = None,
+        **train: object,
+    ) -> None:
+        choose_trainable(parts.network, settings, seed=0)
+        self.vlm = VLM(parts, feature_cache=None if settings.trains_vision else FeatureCache(2**20))
+        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
+        self.engine = EmbeddedEngine(self.vlm, parts, max_batch_tokens=10_000, tape=self.tape)
+        values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
+        self.policy = TorchPolicy(
+            self.vlm,
+            train=Train.model_validate(values),
+            algorithm=algorithm or Algorithm(),
+            temperature=0.9,
+            max_steps=10,
+        )
+        self.policy._steps = 1  # step 0 is a plain one
+        self.engine.load_weights(self.policy.weights(), version=0)
+        self.prompts = mixed_prompts(parts)
+
+    def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:
+        """Completions of different lengths: 300 tokens of near-uniform sampling meet a stop."""
+        settings = [
+            Sampling(max_new_tokens=max_new_tokens - 2 * index, temperature=0.9, seed=index, trace=True, **sampling)  # type: ignore[arg-type]
+            for index in range(len(self.prompts))
+        ]
+
+        async def all_of_them() -> list[Sequence[Completion]]:
+            calls = (self.engine.generate(p, s, n) for p, s in zip(self.prompts, settings, strict=True))
+            return await asyncio.gather(*calls)
+
+        return wait_for(all_of_them())
+
+    def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the update left behind; float32 parameters keep it until the next one."""
+        self.metrics = self.policy.update(batch)
+        return {name: p.grad.clone() for name, p in trainable_parameters(self.vlm).items() if p.grad is not None}
+
+
+def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, traces: bool = True) -> Batch:
+    rng = np.random.default_rng(0)
+    num_tokens = sum(len(completion.token_ids_T) for group in groups for completion in group)
+
+    def sample(completion: Completion) -> Sample:
+        tokens = completion.token_ids_T
+        advantage = np.full(len(tokens), rng.normal(), dtype=np.float32)
+        return Sample(
+            token_ids_T=tokens,
+            rollout_logprobs_T=completion.logprobs_T,
+            reward=0.0,
+            weight=1 / num_tokens,
+            advantages_T=advantage,
+            trace=completion.trace if traces else None,
+        )
+
+    samples = [tuple(map(sample, group)) for group in groups]
+    return Batch(groups=tuple(SampleGroup(prompt=p, samples=s) for p, s in zip(prompts, samples, strict=True)))
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 85])
+@pytest.mark.parametrize("settings", [TRAINED, FROZEN, LORA], ids=["trained", "frozen", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_those_of_a_plain_update(family: str, settings: Model, max_tokens: int) -> None:
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(tiny(family), settings, max_tokens_per_microbatch=max_tokens)
+        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+        assert pair.metrics["reused_images"] == (3 if traces and settings.trains_vision else 0)
+        assert ("rollout_train_abs" in pair.metrics) != traces, "what was looked up was not compared"
+    reused, plain = gradients
+    assert reused.keys() == plain.keys()
+    assert largest_relative_difference(plain, reused) < GRADIENT_TOLERANCE
+
+
+def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> None:
+    """Rows that move when others end, and prompts that are prefilled beside running rows."""
+    gradients = []
+    for traces in (True, False):
+        parts = tiny("qwen3_vl")
+        pair = Pair(parts)
+        pair.engine = EmbeddedEngine(pair.vlm, parts, max_batch_tokens=160, tape=pair.tape)
+        pair.engine.load_weights(pair.policy.weights(), version=0)
+        pair.prompts = pair.prompts * 3
+        groups = pair.rollout(max_new_tokens=24, n=2, stop=("e", "a"))
+        lengths = {len(completion.token_ids_T) for group in groups for completion in group}
+        assert len(lengths) > 4
+        gradients.append(pair.gradient(batch_of(pair.prompts, groups, traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+def test_no_linear_layer_of_the_decoder_runs_forward_again_and_no_image_is_encoded_again() -> None:
+    operations = {}
+    for traces in (True, False):
+        pair = Pair(tiny("qwen3_vl"))
+        batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
+        with FlopCounterMode(display=False) as counter:
+            pair.policy.update(batch)
+        operations[traces] = counter.get_total_flops()
+        patches = sum(len(i.pixels_NC) for i in {i.key: i for p in pair.prompts for i in p.images}.values())
+    layers = pair.vlm.network.get_submodule("model.language_model.layers")
+    tokens = sum(p.num_tokens for p in pair.prompts) + sum(
+        len(s.token_ids_T) - 1 for group in batch.groups for s in group.samples
+    )
+    # behind the attention of the last layer the prompts' tokens are left out, but for the last of each
+    unread = sum(p.num_tokens - 1 for p in pair.prompts)
+    linear = sum(
+        2
+        * (tokens - unread * (int(name[0]) == len(layers) - 1 and name[-6:] not in ("q_proj", "k_proj", "v_proj")))
+        * m.weight.numel()
+        for name, m in layers.named_modules()
+        if isinstance(m, torch.nn.Linear)
+    )
+    pixels = torch.randn(patches, pair.prompts[0].images[0].pixels_NC.shape[1])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        images = list({i.key: i for p in pair.prompts for i in p.images}.values())
+        pair.vlm.encode(images)
+    assert len(pixels) == patches
+    assert operations[False] - operations[True] == linear + counter.get_total_flops()
+
+
+def test_only_the_first_step_after_a_rollout_may_reuse_it() -> None:
+    pair = Pair(tiny("qwen3_vl"))
+    batch = batch_of(pair.prompts, pair.rollout())
+    assert pair.policy.update(batch)["reused_frac"] == 1
+    assert pair.policy.update(batch)["reused_frac"] == 0, "the weights have moved"
+    pair.engine.load_weights(pair.policy.weights(), version=1)
+    assert pair.policy.update(batch)["reused_frac"] == 0, "the tape has been overwritten"
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_what_one_of_several_steps_reuses_changes_none_of_them(minibatches: int) -> None:
+    """The first minibatch of the first epoch takes over everything, the later ones and the next epoch nothing."""
+    gradients: list[list[dict[str, torch.Tensor]]] = []
+    for traces in (True, False):
+        pair = Pair(tiny("qwen3_vl"), algorithm=Algorithm(ppo_epochs=2, minibatches=minibatches), learning_rate=0.1)
+        pair.prompts = pair.prompts * 2
+        batch = batch_of(pair.prompts, pair.rollout(max_new_tokens=16), traces=traces)
+        if minibatches > 1:
+            batch = with_old_logprobs(batch, pair.policy.logprobs(batch))
+        gradients.append(gradients_of_steps(pair, batch))
+        first = batch.groups[: len(batch.groups) // minibatches]
+        actions = sum(len(sample.token_ids_T) for group in first for sample in group.samples)
+        assert pair.metrics["reused_frac"] == traces * actions / pair.metrics["actions_trained"]
+        assert pair.metrics["reused_images"] == traces * 3
+        assert pair.metrics["clip_frac/low"] + pair.metrics["clip_frac/high"] > 0, "old log-probs count"
+    reused, plain = gradients
+    assert len(reused) == len(plain) == 2 * minibatches
+    for step in range(2 * minibatches):
+        assert largest_relative_difference(plain[step], reused[step]) < GRADIENT_TOLERANCE, f"step {step}"
+
+
+def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """Those of every optimizer step, in proportion to which the weights move."""
+    steps: list[dict[str, torch.Tensor]] = []
+    adamw, parameters = pair.policy._optimizer._adamw, trainable_parameters(pair.vlm)
+    # with its usual epsilon Adam turns the rounding of a gradient near 0 into a step as long as any
+    adamw.param_groups[0]["eps"] = 1.0
+    adamw.register_step_pre_hook(
+        lambda *_: steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+    )
+    pair.metrics = pair.policy.update(batch)
+    return steps
+
+
+@pytest.mark.parametrize("change", ["start_here", "load"])
+def test_other_changes_of_the_weights_end_it_too(change: str, tmp_path: object) -> None:
+    pair = Pair(tiny("qwen3_vl"))
+    pair.policy.save(tmp_path)  # type: ignore[arg-type]
+    batch = batch_of(pair.prompts, pair.rollout())
+    pair.policy.start_here() if change == "start_here" else pair.policy.load(tmp_path)  # type: ignore[arg-type]
+    assert pair.policy.update(batch)["reused_frac"] == 0
+
+
+def test_some_updates_are_plain_so_that_the_sampler_stays_checked() -> None:
+    pair = Pair(tiny("qwen3_vl"), plain_update_every_steps=3)
+    fractions = []
+    for version in range(6):
+        pair.engine.load_weights(pair.policy.weights(), version)
+        fractions.append(pair.policy.update(batch_of(pair.prompts, pair.rollout()))["reused_frac"])
+    assert fractions == [1, 1, 0, 1, 1, 0], "steps 1 to 6"
+
+
+def test_what_does_not_fit_is_computed_again() -> None:
+    parts = tiny("qwen3_vl")
+    graph_bytes = VLM(parts).graph_bytes([image for prompt in mixed_prompts(parts) for image in prompt.images])
+    for max_bytes, images in ((graph_bytes + 1000, 3), (graph_bytes - 1, 0)):
+        pair = Pair(tiny("qwen3_vl"), max_bytes=max_bytes)
+        metrics = pair.policy.update(batch_of(pair.prompts, pair.rollout()))
+        assert (metrics["reused_frac"], metrics["reused_images"]) == (0, images)
+
+
+def test_evaluation_beside_it_records_nothing() -> None:
+    pair = Pair(tiny("qwen3_vl"))
+    sampling = Sampling(max_new_tokens=5, temperature=0)
+    (completion,) = wait_for(pair.engine.generate(pair.prompts[0], sampling, 1))
+    assert completion.trace is None
+    assert pair.policy.update(batch_of(pair.prompts, pair.rollout()))["reused_frac"] == 1, "it was over by then"
+
+
+def test_a_request_that_asks_for_nothing_ends_the_recording_of_those_beside_it() -> None:
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(tiny("qwen3_vl"))
+
+        async def mixed(pair: Pair = pair) -> list[Sequence[Completion]]:
+            calls = [
+                pair.engine.generate(prompt, Sampling(max_new_tokens=8, temperature=0.9, seed=1, trace=trace), 2)
+                for prompt, trace in zip(pair.prompts, (True, False, True), strict=True)
+            ]
+            return await asyncio.gather(*calls)
+
+        gradients.append(pair.gradient(batch_of(pair.prompts, wait_for(mixed()), traces=traces)))
+        assert pair.metrics["reused_frac"] == 0
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+def test_few_images_with_signal_are_encoded_again() -> None:
+    """A backward pass through the graph of all images would cost more."""
+    encoded: list[int] = []
+    gradients = []
+    for kept, traces in ((1, True), (1, False), (3, True)):
+        pair = Pair(tiny("qwen3_vl"), linears=False)
+        batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
+        tower = pair.vlm.network.get_submodule("model.visual")
+        calls: list[int] = []
+        handle = tower.register_forward_pre_hook(lambda _module, args, calls=calls: calls.append(len(args[0])))
+        gradients.append(pair.gradient(replace(batch, groups=batch.groups[:kept])))
+        handle.remove()
+        encoded.append(len(calls))
+    assert encoded == [1, 1, 0]
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+def test_outputs_of_packed_weights_serve_as_well() -> None:
+    """Wide enough for decoding with packed weights, which copies its outputs to the tape."""
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(tiny("qwen2_5_vl", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64))
+        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("kept", ["all", "few", "plain"])
+def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
+    """Whether it was gone through or not: the next rollout makes one of its own."""
+    pair = Pair(tiny("qwen3_vl"), linears=False, plain_update_every_steps=1 if kept == "plain" else 1000)
+    batch = batch_of(pair.prompts, pair.rollout())
+    trace = batch.groups[0].samples[0].trace
+    assert isinstance(trace, Trace)
+    alive = [weakref.ref(features.embeds_VD) for features in trace.graph.values()]
+    assert all(reference() is not None for reference in alive)
+    pair.policy.update(replace(batch, groups=batch.groups[:1]) if kept == "few" else batch)
+    assert not any(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(steps_per_look=3), Tuning(cache="pages")])
+def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
+    parts = tiny("qwen3_vl")
+    tape = Tape(VLM(parts).linear_widths, 2**20, torch.float32)
+    with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding in slots"):
+        EmbeddedEngine(VLM(parts), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)

@@ -1,0 +1,153 @@
+"""Rows of even work: the rule against every cut there is, and what may not be lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fovea.errors import TrainError
+from fovea.models.flops import Passes, Work
+from fovea.train.microbatching import Cost, Part, balanced, cut_by_cost, cut_by_count
+from fovea.types import Prompt, PromptImage, Sample, SampleGroup
+
+TRAINED = Passes(linear=3, attention=3, vision=3)
+CACHED = Passes(linear=3, attention=3, vision=0)
+PLAIN = Work(token=2, pair=0, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
+"""Tokens are all there is."""
+FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0)
+
+
+def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | None = None) -> SampleGroup:
+    pixels = np.zeros((1, 1), dtype=np.float32)
+    images = () if grid is None else (PromptImage(key="", pixels_NC=pixels, grid_thw=grid),)
+    ids, positions = np.arange(prompt_tokens), np.zeros((3, prompt_tokens), dtype=np.int64)
+    prompt = Prompt(token_ids_L=ids, positions_3L=positions, next_position=prompt_tokens, images=images)
+    return SampleGroup(prompt=prompt, samples=tuple(sample(tokens) for tokens in completions))
+
+
+def sample(tokens: int) -> Sample:
+    zeros = np.zeros(tokens, dtype=np.float32)
+    return Sample(token_ids_T=np.arange(tokens), rollout_logprobs_T=zeros, reward=0.0, weight=1.0, advantages_T=zeros)
+
+
+def all_samples(groups: list[SampleGroup]) -> list[Sample]:
+    return [sample for each in groups for sample in each.samples]
+
+
+def samples_by_number(rows: list[list[Part]]) -> dict[int, Sample]:
+    pairs = [pair for row in rows for part in row for pair in zip(part.sample_numbers, part.group.samples, strict=True)]
+    assert len(dict(pairs)) == len(pairs), "a sample twice"
+    return dict(pairs)
+
+
+def test_the_cost_of_a_group_by_hand() -> None:
+    """Prompt of 3, completions of 3 and 1, an image of 2 patches, in units of a token (2 operations)."""
+    cost = Cost(work=FULL, passes=TRAINED)
+    tokens = 3 + 2
+    pairs = (1 + 2 + 3) + (4 + 5)
+    actions = 3 + 1
+    image = 2 * 8 + 4 * 10
+    made = cost.of(group(3, 3, 1, grid=(1, 1, 2)))
+    assert made == tokens + (pairs * 4 + actions * 6 + image) / 2
+    assert Cost(work=FULL, passes=CACHED).of(group(3, 3, 1, grid=(1, 1, 2))) == made - image / 2
+
+
+def test_attention_counts_three_passes_where_frozen_layers_count_two() -> None:
+    lora = Cost(work=FULL, passes=Passes(linear=2, attention=3, vision=0))
+    assert lora.of(group(3, 1)) == pytest.approx(3 + 6 / 2 + (3 / 2) * 6 * 4 / 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=st.lists(st.integers(1, 60), min_size=1, max_size=5), budget=st.integers(20, 90))
+def test_rows_keep_to_the_budget_and_are_near_the_best_cut(costs: list[int], budget: int) -> None:
+    rows = balanced(costs, budget)
+    assert sorted(index for row in rows for index in row) == list(range(len(costs)))
+    totals = [sum(costs[index] for index in row) for row in rows]
+    assert all(len(row) == 1 or total <= budget for row, total in zip(rows, totals, strict=True))
+    best = best_largest(costs, len(rows))
+    assert max(totals) <= best * (4 / 3 - 1 / (3 * len(rows))) + 1e-9, "Graham's bound"
+
+
+def best_largest(costs: list[int], num_rows: int) -> int:
+    """By trying every assignment."""
+    return min(
+        max(sum(c for c, row in zip(costs, rows, strict=True) if row == wanted) for wanted in range(num_rows))
+        for rows in itertools.product(range(num_rows), repeat=len(costs))
+    )
+
+
+def test_the_number_of_rows_is_what_the_total_needs() -> None:
+    assert balanced([10] * 6, 30) == [[0, 2, 4], [1, 3, 5]]
+    assert balanced([10] * 6, 60) == [[0, 1, 2, 3, 4, 5]]
+    assert balanced([], 30) == []
+    # 20 = 2 rows of 10 would do (5 + 5, 4 + 4 + 2), but longest-first pairs 5 with 4
+    assert balanced([5, 5, 4, 4, 2], 10) == [[0, 4], [1], [2, 3]]
+
+
+def test_in_the_order_of_groups_rows_would_be_uneven() -> None:
+    """First come, first served makes 90 and 10 of these; longest-first 50 and 50."""
+    costs = [40, 30, 20, 10]
+    rows = balanced(costs, 90)
+    assert [sum(costs[index] for index in row) for row in rows] == [50, 50]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=6
+    ),
+    max_tokens=st.integers(20, 60),
+)
+def test_every_sample_is_in_one_row_with_its_prompt_and_number(
+    sizes: list[tuple[int, list[int]]], max_tokens: int
+) -> None:
+    groups = [group(prompt, *completions) for prompt, completions in sizes]
+    rows = cut_by_cost(groups, Cost(work=FULL, passes=CACHED), max_tokens)
+    found = samples_by_number(rows)
+    for number, expected in enumerate(all_samples(groups)):
+        assert found[number] is expected
+    for row in rows:
+        assert sum(part.num_tokens for part in row) <= max_tokens
+    prompts = {id(s): each.prompt for each in groups for s in each.samples}
+    assert all(prompts[id(s)] is part.group.prompt for row in rows for part in row for s in part.group.samples)
+
+
+def test_images_and_attention_fill_a_row_too() -> None:
+    cost = Cost(work=FULL, passes=TRAINED)
+    groups = [group(4, 2, 2, grid=(1, 2, 2))] * 4
+    one = cost.of(groups[0])
+    by_work = cut_by_cost(groups, cost, math.ceil(2 * one))
+    by_tokens = cut_by_cost(groups, Cost(work=PLAIN, passes=TRAINED), math.ceil(2 * one))
+    assert [len(row) for row in by_work] == [2, 2]
+    assert [len(row) for row in by_tokens] == [4]
+
+
+def test_a_group_that_fits_by_its_tokens_is_never_split() -> None:
+    whole = group(10, 5, 5, grid=(1, 8, 8))
+    cost = Cost(work=FULL, passes=TRAINED)
+    assert cost.of(whole) > 100
+    assert cut_by_cost([whole, whole], cost, 20) == [[part] for part in cut_by_count([whole, whole], 2)[0]]
+
+
+def test_a_group_whose_tokens_do_not_fit_is_split_by_samples() -> None:
+    rows = cut_by_cost([group(10, 6, 6, 6)], Cost(work=PLAIN, passes=TRAINED), 20)
+    assert [[len(part.group.samples) for part in row] for row in rows] == [[2], [1]]
+    assert [[part.num_tokens for part in row] for row in rows] == [[20], [15]]
+
+
+def test_a_fixed_number_of_groups_keeps_their_order() -> None:
+    groups = [group(3, 2, 2), group(5, 1), group(4, 3)]
+    rows = cut_by_count(groups, 2)
+    assert [[part.first_sample for part in row] for row in rows] == [[0, 2], [3]]
+
+
+def test_a_fixed_number_of_groups_that_is_longer_than_the_padding_says_what_to_change() -> None:
+    groups = [group(30, 11), group(20, 11)]
+    cut_by_count(groups, 2, 70)
+    with pytest.raises(TrainError, match=r"=69 tokens, but 2 groups hold 70; set it to at least 70, or lower train"):
+        cut_by_count(groups, 2, 69)
