@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fovea.algorithms.advantage import has_signal
+from fovea.algorithms.advantage import has_signal, overlong_penalty
 from fovea.algorithms.aggregation import sample_weights
-from fovea.algorithms.overlong import overlong_penalty
 from fovea.config.run import Algorithm
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup
 

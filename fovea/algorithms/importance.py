@@ -12,8 +12,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-from fovea.algorithms.ratio import ratios
-from fovea.algorithms.sequences import sequence_sums, spread
+from fovea.algorithms.ratio import ratios, sequence_sums, spread
 
 Level = Literal["token", "sequence", "sequence_mask"]
 

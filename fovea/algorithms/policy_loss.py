@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fovea.algorithms.ratio import ratios
-from fovea.algorithms.sequences import sequence_means, spread
+from fovea.algorithms.ratio import ratios, sequence_means, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,9 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.models.render import Renderer
 from fovea.models.trainable import lora_layers, trainable_parameters, untrained_head, value_parameters
-from fovea.models.value_model import ValueModel
 from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup
-from fovea.train.torch.critic import Critic
+from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sft import SupervisedTrainer

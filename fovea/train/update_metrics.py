@@ -1,15 +1,22 @@
-"""The sums of an update's passes, and the metrics that they become."""
+"""What an update measures: sums over its passes, the distance of engine and trainer, the memory of activations."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from fovea.types import Metrics
+from fovea.algorithms.kl import k3
+from fovea.types import Metrics, SampleGroup
+
+GIB = 2**30
 
 LOSSES = ("loss", "policy_loss")
 """Weighed as they are minimised: a mean over optimizer steps, not over actions."""
@@ -64,3 +71,65 @@ class Tally:
         of_steps = zip(*self.norms, strict=True)
         means = [sum(norms) / len(norms) for norms in of_steps] or [0.0]
         return dict(zip(("grad_norm", "grad_norm/value"), means, strict=False))
+
+
+def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
+    """Over all actions of the groups, lp the engine's and lp_old the trainer's, of which there is one [T] per sample.
+
+    k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are of the difference itself. Empty without
+    groups.
+    """
+    rollout = [sample.rollout_logprobs_T for group in groups for sample in group.samples]
+    if not rollout:
+        return {}
+    rollout_A, old_A = torch.from_numpy(np.concatenate(rollout)), torch.from_numpy(np.concatenate(old_logprobs))
+    difference_A = rollout_A - old_A
+    return {
+        "rollout_train_k1": float(difference_A.mean()),
+        "rollout_train_kl": float(k3(rollout_A, old_A).mean()),
+        "rollout_train_abs": float(difference_A.abs().mean()),
+        "rollout_train_max": float(difference_A.abs().max()),
+    }
+
+
+class ActivationMeter:
+    """What autograd saves of the largest pass so far. A pass that is no larger runs as if there were no meter.
+
+    Counted are the bytes of distinct storages, each in full, since a view keeps all of it; parameters are there anyway.
+    What lives and dies within the forward pass, or is made in the backward pass, is not in it: with gradient
+    checkpointing that is most, and the inputs of the layers remain.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._largest = 0
+        self.num_bytes = 0
+
+    @property
+    def gib(self) -> float:
+        return self.num_bytes / GIB
+
+    @contextmanager
+    def __call__(self, size: int) -> Iterator[None]:
+        """Around a forward pass of this size, in whatever unit sizes are compared."""
+        if size <= self._largest:
+            yield
+            return
+        saved: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(count, _same):
+            yield
+        for parameter in self._module.parameters():
+            saved.pop(parameter.untyped_storage().data_ptr(), None)
+        self._largest = size
+        # a longer row may keep less: one whose forward pass was looked up
+        self.num_bytes = max(self.num_bytes, sum(saved.values()))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from fovea.algorithms.aggregation import Aggregation, sample_weights
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
-from fovea.algorithms.sequences import spread
+from fovea.algorithms.ratio import spread
 from fovea.models.loaded import ModelParts
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row

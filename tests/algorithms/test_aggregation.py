@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.algorithms.aggregation import Aggregation, sample_weights
-from fovea.algorithms.sequences import sequence_means, sequence_sums, spread
+from fovea.algorithms.ratio import sequence_means, sequence_sums, spread
 
 MODES: list[Aggregation] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fovea.algorithms.overlong import overlong_penalty
+from fovea.algorithms.advantage import overlong_penalty
 
 
 @pytest.mark.parametrize(

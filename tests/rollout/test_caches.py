@@ -17,12 +17,11 @@ from torch import Tensor
 from fovea.models.decoder import DecoderShape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, Span
+from fovea.rollout.embedded.cache import Cache, Demand, Request, Span
 from fovea.rollout.embedded.compaction import fill_holes
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, KeyValues, SlotCache
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
-from fovea.rollout.embedded.request import Demand, Request
 from fovea.types import Prompt, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.tiny_models import tiny

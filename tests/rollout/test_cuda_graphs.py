@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fovea.rollout.embedded.cuda_graphs import DecodeGraphs, GraphInputs, rerun
+from fovea.rollout.embedded.decode_step import DecodeGraphs, GraphInputs, rerun
 
 
 def inputs(rows: int, width: int = 3) -> GraphInputs:

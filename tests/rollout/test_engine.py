@@ -15,8 +15,7 @@ from fovea.models.trainable import merged_weights
 from fovea.models.vision.attention import use_segment_attention
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.linear_int8 import Int8Linears
-from fovea.rollout.embedded.linear_onednn import PackedLinears
+from fovea.rollout.embedded.linears import Int8Linears, PackedLinears
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.types import Sampling

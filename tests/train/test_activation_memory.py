@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fovea.models.trainable import recompute_activations
-from fovea.train.torch.activation_memory import ActivationMeter
+from fovea.train.update_metrics import ActivationMeter
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny
 

@@ -22,10 +22,9 @@ from fovea.models.trainable import (
     value_parameters,
 )
 from fovea.models.value_head import ValueHead
-from fovea.models.value_model import ValueModel
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples, with_old_logprobs, with_values
-from fovea.train.torch.critic import Critic
+from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch

@@ -7,7 +7,7 @@ from math import exp
 import numpy as np
 import pytest
 
-from fovea.train.rollout_mismatch import mismatch
+from fovea.train.update_metrics import mismatch
 from fovea.types import Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)

@@ -17,7 +17,7 @@ from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_para
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
-from fovea.train.torch.lr_schedule import learning_rate
+from fovea.train.torch.optimizer import learning_rate
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import NUM_TOKENS, make_batch, make_policy

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.activation_tape import NOT_RECORDED
+from fovea.rollout.embedded.cache import Request
 from fovea.rollout.embedded.compaction import Moves, fill_holes
 from fovea.rollout.embedded.detokenizer import CompletionText
-from fovea.rollout.embedded.request import Request
 from fovea.rollout.embedded.sampler import Bans, RowSettings, draw, needs_of, row_settings, uniforms
 
 

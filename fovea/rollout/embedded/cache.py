@@ -1,10 +1,11 @@
-"""What a decoding batch asks of the memory that holds keys and values.
+"""A request to the engine, and what a decoding batch asks of the memory that holds keys and values.
 
 Axes: `B` live completions, `J` key heads, `D` width of a head, `N` tokens of a prefill row.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fovea.models.decoder import Attend
-from fovea.rollout.embedded.request import Demand, Request
+from fovea.types import Completion, Prompt, Sampling
 
 Store = Callable[[int, Tensor, Tensor], None]
 """(layer, keys [N, J, D], values [N, J, D])"""
@@ -60,3 +61,32 @@ class Cache(Protocol):
         `longest` is the largest of them among rows that run, `level` says that all of those are equal.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request may need of the cache at most, while so many of its completions run."""
+
+    prompt_tokens: int
+    rows: int
+    limit_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One call of `generate`."""
+
+    prompt: Prompt
+    sampling: Sampling
+    n: int
+    done: asyncio.Future[Sequence[Completion]]
+
+    @property
+    def demand(self) -> Demand:
+        """With every completion still to come."""
+        return Demand(prompt_tokens=self.prompt.num_tokens, rows=self.n, limit_tokens=self.limit_tokens)
+
+    @property
+    def limit_tokens(self) -> int:
+        """Tokens that each completion may have."""
+        return self.sampling.max_new_tokens

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Span, Store
+from fovea.rollout.embedded.cache import Demand, Request, Span, Store
 from fovea.rollout.embedded.compaction import Moves, fill_holes, grown
 from fovea.rollout.embedded.dense_attention import Sharing, SlotAttention, hide_beyond, sharing
-from fovea.rollout.embedded.request import Demand, Request
 
 FIRST_TOKENS = 64
 """Room for tokens of a completion at first: many answers are shorter, and a doubling costs a copy."""

@@ -23,20 +23,19 @@ from fovea.models.decoder import decoder_shape
 from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Batch, Ended
-from fovea.rollout.embedded.cache import Cache
+from fovea.rollout.embedded.cache import Cache, Demand, Request
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
-from fovea.rollout.embedded.prefill import prefill, prompt_row
-from fovea.rollout.embedded.recorder import Recorder
-from fovea.rollout.embedded.request import Demand, Request
-from fovea.rollout.embedded.sampler import bans_of
-from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
-from fovea.rollout.embedded.weights import (
+from fovea.rollout.embedded.linears import (
     TextWeights,
     int8_text_weights,
     packed_text_weights,
     text_weights,
 )
+from fovea.rollout.embedded.prefill import prefill, prompt_row
+from fovea.rollout.embedded.recorder import Recorder
+from fovea.rollout.embedded.sampler import bans_of
+from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
 from fovea.types import Completion, Prompt, Sampling, Weights
 
 DEFAULT_TUNING = Tuning()

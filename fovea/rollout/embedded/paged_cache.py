@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Span, Store
+from fovea.rollout.embedded.cache import Demand, Request, Span, Store
 from fovea.rollout.embedded.compaction import fill_holes, grown
-from fovea.rollout.embedded.request import Demand, Request
 
 SCRATCH = 0
 """The page that belongs to nobody: padding of tables and of captured batches points at it."""

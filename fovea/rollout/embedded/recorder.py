@@ -19,7 +19,7 @@ from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Ended
-from fovea.rollout.embedded.request import Request
+from fovea.rollout.embedded.cache import Request
 from fovea.types import PromptImage
 
 

@@ -11,14 +11,12 @@ from torch import Tensor
 from fovea.models.decoder import DecoderShape
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.chunked_prefill import PASS_TOKENS
-from fovea.rollout.embedded.cuda_graphs import cuda_capture, rerun
-from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
+from fovea.rollout.embedded.decode_step import GraphStepper, Stepper, cuda_capture, rerun
 from fovea.rollout.embedded.dense_cache import SlotCache
-from fovea.rollout.embedded.linear_onednn import can_pack
+from fovea.rollout.embedded.linears import TextWeights, can_pack
 from fovea.rollout.embedded.paged_attention import usable, varlen_attention
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
-from fovea.rollout.embedded.weights import TextWeights
+from fovea.rollout.embedded.prefill import PASS_TOKENS
 
 CacheKind = Literal["slots", "pages"]
 

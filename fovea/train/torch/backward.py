@@ -13,13 +13,12 @@ from torch import Tensor
 
 from fovea.config.run import Algorithm
 from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.models.value_model import ValueModel
 from fovea.train.objective import policy_terms
 from fovea.train.packing import MicroBatch
-from fovea.train.torch.activation_memory import ActivationMeter
 from fovea.train.torch.activation_reuse import Reuse
-from fovea.train.torch.critic import Critic, value_terms
+from fovea.train.torch.critic import Critic, ValueModel, value_terms
 from fovea.train.torch.forward import Scorer
+from fovea.train.update_metrics import ActivationMeter
 from fovea.types import SampleGroup
 
 

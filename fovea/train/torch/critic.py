@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fovea.algorithms.value_loss import value_loss
 from fovea.config.run import Algorithm
-from fovea.models.value_model import ValueModel
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.train.packing import MicroBatch
 from fovea.train.torch.optimizer import Optimizer
@@ -46,3 +47,17 @@ def value_terms(values_A: Tensor, micro: MicroBatch, settings: Algorithm) -> tup
         "value_loss": terms.loss_A.detach().sum(),
         "value_clip_frac": terms.clipped_A.sum(),
     }
+
+
+class ValueModel(nn.Module):
+    """The trunk of a VLM, and a head for values in place of the one for tokens."""
+
+    def __init__(self, trunk: VLM) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(trunk.text_config.hidden_size, detach_trunk=False)
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """Values [A] before each action of the row."""
+        values_A: Tensor = self.head(self.trunk.action_states(row))
+        return values_A

@@ -1,17 +1,22 @@
-"""AdamW on float32 copies of the weights, with clipped gradients: one optimizer for each thing that is trained."""
+"""AdamW on float32 master weights, with gradient clipping and a learning-rate schedule.
+
+A step of AdamW at 1e-6 is smaller than half a unit in the last place of nearly every bfloat16 weight: added to the
+weight itself it would be rounded away, and the run would learn nothing. Hence the float32 copies: Micikevicius et al.,
+arXiv 1710.03740, section 3.1.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fovea.config.run import Train
 from fovea.train.torch.checkpoint import load_tensors, save_tensors
-from fovea.train.torch.lr_schedule import learning_rate
-from fovea.train.torch.master_weights import MasterWeights
 
 
 class Optimizer:
@@ -79,3 +84,54 @@ def make_adamw(parameters: Sequence[Tensor], *, betas: tuple[float, float], weig
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+class MasterWeights:
+    """What the optimizer steps on: the parameter itself where it is float32, a float32 copy elsewhere."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self.by_name: dict[str, Tensor] = {
+            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
+            for name, parameter in parameters.items()
+        }
+
+    @torch.no_grad()
+    def read_again(self) -> None:
+        """Somebody else has trained the model: follow its weights."""
+        for parameter, master in self._copied():
+            master.copy_(parameter)
+
+    def take_gradients(self) -> None:
+        """Before the optimizer's step: hand each gradient over in float32."""
+        for parameter, master in self._copied():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """After the step, or after loading: round the copies into the model."""
+        for parameter, master in self._copied():
+            parameter.copy_(master)
+
+    def _copied(self) -> list[tuple[nn.Parameter, Tensor]]:
+        pairs = ((self._parameters[name], master) for name, master in self.by_name.items())
+        return [(parameter, master) for parameter, master in pairs if parameter is not master]
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    shape: Literal["constant", "linear", "cosine"],
+    final_frac: float,
+) -> float:
+    """Rate of step 0, 1, ...: a linear rise over `warmup_steps`, then `shape` down to `final_frac` of the peak."""
+    rise = min(1.0, (step + 1) / max(warmup_steps, 1))
+    if shape == "constant":
+        return peak * rise
+    progress = min(1.0, max(0, step - warmup_steps) / max(total_steps - warmup_steps, 1))
+    left = 1 - progress if shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * rise * (final_frac + (1 - final_frac) * left)

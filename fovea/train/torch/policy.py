@@ -29,14 +29,13 @@ from fovea.models.trainable import (
 from fovea.models.vlm import VLM
 from fovea.samples import has_old_logprobs, with_old_logprobs
 from fovea.train.packing import MicroBatch
-from fovea.train.rollout_mismatch import mismatch
 from fovea.train.torch.activation_reuse import Reuse, forget_graphs
 from fovea.train.torch.backward import Backward
 from fovea.train.torch.checkpoint import load_counts, load_reference, save_counts, save_reference
 from fovea.train.torch.critic import Critic
 from fovea.train.torch.forward import Scorer, in_batch_order
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.update_metrics import Tally
+from fovea.train.update_metrics import Tally, mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
 POLICY, VALUE = "trainable", "value"

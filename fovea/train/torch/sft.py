@@ -13,9 +13,7 @@ from fovea.errors import TrainError
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from fovea.train.torch.lr_schedule import learning_rate
-from fovea.train.torch.master_weights import MasterWeights
-from fovea.train.torch.optimizer import make_adamw, set_learning_rate
+from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
 from fovea.types import Prompt
 
 MAX_GRAD_NORM = 1.0
