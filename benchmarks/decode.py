@@ -25,7 +25,7 @@ from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.types import Completion, Prompt, Sampling
+from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
 REPEATS = 3
@@ -71,7 +71,7 @@ def _measure(setting: Setting, num_tokens: int) -> None:
     assert parts.network.generation_config is not None
     parts.network.generation_config.eos_token_id = None
     engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=1 << 20)
-    engine.load_weights(merged_weights(parts.network), version=0)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
     tasks = make_tasks(case, setting.prompts)
     tasks = [replace(task, question=" ".join([task.question] * setting.question_repeats)) for task in tasks]
     environment = BenchEnvironment(tasks)
@@ -89,8 +89,11 @@ def _measure(setting: Setting, num_tokens: int) -> None:
 
 def _draw(engine: EmbeddedEngine, prompts: Sequence[Prompt], n: int, tokens: int) -> None:
     async def all_of_them() -> Sequence[Sequence[Completion]]:
-        samplings = (Sampling(max_new_tokens=tokens, seed=seed) for seed in range(len(prompts)))
-        return await asyncio.gather(*(engine.generate(p, s, n) for p, s in zip(prompts, samplings, strict=True)))
+        requests = [
+            Request(id=str(index), prompt=prompt, sampling=Sampling(max_new_tokens=tokens, seed=index), n=n)
+            for index, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*map(engine.generate, requests))
 
     wait_for(all_of_them())
 

@@ -28,9 +28,11 @@ from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Row, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
 from benchmarks.machine import Rates, measure_rates
 from benchmarks.ours import share
+from fovea.cluster.local import SharedWeights
 from fovea.config.run import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
+from fovea.utils.event_loop import wait_for
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0
@@ -151,7 +153,7 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
         parity(setting.device, VARIANTS),
     )
     shared = share(setting.case, fresh_parts(setting), setting.device)
-    shared.engine.load_weights(shared.policy.weights(), 0)
+    wait_for(SharedWeights(shared.policy, shared.engine).push(0))
     deadline = budget.part(SHARES["decoding"])
     findings.part("decoding", "Decoding", decoding(setting, shared, sequences, deadline))
     deadline = budget.part(SHARES["steps"])

@@ -22,7 +22,7 @@ from benchmarks.timing import StepTimes
 from fovea.models.flops import Passes, training_passes, work_of
 from fovea.models.loaded import ModelParts
 from fovea.models.shared_prefix.attention import Kernel
-from fovea.types import Prompt, Sampling
+from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
 WARM_STEPS = 1
@@ -110,8 +110,11 @@ def draw_all(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> 
     """n completions of every prompt, all together."""
 
     async def all_of_them() -> None:
-        settings = [Sampling(max_new_tokens=tokens, seed=index) for index in range(len(prompts))]
-        await asyncio.gather(*(shared.engine.generate(p, s, n) for p, s in zip(prompts, settings, strict=True)))
+        requests = [
+            Request(id=str(index), prompt=prompt, sampling=Sampling(max_new_tokens=tokens, seed=index), n=n)
+            for index, prompt in enumerate(prompts)
+        ]
+        await asyncio.gather(*map(shared.engine.generate, requests))
 
     wait_for(all_of_them())
 

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from fovea.build.run import build
+from fovea.cluster.local import LocalPolicy, SharedWeights
+from fovea.cluster.weights import WeightSource
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.loop import train
-from fovea.rollout.base import Engine
-from fovea.types import Completion, Prompt, Sampling, Weights
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.types import Weights
 from fovea.utils.malloc import keep_freed_memory
 
 RUNS = ("exact", "corrected", "uncorrected")
@@ -48,34 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = _config(name, options.recipe, options.overrides, options.bits)
         run = build(config.model_copy(update={"run_dir": str(options.out / name)}))
         if name != "exact" and options.bits:
-            run = replace(run, engine=RoundedEngine(run.engine, options.bits))
+            assert isinstance(run.policy, LocalPolicy)
+            assert isinstance(run.engine, EmbeddedEngine)
+            source = RoundedWeights(run.policy.worker, options.bits)
+            run = replace(run, weight_sync=SharedWeights(source, run.engine))
         train(run)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedEngine:
-    """Draws from weights with a few bits each, and says what they said."""
+class RoundedWeights:
+    """The policy's weights with a few bits each, for an engine that draws from those."""
 
-    engine: Engine
+    source: WeightSource
     bits: int
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
-        return await self.engine.generate(prompt, sampling, n)
-
-    def load_weights(self, weights: Weights, version: int) -> None:
+    def weights(self) -> Weights:
         # the vision tower may be the trainer's own and stays exact
-        self.engine.load_weights(
-            [(name, x if ".visual." in name else rounded(x, self.bits)) for name, x in weights], version
-        )
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        self.engine.wake()
-
-    def close(self) -> None:
-        self.engine.close()
+        for name, x in self.source.weights():
+            yield name, x if ".visual." in name else rounded(x, self.bits)
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from PIL import Image
 from benchmarks.cases import BenchEnvironment, Case, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
-from fovea.build.engine import make_engine
+from fovea.build.engine import make_engine, make_tape
+from fovea.cluster.local import LocalPolicy, SharedWeights
 from fovea.config.run import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
@@ -32,8 +33,8 @@ from fovea.rollout.collect import collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources
-from fovea.run.lifecycle import Standing
-from fovea.run.rollout_step import sampling_of
+from fovea.run.rollout_step import TaskStream, training_sampling
+from fovea.run.state import TrainState
 from fovea.samples import make_batch
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, ImageRef, Prompt
@@ -60,12 +61,12 @@ class Ours:
         self.shared = shared or share(case, make_parts(case))
         self._run = _make_run(case, steps, self.shared)
         self._step = 0
-        self._run.engine.load_weights(self._run.policy.weights(), 0)
+        wait_for(self._run.weight_sync.push(0))
 
     def step(self) -> StepTimes:
         """One step, everything from rows to weights counted."""
         started = perf_counter()
-        _, metrics = wait_for(take_step(self._run, Standing(step=self._step, kl_coef=0.0)))
+        _, metrics = wait_for(take_step(self._run, TrainState(step=self._step, kl_coef=0.0)))
         whole = perf_counter() - started
         assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less"
         self._step += 1
@@ -83,14 +84,15 @@ class Ours:
     def draw(self) -> Batch:
         """The samples of one rollout; every group is kept."""
         run, rollout = self._run, self._run.config.rollout
-        prompted = run.sources.train.take(run.order, rollout.prompts_per_step)
+        prompted = run.sources.train.take(run.stream.order, rollout.prompts_per_step)
         drawing = collect(
             run.engine,
             run.environment,
             prompted,
-            sampling=sampling_of(run),
+            sampling=training_sampling(run.config),
             n=rollout.samples_per_prompt,
             seed=(run.config.seed, self._step),
+            for_update=True,
         )
         settings = run.config.algorithm
         batch, _ = make_batch(wait_for(drawing), settings, max_new_tokens=rollout.max_new_tokens)
@@ -114,16 +116,18 @@ def share(case: Case, parts: ModelParts, device: str = "cpu", attention: Kernel 
         recompute_activations(parts.network)
     cache = None if config.model.trains_vision else FeatureCache(2**30)
     vlm = VLM(parts, attention=attention, feature_cache=cache).to(device)
+    tape = make_tape(config, vlm)
     return Shared(
         parts=parts,
         vlm=vlm,
-        engine=make_engine(config, parts, vlm),
+        engine=make_engine(config, parts, vlm, tape),
         policy=TorchPolicy(
             vlm,
             train=config.train,
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
             max_steps=config.max_steps,
+            tape=tape,
         ),
     )
 
@@ -171,10 +175,14 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         folder=folder,
         environment=environment,
         sources=Sources(train=source, dev=source, test=source),
-        order=Order(["all"] * len(source), weights={}, seed=0),
-        curriculum=Curriculum(environment),
+        stream=TaskStream(
+            source=source,
+            order=Order(["all"] * len(source), weights={}, seed=0),
+            curriculum=Curriculum(environment),
+        ),
         engine=shared.engine,
-        policy=shared.policy,
+        policy=LocalPolicy(shared.policy),
+        weight_sync=SharedWeights(shared.policy, shared.engine),
         warmup=None,
         open_image=_open,
         evaluator=Evaluator(shared.engine, environment, max_new_tokens=1, stop=(), batch_size=1),

@@ -17,6 +17,7 @@ from fovea.build.data import make_opener
 from fovea.build.engine import make_engine, make_evaluator
 from fovea.build.environment import make_environment
 from fovea.build.targets import Baseline, OpenedModel, Target, open_model, parse_targets, shared_settings
+from fovea.cluster.local import SharedWeights
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.data.images import OpenImage
@@ -31,11 +32,11 @@ from fovea.evaluation.evaluator import AnsweredRow, Evaluator
 from fovea.evaluation.json_file import write_json
 from fovea.evaluation.tables import tables
 from fovea.models.render import Renderer
-from fovea.models.trainable import merged_weights
 from fovea.report.evaluation import write_evaluation
 from fovea.rollout.base import Engine
 from fovea.run.rollout_step import rollout_sampling
 from fovea.types import Message, Prompt, Task
+from fovea.utils.event_loop import wait_for
 
 Say = Callable[[str], None]
 
@@ -110,7 +111,9 @@ def compare(targets: Sequence[Target], rows: Rows, overrides: Sequence[str], say
     """All targets' readings over the rows that every one of them could be asked. One model is in memory at a time."""
     if rows.config.threads is not None:
         torch.set_num_threads(rows.config.threads)
-    readings = [read_target(target, rows, overrides, partial(_say_of, say, target.name)) for target in targets]
+    readings = [
+        wait_for(read_target(target, rows, overrides, partial(_say_of, say, target.name))) for target in targets
+    ]
     common = set.intersection(*(set(reading.greedy) for reading in readings))
     if not common:
         raise DataError(f"no row could be asked of every target; of {targets[0].name}: {_reasons(readings[0])}")
@@ -144,18 +147,18 @@ def _row(rows: Rows, index: int) -> Row:
     )
 
 
-def read_target(target: Target, rows: Rows, overrides: Sequence[str], say: Say) -> Reading:
+async def read_target(target: Target, rows: Rows, overrides: Sequence[str], say: Say) -> Reading:
     """All that a target says."""
     if isinstance(target, Baseline):
         return _read_baseline(target, rows, say)
     say("loading the model")
     model = open_model(target, rows.config, overrides)
     engine = make_engine(_engine_settings(rows.config, model), model.parts, model.vlm)
-    engine.load_weights(merged_weights(model.vlm.network), version=0)
+    await SharedWeights(model, engine).push(0)
     try:
-        return _read_model(target.name, engine, _source(rows, _renderer(rows, model)), rows, say)
+        return await _read_model(target.name, engine, _source(rows, _renderer(rows, model)), rows, say)
     finally:
-        engine.close()
+        await engine.close()
 
 
 def _engine_settings(config: Config, model: OpenedModel) -> Config:
@@ -181,22 +184,23 @@ def _source(rows: Rows, renderer: RendersPrompts) -> PromptSource:
     )
 
 
-def _read_model(name: str, engine: Engine, source: PromptSource, rows: Rows, say: Say) -> Reading:
+async def _read_model(name: str, engine: Engine, source: PromptSource, rows: Rows, say: Say) -> Reading:
     config = rows.config
     evaluator = make_evaluator(config, engine, rows.environment)
     say(f"{rows.size} rows, greedy")
-    greedy = _by_id(evaluator.answers(source, rows.size))
+    greedy = _by_id(await evaluator.answers(source, rows.size))
     samples: Mapping[str, AnsweredRow] = {}
     if n := config.evaluate.samples_per_prompt:
         say(f"{rows.size} rows, {n} answers each at temperature {config.rollout.temperature:g}")
-        samples = _by_id(evaluator.answers(source, rows.size, sampling=rollout_sampling(config), n=n, seed=config.seed))
-    shuffled, blank = _controls(evaluator, source, rows, say) if config.evaluate.image_controls else ({}, {})
+        sampling = rollout_sampling(config)
+        samples = _by_id(await evaluator.answers(source, rows.size, sampling=sampling, n=n, seed=config.seed))
+    shuffled, blank = await _controls(evaluator, source, rows, say) if config.evaluate.image_controls else ({}, {})
     return Reading(
         target=name, greedy=greedy, samples=samples, shuffled=shuffled, blank=blank, skipped=dict(source.bad_rows)
     )
 
 
-def _controls(
+async def _controls(
     evaluator: Evaluator, source: PromptSource, rows: Rows, say: Say
 ) -> tuple[Mapping[str, AnsweredRow], Mapping[str, AnsweredRow]]:
     """The questions with the images of others, and with grey ones; empty where no row has an image."""
@@ -205,7 +209,7 @@ def _controls(
         return {}, {}
     say(f"{len(tasks)} rows with shuffled images, and with blank ones")
     changed = (with_shuffled_images(tasks), with_blank_images(tasks, rows.open_image))
-    shuffled, blank = (_by_id(evaluator.answers(source.with_tasks(each))) for each in changed)
+    shuffled, blank = [_by_id(await evaluator.answers(source.with_tasks(each))) for each in changed]
     return shuffled, blank
 
 

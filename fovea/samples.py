@@ -95,7 +95,7 @@ def _sample(episode: Episode, reward: float, weight: float) -> Sample:
         rollout_logprobs_T=completion.logprobs_T,
         reward=reward,
         weight=weight,
-        trace=completion.trace,
+        completion_id=completion.id,
     )
 
 

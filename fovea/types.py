@@ -103,8 +103,23 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int = 0
-    trace: bool = False
-    """Keep what an update with the same weights can use again, if the engine can."""
+    exact: bool = True
+    """False: the engine may decode with approximate weights (`rollout.decode_weights`), which importance weights
+    correct in training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A call to an engine: n completions of one prompt."""
+
+    id: str
+    """Unique among the requests of a run; its completions are named `id/0`, `id/1`, ..."""
+    prompt: Prompt
+    sampling: Sampling
+    n: int = 1
+    for_update: bool = False
+    """The completions go into an update of the weights that draw them: an engine in the trainer's process may keep
+    activations for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,13 +129,13 @@ class Completion:
     token_ids_T: NDArray[np.int64]
     logprobs_T: NDArray[np.float32]
     """Natural log, at the sampling temperature, of the engine that drew them."""
+    id: str = ""
+    """The request's id and the number among its completions."""
     text: str
     """Decoded without special tokens, cut before a stop string."""
     finish: FinishReason
     version: int
     """Of the policy whose weights drew it."""
-    trace: object | None = None
-    """What the engine kept of the forward pass (`models.activation_tape.Trace`), for nobody but the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +197,8 @@ class Sample:
     """None until `advantages.with_advantages` has made them."""
     returns_T: NDArray[np.float32] | None = None
     """What the value function is to learn; None without one."""
-    trace: object | None = None
-    """As in `Completion`."""
+    completion_id: str = ""
+    """The completion that it was made of."""
 
     def __post_init__(self) -> None:
         arrays = (
@@ -219,6 +234,15 @@ class Batch:
     @property
     def samples(self) -> tuple[Sample, ...]:
         return tuple(sample for group in self.groups for sample in group.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """One row of the table of trainable parameters."""
+
+    part: str
+    trainable: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

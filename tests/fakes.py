@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
 from PIL import Image
 
+from fovea.cluster.local import SharedWeights
 from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.curriculum import Curriculum
@@ -19,6 +21,9 @@ from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources
+from fovea.run.rollout_step import TaskStream
+from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
+from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.types import (
     Batch,
     Completion,
@@ -26,7 +31,7 @@ from fovea.types import (
     Message,
     Metrics,
     Prompt,
-    Sampling,
+    Request,
     Score,
     Task,
     Turn,
@@ -72,12 +77,29 @@ class BanditRenderer:
 class BanditPolicy:
     """A table of preferences, learned by REINFORCE on the advantages it is handed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared_trunk: bool = True) -> None:
+        """`shared_trunk`: old log-probs come with values, as from a value head on the policy."""
+        self.shared_trunk = shared_trunk
         self.table = np.zeros((4, 4))
         self.updates = 0
         self.batches: list[Batch] = []
 
-    def start_here(self) -> None: ...
+    async def snapshot_reference(self) -> None: ...
+
+    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+        return {"loss": 0.0}
+
+    def describe(self) -> ModelFacts:
+        return ModelFacts(device="cpu", device_name=None, parameters=())
+
+    async def close(self) -> None: ...
+
+    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
+        if needs.old_logprobs or (needs.values and self.shared_trunk):
+            batch = with_old_logprobs(batch, self.logprobs(batch))
+        if needs.values:
+            batch = with_values(batch, [np.full(1, 0.5, dtype=np.float32) for _ in batch.samples])
+        return with_reference_logprobs(batch, self.reference_logprobs(batch)) if needs.reference_logprobs else batch
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         return [
@@ -89,13 +111,7 @@ class BanditPolicy:
     def reference_logprobs(self, batch: Batch) -> list[np.ndarray]:
         return [np.full(1, -np.log(4), dtype=np.float32) for group in batch.groups for _ in group.samples]
 
-    def logprobs_and_values(self, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return self.logprobs(batch), self.values(batch)
-
-    def values(self, batch: Batch) -> list[np.ndarray]:
-        return [np.full(1, 0.5, dtype=np.float32) for _ in batch.samples]
-
-    def update(self, batch: Batch) -> Metrics:
+    async def update(self, batch: Batch) -> Metrics:
         self.batches.append(batch)
         for group in batch.groups:
             row = self.table[group.prompt.token_ids_L[0]]
@@ -107,12 +123,12 @@ class BanditPolicy:
         return {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 0.2}
 
     def weights(self) -> Weights:
-        return [("table", self.table.copy())]  # type: ignore[list-item]
+        return [("table", torch.from_numpy(self.table.copy()))]
 
-    def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> None:
         (folder / "table.json").write_text(json.dumps([self.table.tolist(), self.updates]))
 
-    def load(self, folder: Path) -> None:
+    async def load(self, folder: Path) -> None:
         table, self.updates = json.loads((folder / "table.json").read_text())
         self.table = np.array(table)
 
@@ -124,7 +140,8 @@ class BanditEngine:
         self.version = -1
         self.seeds: list[int] = []
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
+        prompt, sampling, n = request.prompt, request.sampling, request.n
         self.seeds.append(sampling.seed)
         logprobs = log_softmax(self.table[prompt.token_ids_L[0]])
         drawn = np.random.default_rng(sampling.seed).choice(4, n, p=np.exp(logprobs))
@@ -132,24 +149,32 @@ class BanditEngine:
             drawn = np.full(n, logprobs.argmax())
         return [
             Completion(
+                id=f"{request.id}/{index}",
                 token_ids_T=np.array([token]),
                 logprobs_T=logprobs[[token]].astype(np.float32),
                 text=ANSWERS[token],
                 finish="stop",
                 version=self.version,
             )
-            for token in drawn
+            for index, token in enumerate(drawn)
         ]
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        self.table = np.array(dict(weights)["table"])
+    weight_names = frozenset({"table"})
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Mapping[str, torch.Tensor]:
+        self.table = weights["table"].numpy()
         self.version = version
+        return weights
 
-    def sleep(self) -> None: ...
+    async def pause(self) -> None: ...
 
-    def wake(self) -> None: ...
+    async def resume(self) -> None: ...
 
-    def close(self) -> None: ...
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -170,6 +195,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
     }
     config = Config.model_validate({"model": Model(tiny=TinyModel()), **defaults, **settings})
     environment, engine = BanditEnvironment(), BanditEngine()
+    policy = BanditPolicy(shared_trunk=config.critic.trunk == "shared")
     folder.mkdir(exist_ok=True)
 
     def source(split: str) -> PromptSource:
@@ -190,10 +216,14 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         folder=folder,
         environment=environment,
         sources=Sources(train=train, dev=source("dev"), test=source("test")),
-        order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
-        curriculum=Curriculum(environment, config.curriculum),
+        stream=TaskStream(
+            source=train,
+            order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
+            curriculum=Curriculum(environment, config.curriculum),
+        ),
         engine=engine,
-        policy=BanditPolicy(),
+        policy=policy,
+        weight_sync=SharedWeights(policy, engine),
         warmup=None,
         open_image=no_image,
         evaluator=Evaluator(engine, environment, max_new_tokens=1, stop=(), batch_size=5),

@@ -20,7 +20,7 @@ FLOORS = [
     {"algorithms", "data"},
     {"samples", "environments", "models"},
     {"advantages", "rollout", "train"},
-    {"evaluation"},
+    {"cluster", "evaluation"},
     {"report"},
     {"run"},
     {"loop", "build"},

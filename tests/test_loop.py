@@ -14,8 +14,9 @@ from fovea.errors import DataError
 from fovea.loop import take_step, train
 from fovea.metrics.log import read_metrics
 from fovea.run.checkpoint import Checkpoints
-from fovea.run.lifecycle import Standing, begin
-from fovea.run.rollout_step import sampling_of
+from fovea.run.lifecycle import begin
+from fovea.run.rollout_step import training_sampling
+from fovea.run.state import TrainState
 from fovea.types import Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
@@ -23,8 +24,8 @@ from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
 
 
-def at(step: int) -> Standing:
-    return Standing(step=step, kl_coef=0.0)
+def at(step: int) -> TrainState:
+    return TrainState(step=step, kl_coef=0.0)
 
 
 def untimed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -50,7 +51,7 @@ def test_each_step_has_the_promised_metrics(tmp_path: Path) -> None:
 
 def test_the_engine_draws_from_the_newest_weights_and_never_twice_with_one_seed(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     engine, policy = run.engine, run.policy
     assert isinstance(engine, BanditEngine)
     assert isinstance(policy, BanditPolicy)
@@ -64,9 +65,9 @@ def test_the_engine_draws_from_the_newest_weights_and_never_twice_with_one_seed(
 
 def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
-    run.engine.load_weights(run.policy.weights(), 0)
+    wait_for(run.weight_sync.push(0))
     _, metrics = wait_for(take_step(run, at(0)))
     assert run.policy.batches[0].groups == ()  # type: ignore[attr-defined]
     assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (
@@ -137,9 +138,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_a_kl_term_acts_on_groups_without_signal_too(tmp_path: Path) -> None:
     run = bandit_run(tmp_path, algorithm={"kl_coef": 0.1})
-    begin(run)
+    wait_for(begin(run))
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
-    run.engine.load_weights(run.policy.weights(), 0)
+    wait_for(run.weight_sync.push(0))
     _, metrics = wait_for(take_step(run, at(0)))
     assert len(run.policy.batches[0].groups) == 8  # type: ignore[attr-defined]
     assert metrics["groups/skipped"] == 0
@@ -156,17 +157,17 @@ def test_every_setting_of_sampling_reaches_the_engine(tmp_path: Path) -> None:
         "prompts_per_step": 2,
         "samples_per_prompt": 2,
     }
-    sampling = sampling_of(bandit_run(tmp_path, rollout=rollout))
+    sampling = training_sampling(bandit_run(tmp_path, rollout=rollout).config)
     counts = ("prompts_per_step", "samples_per_prompt")
     given = {key: value for key, value in rollout.items() if key not in counts}
-    assert asdict(sampling) == given | {"seed": 0, "trace": True}
+    assert asdict(sampling) == given | {"seed": 0, "exact": False}
 
 
 def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:
     seeds = []
     for seed in (0, 1):
         run = bandit_run(tmp_path / str(seed), seed=seed, max_steps=1)
-        begin(run)
+        wait_for(begin(run))
         run.engine.seeds.clear()  # type: ignore[attr-defined]
         wait_for(take_step(run, at(0)))
         seeds.append(set(run.engine.seeds))  # type: ignore[attr-defined]
@@ -175,7 +176,7 @@ def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:
 
 def test_a_reward_that_is_no_number_is_named(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     run.environment.score = lambda task, turns: Score(reward=float("nan"), accuracy=0.0)  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"train/\d+: the reward of '[abcd]' is nan; return a finite number"):
         wait_for(take_step(run, at(0)))
@@ -199,7 +200,12 @@ def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
     run = bandit_run(tmp_path, max_steps=20)
     saved: list[str] = []
     save = run.policy.save
-    run.policy.save = lambda folder: (saved.append(folder.name), save(folder))[1]  # type: ignore[method-assign, func-returns-value]
+
+    async def noted(folder: Path) -> None:
+        saved.append(folder.name)
+        await save(folder)
+
+    run.policy.save = noted  # type: ignore[method-assign]
     train(run)
     assert saved == [".step-0.partial", ".step-10.partial", ".step-20.partial"]
 

@@ -66,3 +66,12 @@ class KlController:
             )
         error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
         return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
+
+
+def next_kl_coef(
+    coef: float, kl: float | None, *, target: float | None, horizon_samples: int, num_samples: int
+) -> float:
+    """The coefficient after a step of `num_samples` with this KL; unchanged without a target or a finite KL."""
+    if target is None or kl is None or not math.isfinite(kl):
+        return coef
+    return KlController(coef=coef, target=target, horizon=horizon_samples).after(kl, num_samples).coef

@@ -19,8 +19,8 @@ MIN_RECORDED_WIDTH = 128
 """Of narrower models a linear layer's output is computed faster than it is read from memory."""
 
 
-def make_engine(config: Config, parts: ModelParts, vlm: VLM) -> EmbeddedEngine:
-    """The embedded engine."""
+def make_engine(config: Config, parts: ModelParts, vlm: VLM, tape: Tape | None = None) -> EmbeddedEngine:
+    """The embedded engine, drawing with the network of a policy in this process."""
     int8 = config.rollout.decode_weights == "int8"
     device = next(vlm.parameters()).device
     if int8 and device.type != "cpu":
@@ -32,7 +32,7 @@ def make_engine(config: Config, parts: ModelParts, vlm: VLM) -> EmbeddedEngine:
         vlm,
         parts,
         max_batch_tokens=config.rollout.max_batch_tokens,
-        tape=make_tape(config, vlm),
+        tape=tape,
         tuning=Tuning(int8_decoding=int8),
     )
 

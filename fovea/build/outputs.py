@@ -8,14 +8,12 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from fovea.config.run import Config
+from fovea.config.run import Config, Log
 from fovea.metrics.log import JsonlSink, Sink, TensorBoardSink
 from fovea.metrics.profile import StepProfile
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops
-from fovea.models.loaded import ModelParts
-from fovea.models.trainable import count_parameters
-from fovea.models.vlm import VLM
+from fovea.train.base import ModelFacts
 
 
 def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
@@ -44,25 +42,26 @@ def make_profile(config: Config, folder: Path, start_step: int, progress: Progre
     return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
 
 
-def peak_tflops(config: Config, device: torch.device, progress: Progress) -> float | None:
-    """What `mfu` is a share of, and a line that says so; None without a setting on a CPU or an unknown GPU."""
-    if config.log.peak_tflops is not None or device.type != "cuda":
-        return config.log.peak_tflops
-    name = torch.cuda.get_device_name(device)
-    peak = known_peak_tflops(name)
+def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
+    """The denominator of `mfu`, and a line that says so; None without a setting on a CPU or an unknown GPU."""
+    if settings.peak_tflops is not None or facts.device_name is None:
+        return settings.peak_tflops
+    peak = known_peak_tflops(facts.device_name)
     if peak is None:
-        progress.print(f"mfu: not reported, the peak of {name} is not known; set log.peak_tflops (dense bfloat16)")
+        progress.print(
+            f"mfu: not reported, the peak of {facts.device_name} is not known; set log.peak_tflops (dense bfloat16)"
+        )
     else:
-        progress.print(f"mfu: a share of {peak:g} TFLOP/s, dense bfloat16 by the data sheet of {name}")
+        progress.print(f"mfu: a share of {peak:g} TFLOP/s, dense bfloat16 by the data sheet of {facts.device_name}")
     return peak
 
 
-def model_table(parts: ModelParts, vlm: VLM) -> Table:
-    device = next(vlm.parameters()).device
-    title = Text(f"{parts.name} on {device}, {torch.get_num_threads()} threads")  # a name is text, not markup
+def model_table(name: str, facts: ModelFacts) -> Table:
+    """Trainable and total parameters of each part of the model."""
+    title = Text(f"{name} on {facts.device}, {torch.get_num_threads()} threads")  # a name is text, not markup
     table = Table(title=title, title_justify="left")
     for header in ("part", "trainable", "total"):
         table.add_column(header, justify="left" if header == "part" else "right")
-    for row in count_parameters(parts.network):
+    for row in facts.parameters:
         table.add_row(row.part, f"{row.trainable:,}", f"{row.total:,}")
     return table

@@ -9,20 +9,20 @@ from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
+from fovea.models.activation_tape import Tape
 from fovea.models.render import Renderer
-from fovea.models.trainable import lora_layers, trainable_parameters, untrained_head, value_parameters
+from fovea.models.trainable import freeze_lm_head, lora_layers, trainable_parameters, value_parameters
 from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
-from fovea.train.torch.sft import SupervisedTrainer
 
 CRITIC_RATE_OVER_POLICY = 20
 """Of AdamW's rates, where critic.learning_rate is left open: 1e-5 beside 5e-7, at any scale (decision 009)."""
 
 
-def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
+def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPolicy:
     """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
 
     With LoRA, switching the adapters off gives the reference, unless a warm-up has trained them by the time that RL
@@ -38,6 +38,8 @@ def make_policy(config: Config, vlm: VLM) -> TorchPolicy:
         max_steps=config.max_steps,
         reference=copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None,
         critic=make_critic(config, vlm) if config.algorithm.needs_values else None,
+        tape=tape,
+        warmup=config.warmup,
     )
 
 
@@ -47,7 +49,7 @@ def make_critic(config: Config, vlm: VLM) -> Critic:
     model = None
     if settings.trunk == "separate":
         model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
-        untrained_head(model.trunk.network)
+        freeze_lm_head(model.trunk.network)
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
     rate = settings.learning_rate or CRITIC_RATE_OVER_POLICY * config.train.learning_rate
     return Critic(
@@ -57,9 +59,7 @@ def make_critic(config: Config, vlm: VLM) -> Critic:
     )
 
 
-def make_warmup(
-    config: Config, vlm: VLM, environment: Environment, train: PromptSource, renderer: Renderer
-) -> Warmup | None:
+def make_warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> Warmup | None:
     """The supervised stage, if there is one."""
     settings = config.warmup
     if settings is None:
@@ -82,5 +82,4 @@ def make_warmup(
         source=train,
         environment=environment,
         answer_ids=renderer.target,
-        make_trainer=lambda: SupervisedTrainer(vlm, settings),
     )

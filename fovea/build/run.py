@@ -10,11 +10,12 @@ from time import perf_counter
 import torch
 
 from fovea.build.data import make_opener, make_order, make_sources
-from fovea.build.engine import make_engine, make_evaluator
+from fovea.build.engine import make_engine, make_evaluator, make_tape
 from fovea.build.environment import make_environment
 from fovea.build.model import make_model
 from fovea.build.outputs import make_profile, make_sinks, model_table, peak_tflops
 from fovea.build.policy import make_policy, make_warmup
+from fovea.cluster.local import LocalPolicy, SharedWeights
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
@@ -26,7 +27,7 @@ from fovea.models.render import Renderer
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
 from fovea.run.folder import open_run_folder
-from fovea.run.rollout_step import note_unscored_answer
+from fovea.run.rollout_step import TaskStream, record_unscored_answer
 
 
 def build(config: Config, environment: Environment | None = None) -> Run:
@@ -45,32 +46,39 @@ def build(config: Config, environment: Environment | None = None) -> Run:
     progress.stage("making the model")
     environment = make_environment(config, environment)
     parts, vlm = make_model(config, environment)
-    progress.print(model_table(parts, vlm))
     opener = make_opener(config.data, folder)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
-    engine = make_engine(config, parts, vlm)
+    tape = make_tape(config, vlm)
+    worker = make_policy(config, vlm, tape)
+    engine = make_engine(config, parts, vlm, tape)
+    facts = worker.describe()
+    progress.print(model_table(parts.name, facts))
     sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
         config=config,
         folder=folder,
         environment=environment,
         sources=sources,
-        order=make_order(config, sources.train.tasks),
-        curriculum=Curriculum(environment, config.curriculum),
+        stream=TaskStream(
+            source=sources.train,
+            order=make_order(config, sources.train.tasks),
+            curriculum=Curriculum(environment, config.curriculum),
+        ),
         engine=engine,
-        policy=make_policy(config, vlm),
-        warmup=make_warmup(config, vlm, environment, sources.train, renderer),
+        policy=LocalPolicy(worker),
+        weight_sync=SharedWeights(worker, engine),
+        warmup=make_warmup(config, environment, sources.train, renderer),
         open_image=opener,
-        evaluator=make_evaluator(config, engine, for_readings(environment, partial(note_unscored_answer, folder))),
+        evaluator=make_evaluator(config, engine, for_readings(environment, partial(record_unscored_answer, folder))),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([*sinks, profile] if profile else sinks),
         phases=Phases(),
         progress=progress,
         started=started,
-        peak_tflops=peak_tflops(config, next(vlm.parameters()).device, progress),
+        peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
         profile=profile or nullcontext,
     )

@@ -28,11 +28,12 @@ from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
 from fovea.models.load import load_pretrained
 from fovea.models.loaded import ModelParts
-from fovea.models.trainable import VALUE_HEAD, policy_parameters
+from fovea.models.trainable import VALUE_HEAD, merged_weights, policy_parameters
 from fovea.models.vlm import VLM
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.policy import POLICY, VALUE
+from fovea.types import Weights
 
 RECIPE_FILE = "recipe.yaml"
 """In an exported folder: the settings of the run that it comes from."""
@@ -193,6 +194,10 @@ class OpenedModel:
     vlm: VLM
     left_out: tuple[str, ...] = ()
     """Files and tensors of its checkpoint that are no part of the model."""
+
+    def weights(self) -> Weights:
+        """All weights, adapters merged."""
+        return merged_weights(self.vlm.network)
 
 
 def open_model(target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[str]) -> OpenedModel:

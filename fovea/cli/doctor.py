@@ -96,12 +96,11 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         config = _leaving_nothing(recipes, overrides, folder)
         from fovea.build.run import build
-        from fovea.run.parity import parity_table, read_parity, why_it_stops
+        from fovea.run.lifecycle import measure_parity
+        from fovea.run.parity import parity_table, why_it_stops
+        from fovea.utils.event_loop import wait_for
 
-        run = build(config)
-        with run.metrics:
-            run.engine.load_weights(run.policy.weights(), version=0)
-            reading = read_parity(run)
+        reading = wait_for(measure_parity(build(config)))
     console = Console(soft_wrap=True)
     console.print(parity_table(reading))
     limit = f"the limit of parity.max_abs_logprob_diff={reading.limit:g}"

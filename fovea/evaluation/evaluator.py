@@ -11,8 +11,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import collect
-from fovea.types import Evaluation, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea.types import Evaluation, Metrics, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +43,10 @@ class Evaluator:
         self._greedy = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop=stop)
         self._batch_size = batch_size
 
-    def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
+    async def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
         """Greedy accuracies by question type over the first `size` rows that are usable."""
         accuracies: dict[str, list[float]] = defaultdict(list)
-        rows = self.answers(source, size)
+        rows = await self.answers(source, size)
         for row in rows:
             accuracies[row.kind].append(row.answers[0].accuracy)
         return Evaluation(
@@ -55,7 +54,7 @@ class Evaluator:
             num_unscored=sum(UNSCORED in row.answers[0].parts for row in rows),
         )
 
-    def answers(
+    async def answers(
         self,
         source: PromptSource,
         size: int | None = None,
@@ -65,12 +64,8 @@ class Evaluator:
         seed: int = 0,
     ) -> list[AnsweredRow]:
         """n answers to each of the first `size` rows that are usable; greedy without `sampling`."""
-
-        async def read() -> list[AnsweredRow]:
-            return [row async for row in self._answers(source, indices, sampling or self._greedy, n, seed)]
-
         indices = range(min(size or len(source), len(source)))
-        return wait_for(read())
+        return [row async for row in self._answers(source, indices, sampling or self._greedy, n, seed)]
 
     async def _answers(
         self, source: PromptSource, indices: Sequence[int], sampling: Sampling, n: int, seed: int
@@ -84,3 +79,10 @@ class Evaluator:
             for (index, row), group in zip(usable.items(), groups, strict=True):
                 answers = tuple(map(sampled_answer, group.episodes))
                 yield AnsweredRow(id=row.task.id, index=index, kind=row.task.kind, answers=answers)
+
+
+def dev_metrics(dev: Evaluation) -> Metrics:
+    """Accuracies of a dev evaluation as metrics, by question type where there are several."""
+    by_kind = {f"accuracy/dev/{kind}": sum(x) / len(x) for kind, x in dev.accuracies.items()}
+    accuracies = {"accuracy/dev": dev.accuracy} | (by_kind if len(by_kind) > 1 else {})
+    return accuracies | ({"accuracy/dev_unscored": float(dev.num_unscored)} if dev.num_unscored else {})

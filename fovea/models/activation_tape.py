@@ -50,8 +50,8 @@ class Tape:
         self._used = 0
         self._pass = slice(0, 0)
         self._graphs: list[ImageGraph] = []
-        self.rollout = 0
-        """Counts rollouts: a trace of an earlier one has been overwritten."""
+        self._traces: dict[str, Trace] = {}
+        """By completion id; of this rollout only."""
 
     @property
     def holds_linears(self) -> bool:
@@ -65,7 +65,15 @@ class Tape:
         """New weights: forget everything."""
         self._reserved_bytes = self._used = 0
         self._graphs = []
-        self.rollout += 1
+        self._traces = {}
+
+    def keep_trace(self, completion_id: str, trace: Trace) -> None:
+        """Note where a completion's activations stand, until new weights come."""
+        self._traces[completion_id] = trace
+
+    def trace(self, completion_id: str) -> Trace | None:
+        """Where a completion's activations stand; None when nothing was kept of it, or weights have changed since."""
+        return self._traces.get(completion_id)
 
     def keep_graph(self, graph: ImageGraph) -> int:
         """Features with the graph that made them; returns the number to ask for them by."""
@@ -125,10 +133,8 @@ class TapeColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """What the engine kept of one completion's forward pass."""
+    """Where the tape holds the activations of one completion and of its prompt."""
 
-    tape: Tape
-    rollout: int
     prompt_places_L: NDArray[np.int64]
     places_T: NDArray[np.int64]
     """One fewer than tokens: the last is never fed back."""
@@ -136,19 +142,9 @@ class Trace:
     """Of the images that were encoded together with this prompt's."""
 
     @property
-    def graph(self) -> ImageGraph:
-        """Features by image key; empty where the tower is frozen."""
-        return self.tape.graph(self.graph_number)
-
-    @property
     def holds_linears(self) -> bool:
         """Whether all of its tokens are on the tape."""
         return len(self.prompt_places_L) > 0 and not (self.places_T == NOT_RECORDED).any()
-
-    @property
-    def readable(self) -> bool:
-        """Whether the tape still holds it."""
-        return self.rollout == self.tape.rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from fovea.config.run import Lora, Model
 from fovea.errors import ConfigError, TrainError
 from fovea.models.loaded import language_model, vision_tower
+from fovea.types import ParameterCount
 
 ADAPTER = "default"
 VALUE_HEAD = "value_head."
@@ -107,19 +107,17 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield f"{owner}.{leaf}", value
 
 
+def weight_names(network: nn.Module) -> frozenset[str]:
+    """The names of `merged_weights`, without merging."""
+    layers = lora_layers(network)
+    own = (name for name, _ in network.named_parameters() if ".lora_" not in name)
+    return frozenset(name.replace(".base_layer.", ".") if layers else name for name in own)
+
+
 def _delta(layer: LoraLayer) -> Tensor:
     """What the adapter adds to the weight."""
     assert isinstance(layer, LoraLinear), f"an adapter on a {type(layer).__name__}"
     return layer.get_delta_weight(ADAPTER).detach()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterCount:
-    """One row of the table of trainable parameters."""
-
-    part: str
-    trainable: int
-    total: int
 
 
 def count_parameters(network: nn.Module) -> list[ParameterCount]:
@@ -181,8 +179,8 @@ def bit_hash(tensor: Tensor) -> int:
     return total
 
 
-def untrained_head(network: nn.Module) -> None:
-    """Freeze the head for tokens where it is no part of the embedding: a model of values has no use for it."""
+def freeze_lm_head(network: nn.Module) -> None:
+    """Freeze the language-model head unless it is tied to the embedding: a value model has no use for it."""
     head: Any = network.get_submodule("lm_head")
     if head.weight is not language_model(network).embed_tokens.weight:
         head.requires_grad_(False)

@@ -16,8 +16,11 @@ from typing import Any
 
 from PIL import Image
 
+from fovea.config.run import Log
+from fovea.data.images import OpenImage
 from fovea.errors import DataError
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.answer import SampledAnswer, sampled_answer
+from fovea.types import Group
 from fovea.utils.files import from_json_number, json_number, write_atomically
 
 MAX_SIDE_PX = 768
@@ -34,6 +37,22 @@ class SampleRecord:
     images: tuple[bytes | None, ...] = ()
     """PNG files, see `png_bytes`; None where the file of one that was written is gone."""
     answers: tuple[SampledAnswer, ...]
+
+
+def sample_records(groups: Sequence[Group], settings: Log, open_image: OpenImage) -> list[SampleRecord]:
+    """The first groups of a step, each with some of its answers, as many as the settings say."""
+    return [_sample_record(group, settings.samples_answers, open_image) for group in groups[: settings.samples_prompts]]
+
+
+def _sample_record(group: Group, num_answers: int, open_image: OpenImage) -> SampleRecord:
+    task = group.episodes[0].task
+    return SampleRecord(
+        prompt=task.question,
+        truth=task.answer,
+        kind=task.kind,
+        images=tuple(png_bytes(open_image(ref)) for ref in task.images),
+        answers=tuple(map(sampled_answer, group.episodes[:num_answers])),
+    )
 
 
 def png_bytes(image: Image.Image) -> bytes:

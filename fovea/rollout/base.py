@@ -1,32 +1,39 @@
-"""What rollout asks of an engine."""
+"""The interface of a rollout engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from fovea.types import Completion, Prompt, Sampling, Weights
+from fovea.types import Completion, Request
 
 
 class Engine(Protocol):
-    """Draws completions: embedded, vLLM or SGLang; local or remote."""
+    """An inference engine that draws completions: embedded, vLLM or SGLang; in this process, its own, or remote.
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
-        """n completions of one prompt. Many calls run at once; a completion depends on its own call alone."""
+    New weights reach it through `cluster.weights.WeightSync`.
+    """
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """Draw n completions of one prompt. Many calls run at once; a completion depends on its own call alone."""
         ...
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Draw from these weights from now on; completions carry `version`."""
+    async def pause(self) -> None:
+        """Stop decoding; running requests stay where they are."""
         ...
 
-    def sleep(self) -> None:
-        """Give memory to the trainer."""
+    async def resume(self) -> None:
+        """Go on after `pause`."""
         ...
 
-    def wake(self) -> None:
-        """Take it back."""
+    async def sleep(self) -> None:
+        """Free device memory for the update; nothing may be running."""
         ...
 
-    def close(self) -> None:
-        """Free everything."""
+    async def wake(self) -> None:
+        """Take the memory back after `sleep`, and requests again."""
+        ...
+
+    async def close(self) -> None:
+        """End running requests and free everything; the engine is of no use afterwards."""
         ...

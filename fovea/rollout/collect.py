@@ -14,7 +14,7 @@ from fovea.environments.base import Environment, WaitsToScore
 from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import DataError, ScoreError, UnscoredError
 from fovea.rollout.base import Engine
-from fovea.types import Completion, Episode, Group, Sampling, Task, Turn
+from fovea.types import Completion, Episode, Group, Request, Sampling, Task, Turn
 
 
 async def collect(  # noqa: PLR0913 (all of them are a rollout)
@@ -27,6 +27,7 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
     seed: tuple[int, ...],
     num_before: int = 0,
     unscored: list[str] | None = None,
+    for_update: bool = False,
 ) -> list[Group]:
     """n scored completions of every prompt; each is scored as soon as its group is drawn.
 
@@ -38,8 +39,14 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
     threads = ThreadPoolExecutor(environment.scores_at_once) if isinstance(environment, WaitsToScore) else None
 
     async def group(place: int, item: PromptedTask) -> Group | None:
-        own = replace(sampling, seed=request_seed(*seed, place))
-        completions = await engine.generate(item.prompt, own, n)
+        request = Request(
+            id="/".join(map(str, (*seed, place))),
+            prompt=item.prompt,
+            sampling=replace(sampling, seed=request_seed(*seed, place)),
+            n=n,
+            for_update=for_update,
+        )
+        completions = await engine.generate(request)
         try:
             episodes = await _episodes(environment, item.task, completions, threads)
         except ScoreError as error:

@@ -49,7 +49,7 @@ class Checkpoints:
         self._root = run_dir / "checkpoints"
         self._keep = keep
 
-    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> None:
+    async def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> None:
         """Write beside, flush to disk, rename; then delete what is older than the newest `keep`."""
         final = self._root / f"step-{step}"
         if final.exists():
@@ -57,7 +57,7 @@ class Checkpoints:
         partial = self._root / f".step-{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        policy.save(partial)
+        await policy.save(partial)
         (partial / STATE).write_text(json.dumps({"step": step, **state}))
         for file in (*partial.iterdir(), partial):
             _flush(file)

@@ -1,79 +1,73 @@
-"""What happens around the steps: how a run begins, what it writes down after each, how it ends."""
+"""The run around its steps: how it begins, what it records after each step, how it ends."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
-from fovea.algorithms.kl import KlController
+from fovea.algorithms.kl import next_kl_coef
 from fovea.config.run import Config
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import TrainError
-from fovea.evaluation.answer import sampled_answer
+from fovea.errors import ParityError, TrainError
 from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.evaluator import dev_metrics
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
 from fovea.report.html import write_report
-from fovea.report.samples import SampleRecord, png_bytes, write_samples
+from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, controls_table, summary_table, write_summary
 from fovea.run.context import Run
-from fovea.run.parity import pass_parity_gate
+from fovea.run.parity import ParityReading, read_parity, summary_line, why_it_stops, write_parity
+from fovea.run.state import TrainState
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Where a run is; part of every checkpoint."""
-
-    kl_coef: float
-    """Of the next step; with algorithm.kl_target it moves."""
-    step: int = 0
-    """RL steps taken."""
-    before: Evaluation | None = None
-    after_warmup: Evaluation | None = None
-    warmup_seconds: float = 0.0
-    rl_seconds: float = 0.0
-    shared_images: int | None = None
-    """Test rows whose image is in the training split; None: not counted."""
-    started: float = field(default_factory=perf_counter)
-    earlier_seconds: float = 0.0
-    """Of the processes that the run has had before this one."""
-
-    @property
-    def total_seconds(self) -> float:
-        return self.earlier_seconds + perf_counter() - self.started
+@asynccontextmanager
+async def closing(run: Run) -> AsyncIterator[None]:
+    """Close the services and files of a run on every way out."""
+    try:
+        with run.metrics, run.progress:
+            yield
+    finally:
+        await run.engine.close()
+        await run.policy.close()
 
 
-def begin(run: Run) -> Standing:
-    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both through the parity gate."""
+async def begin(run: Run) -> TrainState:
+    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both pass the parity gate."""
     if run.resumed is not None:
-        run.policy.load(run.resumed.folder)
-        run.order.restore(run.resumed.state["order"])
-        run.curriculum.restore(run.resumed.state["curriculum"])
-        run.order.weigh_levels(run.curriculum.level_weights)
-        standing = _standing_from_json(run.resumed.step, run.resumed.state["standing"])
-        standing = replace(standing, started=run.started)
-        run.progress.print(f"resumed at step {standing.step} from {run.resumed.folder}")
-        _say_what_a_new_end_changes(run, run.resumed.state["max_steps"])
-        run.engine.load_weights(run.policy.weights(), version=standing.step)
-        pass_parity_gate(run, version=standing.step)
-        return standing
-    run.engine.load_weights(run.policy.weights(), version=0)
-    pass_parity_gate(run, version=0)
+        return await _resumed(run)
+    await run.weight_sync.push(0)
+    await pass_parity_gate(run, version=0)
     run.progress.stage("looking for test images in the training split")
-    standing = Standing(kl_coef=run.config.algorithm.kl_coef, started=run.started)
     # before the hours of training, not after them
-    standing = replace(standing, shared_images=_count_shared(run))
+    state = TrainState(
+        kl_coef=run.config.algorithm.kl_coef, started=run.started, shared_images=_count_shared_images(run)
+    )
     run.progress.stage("reading held-out accuracy before training")
-    standing = replace(standing, before=evaluate_test(run, run.sources.test))
+    state = replace(state, before=await evaluate_test(run, run.sources.test))
     if run.warmup is not None:
-        standing = _warmed_up(run, standing)
-    save_checkpoint(run, standing)
-    return standing
+        state = await _warmed_up(run, state)
+    await save_checkpoint(run, state)
+    return state
+
+
+async def _resumed(run: Run) -> TrainState:
+    assert run.resumed is not None
+    saved, stream = run.resumed.state, run.stream
+    await run.policy.load(run.resumed.folder)
+    stream.order.restore(saved["order"])
+    stream.curriculum.restore(saved["curriculum"])
+    stream.order.weigh_levels(stream.curriculum.level_weights)
+    state = TrainState.from_json(run.resumed.step, saved["standing"], started=run.started)
+    run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
+    _say_what_a_new_end_changes(run, saved["max_steps"])
+    await run.weight_sync.push(state.step)
+    await pass_parity_gate(run, version=state.step)
+    return state
 
 
 def _say_what_a_new_end_changes(run: Run, max_steps_before: int) -> None:
@@ -85,78 +79,112 @@ def _say_what_a_new_end_changes(run: Run, max_steps_before: int) -> None:
         )
 
 
-def _warmed_up(run: Run, standing: Standing) -> Standing:
+async def pass_parity_gate(run: Run, version: int) -> None:
+    """Write parity.json and one line; ParityError when engine and trainer are further apart than the limit."""
+    if run.config.parity.prompts == 0:
+        return
+    run.progress.stage("comparing the log-probs of engine and trainer")
+    reading = await gate_reading(run)
+    write_parity(run.folder, reading, version)
+    run.progress.print(f"parity gate: {summary_line(reading)}")
+    # activations that the engine kept of these completions are of no use: a push frees them
+    await run.weight_sync.push(version)
+    if not reading.passed:
+        raise ParityError(why_it_stops(reading))
+
+
+async def measure_parity(run: Run) -> ParityReading:
+    """The gate's reading of a run that is built for nothing else."""
+    async with closing(run):
+        await run.weight_sync.push(0)
+        return await gate_reading(run)
+
+
+async def gate_reading(run: Run) -> ParityReading:
+    """Log-probs of engine and trainer on the same tokens, for the weights that both hold."""
+    return await read_parity(
+        run.config, run.engine, run.policy, run.sources.train, run.environment, token_text=run.token_text
+    )
+
+
+async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     assert run.warmup is not None
     started = perf_counter()
-    warm_up(run.warmup, lambda: _read_dev_of_warmup(run), run.progress.stage)
+
+    async def read_dev_of_warmup() -> Evaluation:
+        await run.weight_sync.push(0)
+        return await read_dev(run)
+
+    await warm_up(run.warmup, run.policy, read_dev_of_warmup, run.progress.stage)
     seconds = perf_counter() - started
-    run.policy.start_here()
-    run.engine.load_weights(run.policy.weights(), version=0)
+    await run.policy.snapshot_reference()
+    await run.weight_sync.push(0)
     run.progress.stage("reading held-out accuracy after the warm-up")
-    return replace(standing, after_warmup=evaluate_test(run, run.sources.test), warmup_seconds=seconds)
+    return replace(state, after_warmup=await evaluate_test(run, run.sources.test), warmup_seconds=seconds)
 
 
-def start_stage(run: Run, step: int) -> None:
-    """The curriculum's stage of a step, said where it is another than before, and the rows that go with it."""
-    change = run.curriculum.begin_step(step)
+def begin_stage(run: Run, step: int) -> None:
+    """Enter the curriculum's stage of a step; a new one is printed, and its level weights apply to the order."""
+    change = run.stream.curriculum.begin_step(step)
     if change is not None:
         run.progress.print(f"step {step}: {change}")
-        run.order.weigh_levels(run.curriculum.level_weights)
+        run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
 
 
-def record(run: Run, standing: Standing, groups: Sequence[Group], metrics: Metrics) -> Standing:
-    """Metrics, samples, dev readings and checkpoints of the step just taken."""
+async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:
+    """Write metrics, samples, dev accuracy and checkpoints of the step just taken."""
     seconds = run.phases.seconds()
-    standing = replace(
-        standing,
-        step=standing.step + 1,
-        rl_seconds=standing.rl_seconds + seconds["seconds/step"],
-        kl_coef=_next_kl_coef(run.config, standing.kl_coef, metrics),
+    state = replace(
+        state,
+        step=state.step + 1,
+        rl_seconds=state.rl_seconds + seconds["seconds/step"],
+        kl_coef=_next_kl_coef(run.config, state.kl_coef, metrics),
     )
-    step, settings = standing.step, run.config
+    step, settings = state.step, run.config
     metrics = metrics | seconds | run.phases.gib() | peak_memory()
     metrics |= rates(groups, metrics, run.peak_tflops)
-    metrics |= run.curriculum.metrics()
-    run.curriculum.end_step(metrics["reward"])
+    metrics |= run.stream.curriculum.metrics()
+    run.stream.curriculum.end_step(metrics["reward"])
     metrics |= run.sources.bad_rows.metrics()
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
-        metrics |= _dev_metrics(read_dev(run))
+        metrics |= dev_metrics(await read_dev(run))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
     if step % settings.log.samples_every_steps == 0 or step == 1:
-        write_samples(run.folder, step, _sample_records(run, groups))
+        write_samples(run.folder, step, sample_records(groups, settings.log, run.open_image))
     if settings.checkpoint.every_steps and step % settings.checkpoint.every_steps == 0:
-        save_checkpoint(run, standing)
-    return standing
+        await save_checkpoint(run, state)
+    return state
 
 
 def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
-    """Moved towards algorithm.kl_target by the KL of the step; a step without one leaves it."""
     algorithm, rollout = config.algorithm, config.rollout
-    kl = metrics.get("kl/reward", math.nan)
-    if algorithm.kl_target is None or not math.isfinite(kl):
-        return kl_coef
-    controller = KlController(coef=kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon_samples)
-    return controller.after(kl, rollout.prompts_per_step * rollout.samples_per_prompt).coef
+    return next_kl_coef(
+        kl_coef,
+        metrics.get("kl/reward"),
+        target=algorithm.kl_target,
+        horizon_samples=algorithm.kl_horizon_samples,
+        num_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+    )
 
 
-def finish(run: Run, standing: Standing) -> Summary:
-    """Final evaluation with its controls; checkpoint, summary.json, report.html and the table."""
-    save_checkpoint(run, standing)
+async def finish(run: Run, state: TrainState) -> Summary:
+    """Evaluate with image controls; write the last checkpoint, summary.json, report.html, and print the tables."""
+    await save_checkpoint(run, state)
     run.progress.stage("reading held-out accuracy after RL")
-    final = evaluate_test(run, run.sources.test)
-    shuffled, blank = _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
+    final = await evaluate_test(run, run.sources.test)
+    shuffled, blank = await _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
     summary = Summary(
-        before=standing.before,
-        warmup=standing.after_warmup,
+        before=state.before,
+        warmup=state.after_warmup,
         final=final,
         shuffled_images=shuffled,
         blank_images=blank,
-        duplicates_across_splits=standing.shared_images,
-        warmup_seconds=standing.warmup_seconds,
-        rl_seconds=standing.rl_seconds,
-        total_seconds=standing.total_seconds,
-        steps=standing.step,
+        duplicates_across_splits=state.shared_images,
+        warmup_seconds=state.warmup_seconds,
+        rl_seconds=state.rl_seconds,
+        total_seconds=state.total_seconds,
+        steps=state.step,
         seed=run.config.seed,
     )
     write_summary(run.folder / SUMMARY_FILE, summary)
@@ -167,81 +195,37 @@ def finish(run: Run, standing: Standing) -> Summary:
     return summary
 
 
-def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
-    return run.evaluator.evaluate(source, run.config.evaluate.test_size)
+async def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
+    return await run.evaluator.evaluate(source, run.config.evaluate.test_size)
 
 
-def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
-    """The test questions with the images of others, and with grey ones; None where no row has an image to change."""
+async def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
+    """Ask the test questions with shuffled images, and with blank ones; None where no row has an image to change."""
     source, size = run.sources.test, run.config.evaluate.test_size
     tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
     controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
-    shuffled, blank = (run.evaluator.evaluate(source.with_tasks(x)) if x else None for x in controls)
+    shuffled, blank = [await run.evaluator.evaluate(source.with_tasks(x)) if x else None for x in controls]
     return shuffled, blank
 
 
-def read_dev(run: Run) -> Evaluation:
+async def read_dev(run: Run) -> Evaluation:
     """Dev accuracy of the weights that the engine holds."""
-    return run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size)
+    return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size)
 
 
-def _read_dev_of_warmup(run: Run) -> Evaluation:
-    run.engine.load_weights(run.policy.weights(), version=0)
-    return read_dev(run)
-
-
-def save_checkpoint(run: Run, standing: Standing) -> None:
-    """Everything that `begin` needs to go on as if never stopped."""
-    state = {
-        "order": run.order.state(),
-        "curriculum": run.curriculum.state(),
-        "standing": _standing_to_json(standing),
+async def save_checkpoint(run: Run, state: TrainState) -> None:
+    """Write everything that `begin` needs to go on as if never stopped."""
+    saved = {
+        "order": run.stream.order.state(),
+        "curriculum": run.stream.curriculum.state(),
+        "standing": state.to_json(),
         "max_steps": run.config.max_steps,
         "bad_rows": len(run.sources.bad_rows),
     }
-    run.checkpoints.save(standing.step, run.policy, state)
+    await run.checkpoints.save(state.step, run.policy, saved)
 
 
-def _standing_to_json(standing: Standing) -> dict[str, Any]:
-    return {
-        "kl_coef": standing.kl_coef,
-        "before": _evaluation_to_json(standing.before),
-        "after_warmup": _evaluation_to_json(standing.after_warmup),
-        "warmup_seconds": standing.warmup_seconds,
-        "rl_seconds": standing.rl_seconds,
-        "shared_images": standing.shared_images,
-        "total_seconds": standing.total_seconds,
-    }
-
-
-def _standing_from_json(step: int, saved: Mapping[str, Any]) -> Standing:
-    return Standing(
-        step=step,
-        kl_coef=saved["kl_coef"],
-        before=_evaluation_from_json(saved["before"]),
-        after_warmup=_evaluation_from_json(saved["after_warmup"]),
-        warmup_seconds=saved["warmup_seconds"],
-        rl_seconds=saved["rl_seconds"],
-        shared_images=saved["shared_images"],
-        earlier_seconds=saved["total_seconds"],
-    )
-
-
-def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, tuple[float, ...]] | None:
-    return dict(evaluation.accuracies) if evaluation else None
-
-
-def _evaluation_from_json(saved: Mapping[str, Sequence[float]] | None) -> Evaluation | None:
-    return Evaluation(accuracies={kind: tuple(values) for kind, values in saved.items()}) if saved else None
-
-
-def _dev_metrics(dev: Evaluation) -> Metrics:
-    by_kind = {f"accuracy/dev/{kind}": sum(x) / len(x) for kind, x in dev.accuracies.items()}
-    readings = {"accuracy/dev": dev.accuracy} | (by_kind if len(by_kind) > 1 else {})
-    return readings | ({"accuracy/dev_unscored": float(dev.num_unscored)} if dev.num_unscored else {})
-
-
-def _count_shared(run: Run) -> int | None:
+def _count_shared_images(run: Run) -> int | None:
     """Test rows whose image is in the training split; TrainError when the config forbids any."""
     if run.config.evaluate.shared_images == "ignore":
         return None
@@ -252,19 +236,3 @@ def _count_shared(run: Run) -> int | None:
             "split the rows by image, or set evaluate.shared_images=count"
         )
     return shared
-
-
-def _sample_records(run: Run, groups: Sequence[Group]) -> list[SampleRecord]:
-    settings = run.config.log
-    return [_sample_record(run, group, settings.samples_answers) for group in groups[: settings.samples_prompts]]
-
-
-def _sample_record(run: Run, group: Group, num_answers: int) -> SampleRecord:
-    task = group.episodes[0].task
-    return SampleRecord(
-        prompt=task.question,
-        truth=task.answer,
-        kind=task.kind,
-        images=tuple(png_bytes(run.open_image(ref)) for ref in task.images),
-        answers=tuple(map(sampled_answer, group.episodes[:num_answers])),
-    )

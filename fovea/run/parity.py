@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,13 +25,15 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.algorithms.kl import k3
-from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import DataError, ParityError
+from fovea.config.run import Config
+from fovea.environments.base import Environment
+from fovea.environments.prompt_source import PromptedTask, PromptSource
+from fovea.errors import DataError
+from fovea.rollout.base import Engine
 from fovea.rollout.collect import request_seed
-from fovea.run.context import Run
-from fovea.run.rollout_step import sampling_of
-from fovea.types import Batch, Completion, ImageRef, Message, Sample, SampleGroup, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea.run.rollout_step import training_sampling
+from fovea.train.base import Needs, Policy
+from fovea.types import Batch, Completion, ImageRef, Message, Request, Sample, SampleGroup, Sampling
 from fovea.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
@@ -102,33 +105,35 @@ class _Drawn:
     completions: Sequence[Completion]
 
 
-def pass_parity_gate(run: Run, version: int) -> None:
-    """Write parity.json and one line; ParityError when engine and trainer are further apart than the limit."""
-    if run.config.parity.prompts == 0:
-        return
-    run.progress.stage("comparing the log-probs of engine and trainer")
-    reading = read_parity(run)
-    write_atomically(run.folder / PARITY_FILE, _json(reading, version).encode())
-    run.progress.print(f"parity gate: {_summary(reading)}")
-    # what the engine kept of these completions for an update is of no use: new weights make it forget
-    run.engine.load_weights(run.policy.weights(), version=version)
-    if not reading.passed:
-        raise ParityError(why_it_stops(reading))
+def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
+    """Write parity.json."""
+    write_atomically(folder / PARITY_FILE, _json(reading, version).encode())
 
 
-def read_parity(run: Run) -> ParityReading:
+async def read_parity(
+    config: Config,
+    engine: Engine,
+    policy: Policy,
+    source: PromptSource,
+    environment: Environment,
+    *,
+    token_text: Callable[[int], str],
+) -> ParityReading:
     """Draw with the weights that the engine holds, and score with the policy's."""
-    settings = run.config.rollout
-    drawn = wait_for(_draw(run))
-    scored = iter(run.policy.logprobs(_batch(drawn)))
+    settings = config.rollout
+    drawn = await _draw(engine, config, _prompts(source, environment, config.parity.prompts))
+    annotated = await policy.annotate(_batch(drawn), Needs(old_logprobs=True))
+    scored = iter(annotated.samples)
     tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
     for each in drawn:
         for completion in each.completions:
-            tokens[each.kind] += _tokens(run, each.prompted.task.id, completion, next(scored))
+            trainer_T = next(scored).old_logprobs_T
+            assert trainer_T is not None, "the policy was asked for log-probs"
+            tokens[each.kind] += _tokens(token_text, each.prompted.task.id, completion, trainer_T)
     return ParityReading(
-        model=run.config.model.name,
+        model=config.model.name,
         engine=settings.engine + (f" {INT8}" if settings.decode_weights == "int8" else ""),
-        limit=run.config.parity.max_abs_logprob_diff,
+        limit=config.parity.max_abs_logprob_diff,
         kinds=tuple(
             _reading(kind, sum(each.kind == kind for each in drawn), of_kind)
             for kind, of_kind in tokens.items()
@@ -167,35 +172,40 @@ def parity_table(reading: ParityReading) -> Table:
     return table
 
 
-async def _draw(run: Run) -> list[_Drawn]:
+async def _draw(engine: Engine, config: Config, prompts: Sequence[tuple[PromptKind, PromptedTask]]) -> list[_Drawn]:
     """All prompts at once, as in a rollout."""
 
     async def one(place: int, kind: PromptKind, prompted: PromptedTask) -> _Drawn:
-        sampling = replace(_sampling(run), seed=request_seed(run.config.seed, place))
-        completions = await run.engine.generate(prompted.prompt, sampling, SAMPLES_PER_PROMPT)
-        return _Drawn(kind=kind, prompted=prompted, completions=completions)
+        request = Request(
+            id=f"parity/{place}",
+            prompt=prompted.prompt,
+            sampling=replace(_sampling(config), seed=request_seed(config.seed, place)),
+            n=SAMPLES_PER_PROMPT,
+            for_update=True,  # the same path through the engine as a rollout's
+        )
+        return _Drawn(kind=kind, prompted=prompted, completions=await engine.generate(request))
 
-    return await asyncio.gather(*(one(place, *each) for place, each in enumerate(_prompts(run))))
+    return await asyncio.gather(*(one(place, *each) for place, each in enumerate(prompts)))
 
 
-def _prompts(run: Run) -> list[tuple[PromptKind, PromptedTask]]:
+def _prompts(source: PromptSource, environment: Environment, num_rows: int) -> list[tuple[PromptKind, PromptedTask]]:
     """The first usable training rows, and the same questions without their images.
 
     Rows that are bad are passed over: the run meets them in its own order, and says so.
     """
-    source, prompts = run.sources.train, list[tuple[PromptKind, PromptedTask]]()
+    prompts = list[tuple[PromptKind, PromptedTask]]()
     rows, index, last_error = 0, -1, ""
     for index in range(min(len(source), MAX_ROWS_LOOKED_AT)):
         try:
             task = source.tasks[index]
-            whole, bare = source.render(task), source.render(task, without_images(run.environment.prompt(task)))
+            whole, bare = source.render(task), source.render(task, without_images(environment.prompt(task)))
         except DataError as error:
             last_error = str(error)
             continue
         prompts += [("with images", whole)] if whole.prompt.images else []
         prompts.append(("without images", bare))
         rows += 1
-        if rows == run.config.parity.prompts:
+        if rows == num_rows:
             break
     if not prompts:
         raise DataError(f"none of the first {index + 1} training rows can be used, the last one: {last_error}")
@@ -210,14 +220,14 @@ def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
     )
 
 
-def _sampling(run: Run) -> Sampling:
-    """As the rollout draws, but shorter; with a trace, since only such completions are decoded in 8 bits."""
-    sampling = sampling_of(run)
-    return replace(sampling, max_new_tokens=min(run.config.parity.max_new_tokens, sampling.max_new_tokens))
+def _sampling(config: Config) -> Sampling:
+    """As the rollout draws, approximate weights included, but shorter."""
+    sampling = training_sampling(config)
+    return replace(sampling, max_new_tokens=min(config.parity.max_new_tokens, sampling.max_new_tokens))
 
 
 def _batch(drawn: Sequence[_Drawn]) -> Batch:
-    """To be scored, not trained on; without traces, so that the trainer looks nothing up."""
+    """To be scored, not trained on; without completion ids, so that the trainer reuses no activations."""
     groups = [
         SampleGroup(
             task_id=each.prompted.task.id,
@@ -238,14 +248,16 @@ def _sample(completion: Completion) -> Sample:
     )
 
 
-def _tokens(run: Run, row: str, completion: Completion, scored_T: NDArray[float32]) -> list[DrawnToken]:
+def _tokens(
+    token_text: Callable[[int], str], row: str, completion: Completion, scored_T: NDArray[float32]
+) -> list[DrawnToken]:
     columns = zip(completion.token_ids_T, completion.logprobs_T, scored_T, strict=True)
     return [
         DrawnToken(
             row=row,
             number=number,
             token_id=int(index),
-            text=run.token_text(int(index)),
+            text=token_text(int(index)),
             engine_logprob=float(engine),
             trainer_logprob=float(trainer),
         )
@@ -282,7 +294,8 @@ def _likely_fix(reading: ParityReading) -> str:
     )
 
 
-def _summary(reading: ParityReading) -> str:
+def summary_line(reading: ParityReading) -> str:
+    """The reading in one line."""
     parts = (
         f"{kind.mean_abs:.2g} on average {kind.kind} (at most {kind.worst.gap:.2g}, at {kind.worst.text!r}; "
         f"k3 {kind.k3:.2g})"

@@ -1,4 +1,4 @@
-"""The completions of a step: one rollout, or with dynamic sampling as many as fill the step with groups that differ."""
+"""The rollout of a step: one batch of groups, or with dynamic sampling as many as fill the step with useful ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.environments.base import WaitsToScore
+from fovea.data.order import Order
+from fovea.environments.base import Environment, WaitsToScore
+from fovea.environments.curriculum import Curriculum
+from fovea.environments.prompt_source import PromptSource
 from fovea.errors import TrainError
+from fovea.metrics.log import Phases
+from fovea.rollout.base import Engine
 from fovea.rollout.collect import collect
-from fovea.run.context import Run
 from fovea.types import Group, Metrics, Sampling
 
 SAME_ACCURACY = 1e-6
@@ -19,92 +23,94 @@ UNSCORED_FILE = "unscored.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """What the rollouts of a step gave."""
+class TaskStream:
+    """Training prompts in the run's order, and the environment of the present curriculum stage."""
 
-    groups: list[Group]
-    """All of them."""
-    to_train: list[Group]
-    """Those that make the step."""
-    dropped: list[Group]
-    """The others."""
+    source: PromptSource
+    order: Order
+    curriculum: Curriculum
+
+    @property
+    def environment(self) -> Environment:
+        return self.curriculum.environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Scored groups of one step."""
+
+    groups: Sequence[Group]
+    """All that were scored."""
+    to_train: Sequence[Group]
+    """Groups that make the step."""
+    dropped: Sequence[Group]
+    """Groups that dynamic sampling leaves out."""
+    unscored: Sequence[str] = ()
+    """One reason for each group that got no score and was left out."""
     metrics: Metrics
 
 
-async def draw(run: Run, sampling: Sampling, step: int) -> Drawn:
-    """`prompts_per_step` groups; with dynamic sampling that many with answers both better and worse, if they come.
+async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
+    """Draw `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy and not by reward: a part of the reward that every
     answer gets, or a small one for the format, says nothing about the group.
     """
-    wanted = run.config.rollout.prompts_per_step
-    unscored: list[str] = []
-    groups = await _rollout(run, sampling, step, 0, unscored)
-    if not run.config.algorithm.dynamic_sampling:
-        return Drawn(groups=groups, to_train=groups, dropped=[], metrics=note_unscored(run, step, groups, unscored))
-    batches, differing, alike = 1, *_parted(groups)
-    while len(differing) < wanted and batches < run.config.algorithm.max_gen_batches:
-        more = await _rollout(run, sampling, step, batches * wanted, unscored)
-        more_differing, more_alike = _parted(more)
-        groups, differing, alike = groups + more, differing + more_differing, alike + more_alike
+    wanted = config.rollout.prompts_per_step
+    first = await _rollout(engine, stream, config, step=step, num_before=0, phases=phases)
+    if not config.algorithm.dynamic_sampling:
+        return first
+    batches, groups, unscored = 1, list(first.groups), list(first.unscored)
+    mixed, alike = _parted(groups)
+    while len(mixed) < wanted and batches < config.algorithm.max_gen_batches:
+        more = await _rollout(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
+        more_mixed, more_alike = _parted(more.groups)
+        groups, unscored = [*groups, *more.groups], [*unscored, *more.unscored]
+        mixed, alike = mixed + more_mixed, alike + more_alike
         batches += 1
-    to_train = differing[:wanted]
-    return Drawn(
+    to_train = mixed[:wanted]
+    return Rollout(
         groups=groups,
         to_train=to_train,
-        dropped=alike + differing[wanted:],
-        metrics=note_unscored(run, step, groups, unscored)
+        dropped=alike + mixed[wanted:],
+        unscored=unscored,
+        metrics=_unscored_metrics(stream, unscored)
         | {
             "dynamic_sampling/batches": float(batches),
             "dynamic_sampling/groups_dropped": float(len(alike)),
-            "dynamic_sampling/groups_left_over": float(len(differing) - len(to_train)),
+            "dynamic_sampling/groups_left_over": float(len(mixed) - len(to_train)),
             "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
         },
     )
 
 
-def note_unscored(run: Run, step: int, groups: Sequence[Group], reasons: Sequence[str]) -> Metrics:
-    """Count the groups that could not be scored, and write down why; TrainError when they are all that there is.
-
-    For environments that wait to score; the others always do.
-    """
-    if not isinstance(run.environment, WaitsToScore):
-        return {}
-    if reasons:
-        _write_unscored(run.folder, [{"step": step, "reason": reason} for reason in reasons])
-    if not groups:
-        raise TrainError(
-            f"none of the {len(reasons)} groups of step {step} could be scored; the last: {reasons[-1]}; mend that "
-            f"({UNSCORED_FILE} of the run folder has them all) and go on with resume=auto"
-        )
-    return {"groups/unscored": float(len(reasons))}
-
-
-def note_unscored_answer(folder: Path, reason: str) -> None:
-    """Write down an answer of a reading that got no score."""
-    _write_unscored(folder, [{"step": None, "reason": reason}])
-
-
-def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    with (folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-async def _rollout(run: Run, sampling: Sampling, step: int, num_before: int, unscored: list[str]) -> list[Group]:
-    rollout = run.config.rollout
-    with run.phases("data"):
-        prompted = run.sources.train.take(run.order, rollout.prompts_per_step)
-    with run.phases("rollout"):
-        return await collect(
-            run.engine,
-            run.curriculum.environment,
+async def _rollout(
+    engine: Engine, stream: TaskStream, config: Config, *, step: int, num_before: int, phases: Phases
+) -> Rollout:
+    """One batch of groups, all of them to be trained on."""
+    rollout, unscored = config.rollout, list[str]()
+    with phases("data"):
+        prompted = stream.source.take(stream.order, rollout.prompts_per_step)
+    with phases("rollout"):
+        groups = await collect(
+            engine,
+            stream.environment,
             prompted,
-            sampling=sampling,
+            sampling=training_sampling(config),
             n=rollout.samples_per_prompt,
-            seed=(run.config.seed, step),
+            seed=(config.seed, step),
             num_before=num_before,
             unscored=unscored,
+            for_update=True,
         )
+    return Rollout(
+        groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics=_unscored_metrics(stream, unscored)
+    )
+
+
+def _unscored_metrics(stream: TaskStream, unscored: Sequence[str]) -> Metrics:
+    """Only for environments that may fail to score."""
+    return {"groups/unscored": float(len(unscored))} if isinstance(stream.environment, WaitsToScore) else {}
 
 
 def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
@@ -117,9 +123,31 @@ def _differs(group: Group) -> bool:
     return max(accuracies) - min(accuracies) > SAME_ACCURACY
 
 
-def sampling_of(run: Run) -> Sampling:
+def record_unscored(folder: Path, step: int, rollout: Rollout) -> None:
+    """List groups without a score in unscored.jsonl; TrainError when no group of the step has one."""
+    if rollout.unscored:
+        _write_unscored(folder, [{"step": step, "reason": reason} for reason in rollout.unscored])
+    if not rollout.groups:
+        raise TrainError(
+            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
+            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and go on with "
+            "resume=auto"
+        )
+
+
+def record_unscored_answer(folder: Path, reason: str) -> None:
+    """List an answer of a held-out row that got no score."""
+    _write_unscored(folder, [{"step": None, "reason": reason}])
+
+
+def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    with (folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def training_sampling(config: Config) -> Sampling:
     """How the rollout draws for training; each request gets a seed of its own."""
-    return replace(rollout_sampling(run.config), trace=True)
+    return replace(rollout_sampling(config), exact=False)
 
 
 def rollout_sampling(config: Config) -> Sampling:

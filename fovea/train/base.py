@@ -1,52 +1,109 @@
-"""What the loop asks of a policy."""
+"""The interface of a policy: what the driver awaits, and what one of its worker processes does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from fovea.config.run import Algorithm
+from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
 
-from fovea.types import Batch, Metrics, Weights
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Per-token inputs of the advantages and of the loss that take a forward pass before the update."""
+
+    old_logprobs: bool = False
+    reference_logprobs: bool = False
+    values: bool = False
+
+    @staticmethod
+    def of(algorithm: Algorithm) -> Needs:
+        """Compute old and reference log-probs and values, skipping what the update recomputes anyway."""
+        return Needs(
+            # with one optimizer step per epoch the first epoch sees every sample before any step
+            old_logprobs=algorithm.minibatches > 1 or algorithm.needs_old_logprobs,
+            reference_logprobs=algorithm.kl_coef > 0,
+            values=algorithm.needs_values,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A prompt and the answer to imitate, for supervised fine-tuning."""
+
+    prompt: Prompt
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The model under training, as the start of a run prints it."""
+
+    device: str
+    device_name: str | None
+    """Product name of the GPU; None on a CPU."""
+    parameters: tuple[ParameterCount, ...]
+    num_workers: int = 1
 
 
 class Policy(Protocol):
-    """The model being trained, on one device or many."""
+    """The model being trained, by one process or many, as the driver sees it. Calls never overlap."""
 
-    def start_here(self) -> None:
-        """RL begins with the weights as they are now, after a warm-up: they are the reference of the KL term."""
+    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
+        """Add old and reference log-probs and values to the samples of a batch, in as few passes as they take."""
         ...
 
-    def logprobs(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the current weights, in the order of the batch."""
-        ...
-
-    def reference_logprobs(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
-        """The same under the weights that RL began with."""
-        ...
-
-    def logprobs_and_values(self, batch: Batch) -> tuple[Sequence[NDArray[np.float32]], Sequence[NDArray[np.float32]]]:
-        """Log-probs and values, each [T] of every sample, where the value function is on the policy's trunk."""
-        ...
-
-    def values(self, batch: Batch) -> Sequence[NDArray[np.float32]]:
-        """Values [T] of every sample, where the value function has a model of its own."""
-        ...
-
-    def update(self, batch: Batch) -> Metrics:
+    async def update(self, batch: Batch) -> Metrics:
         """All optimizer steps of one batch."""
         ...
 
+    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+        """One step of supervised fine-tuning, the warm-up before RL; `loss` is the mean over answer tokens."""
+        ...
+
+    async def snapshot_reference(self) -> None:
+        """Begin RL with the weights as the warm-up left them: they are the reference of the KL term."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write everything that `load` needs to go on bit for bit into an existing folder."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Take the state of a folder that `save` wrote; TrainError when it is of another model."""
+        ...
+
+    def describe(self) -> ModelFacts:
+        """Devices and trainable parameters."""
+        ...
+
+    async def close(self) -> None:
+        """Free the model; the policy is of no use afterwards."""
+        ...
+
+
+class PolicyWorker(Protocol):
+    """One process of a policy: the same calls, in step with its peers where it has any."""
+
+    def annotate(self, batch: Batch, needs: Needs) -> Batch: ...
+
+    def update(self, batch: Batch) -> Metrics: ...
+
+    def sft(self, pairs: Sequence[Pair]) -> Metrics: ...
+
+    def snapshot_reference(self) -> None: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def describe(self) -> ModelFacts: ...
+
+    def close(self) -> None: ...
+
     def weights(self) -> Weights:
-        """Current weights under their Hugging Face names, adapters merged; not copied where they need not be."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Everything that `load` needs to go on bit for bit."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Take the state of a folder that `save` wrote."""
+        """All weights under their Hugging Face names, adapters merged; not copied where they need not be."""
         ...

@@ -20,6 +20,7 @@ from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.types import Task
+from fovea.utils.event_loop import wait_for
 
 SMALL = {
     "environment": {"name": "shapes", "train_size": 12, "dev_size": 4, "test_size": 8},
@@ -48,7 +49,7 @@ def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path
     run = run_of(tmp_path, model=model)
     row = run.sources.train.get(0)
     assert row is not None
-    vlm = run.policy._vlm  # type: ignore[attr-defined]
+    vlm = run.policy.worker._vlm  # type: ignore[attr-defined]
     vlm.image_features(row.prompt.images)
     assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
 
@@ -69,7 +70,7 @@ def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None
     row = run.sources.train.get(0)
     assert row is not None
     assert row.prompt.images[0].grid_thw == (1, 4, 4)
-    assert run.policy._scorer._temperature == 0.7  # type: ignore[attr-defined]
+    assert run.policy.worker._scorer._temperature == 0.7  # type: ignore[attr-defined]
 
 
 def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
         algorithm={"kl_coef": 0.1},
         warmup={"max_steps": 1} if warmup else None,
     )
-    assert (run.policy._reference is not None) is copied  # type: ignore[attr-defined]
+    assert (run.policy.worker._reference is not None) is copied  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -99,7 +100,7 @@ def test_without_a_kl_term_no_reference_is_kept(lora: bool, tmp_path: Path) -> N
     """A copy would hold the memory of a second model for nothing."""
     model = {"tiny": {}, "lora": {"rank": 2} if lora else None}
     run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl_coef": 0.0})
-    assert run.policy._reference is None  # type: ignore[attr-defined]
+    assert run.policy.worker._reference is None  # type: ignore[attr-defined]
 
 
 def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: P
     run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
     object.__setattr__(run.sources, "test", run.sources.train)
     with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
-        begin(run)
+        wait_for(begin(run))
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -138,7 +139,7 @@ def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path, algorithm={"kl_coef": 0.1})
     policy = run.policy
-    reference, trained = policy._reference.vlm, policy._vlm  # type: ignore[attr-defined]
+    reference, trained = policy.worker._reference.vlm, policy.worker._vlm  # type: ignore[attr-defined]
     assert reference is not trained
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert all(parameter.requires_grad for parameter in trained.parameters())
@@ -153,5 +154,5 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, algorithm={"name": "ppo"}, critic=critic, train=train)
-    rates = run.policy._set_rates()  # type: ignore[attr-defined]
+    rates = run.policy.worker._set_rates()  # type: ignore[attr-defined]
     assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})

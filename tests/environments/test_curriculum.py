@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ class StagedBandit(BanditEnvironment):
 
 def staged_run(folder: Path, environment: BanditEnvironment, *, resume: bool = False, **settings: object) -> Run:
     run = bandit_run(folder, resume=resume, **settings)
-    object.__setattr__(run, "curriculum", Curriculum(environment, run.config.curriculum))
+    object.__setattr__(run, "stream", replace(run.stream, curriculum=Curriculum(environment, run.config.curriculum)))
     return run
 
 
@@ -165,7 +166,7 @@ def test_rows_are_drawn_by_the_levels_of_the_stage(tmp_path: Path) -> None:
     tasks = LevelledBandit().tasks("train")
     levels = levels_of(tasks)
     order = Order(tasks.kinds, weights={}, seed=0, levels=levels)
-    object.__setattr__(run, "order", order)
+    object.__setattr__(run.stream, "order", order)
     drawn: list[list[str]] = []
     take = order.take
     order.take = lambda n: (rows := take(n), drawn.append([levels[row] for row in rows]))[0]  # type: ignore[method-assign, index]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fovea.environments.base import UNSCORED
 from fovea.environments.prompt_source import PromptSource
@@ -16,30 +17,31 @@ from fovea.evaluation.baselines import fixed_answers, majority_answers
 from fovea.evaluation.evaluator import Evaluator
 from fovea.run.lifecycle import begin
 from fovea.types import Sampling, Score, Task, Turn
+from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run
 
 
 def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
     """The table prefers "a" for every prompt: right for 4 of 16 rows, all of one kind."""
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     run.policy.table[:, 0] = 5.0  # type: ignore[attr-defined]
-    run.engine.load_weights(run.policy.weights(), 0)
-    evaluation = run.evaluator.evaluate(run.sources.test)
+    wait_for(run.weight_sync.push(0))
+    evaluation = wait_for(run.evaluator.evaluate(run.sources.test))
     assert {kind: len(values) for kind, values in evaluation.accuracies.items()} == {"kind 0": 8, "kind 1": 8}
     assert sum(evaluation.accuracies["kind 0"]) == 4
     assert evaluation.accuracy == 4 / 16
-    assert run.evaluator.evaluate(run.sources.test, size=6).num_rows == 6
+    assert wait_for(run.evaluator.evaluate(run.sources.test, size=6)).num_rows == 6
 
 
 def test_sampled_answers_are_seeded_and_differ_from_batch_to_batch(tmp_path: Path) -> None:
     """A table without preferences: four answers are equally likely for all of 16 rows, in batches of 5."""
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     sampling = Sampling(max_new_tokens=1, temperature=1.0)
 
     def texts(seed: int) -> list[str]:
-        rows = run.evaluator.answers(run.sources.test, sampling=sampling, n=8, seed=seed)
+        rows = wait_for(run.evaluator.answers(run.sources.test, sampling=sampling, n=8, seed=seed))
         assert [row.index for row in rows] == list(range(16))
         return ["".join(answer.text for answer in row.answers) for row in rows]
 
@@ -72,9 +74,9 @@ def source_of(tasks: Sequence[Task]) -> PromptSource:
 
 def test_bad_rows_are_left_out_and_the_others_keep_their_place(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     source = source_of(Gaps(BanditEnvironment().tasks("test")))
-    rows = run.evaluator.answers(source, 9)
+    rows = wait_for(run.evaluator.answers(source, 9))
     assert [(row.index, row.id) for row in rows] == [(i, f"test/{i}") for i in (1, 2, 4, 5, 7, 8)]
     assert sorted(source.bad_rows) == [0, 3, 6]
 
@@ -111,12 +113,12 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
 
 def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
     engine = BanditEngine()
-    engine.load_weights([("table", [[0, 0, 9, 0]] * 4)], 0)  # type: ignore[list-item]
+    engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
     evaluator = Evaluator(engine, BanditEnvironment(), max_new_tokens=1, stop=(), batch_size=3)
     source = source_of(BanditEnvironment().tasks("test"))
-    rows = evaluator.answers(source, 10)
+    rows = wait_for(evaluator.answers(source, 10))
     assert {row.answers[0].text for row in rows} == {"c"}
-    evaluation = evaluator.evaluate(source, 10)
+    evaluation = wait_for(evaluator.evaluate(source, 10))
     assert evaluation.accuracies["kind 0"] == tuple(row.answers[0].accuracy for row in rows if row.kind == "kind 0")
 
 
@@ -152,6 +154,6 @@ def test_rows_without_a_score_are_counted() -> None:
             return replace(super().score(task, turns), parts=parts)
 
     engine = BanditEngine()
-    engine.load_weights([("table", [[0, 0, 9, 0]] * 4)], 0)  # type: ignore[list-item]
+    engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
     evaluator = Evaluator(engine, SomeUnscored(), max_new_tokens=1, stop=(), batch_size=3)
-    assert evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10).num_unscored == 1
+    assert wait_for(evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10)).num_unscored == 1

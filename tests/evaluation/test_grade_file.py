@@ -197,7 +197,7 @@ def test_it_starts_without_torch(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_text('{"prediction": "5", "truth": "5"}\n', encoding="utf-8")
     program = (
-        "import sys; from typer.testing import CliRunner; from fovea import cli; "
+        "import sys; from typer.testing import CliRunner; from fovea.cli import main as cli; "
         f"result = CliRunner().invoke(cli.app, ['grade', 'caption', {str(file)!r}]); "
         "sys.exit(result.exit_code or 'torch' in sys.modules)"
     )

@@ -12,7 +12,7 @@ from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.tuning import Tuning
-from fovea.types import Completion, Prompt, Sampling
+from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
 LOGPROB_TOLERANCE = 1e-5
@@ -21,19 +21,27 @@ LOGPROB_TOLERANCE = 1e-5
 def make_engine(parts: ModelParts, max_batch_tokens: int = 10_000, **tuning: object) -> EmbeddedEngine:
     options = Tuning(**tuning)  # type: ignore[arg-type]
     engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=max_batch_tokens, tuning=options)
-    engine.load_weights(merged_weights(parts.network), version=7)
+    engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine
 
 
 def generate(
-    engine: EmbeddedEngine, prompts: Sequence[Prompt], samplings: Sequence[Sampling], n: int | Sequence[int]
+    engine: EmbeddedEngine,
+    prompts: Sequence[Prompt],
+    samplings: Sequence[Sampling],
+    n: int | Sequence[int],
+    *,
+    for_update: bool = False,
 ) -> list[Sequence[Completion]]:
     """All requests at once."""
     counts = [n] * len(prompts) if isinstance(n, int) else n
 
     async def all_of_them() -> list[Sequence[Completion]]:
-        calls = (engine.generate(p, s, k) for p, s, k in zip(prompts, samplings, counts, strict=True))
-        return await asyncio.gather(*calls)
+        requests = (
+            Request(id=str(i), prompt=p, sampling=s, n=k, for_update=for_update)
+            for i, (p, s, k) in enumerate(zip(prompts, samplings, counts, strict=True))
+        )
+        return await asyncio.gather(*map(engine.generate, requests))
 
     return wait_for(all_of_them())
 

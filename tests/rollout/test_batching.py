@@ -11,6 +11,7 @@ from fovea.rollout.embedded import decode_step as forward
 from fovea.rollout.embedded import engine as engine_module
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.types import Completion, Prompt, Sampling
+from fovea.utils.event_loop import wait_for
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
@@ -104,7 +105,7 @@ def test_pages_are_all_given_back() -> None:
     cache = engine._cache
     assert isinstance(cache, PagedCache)
     assert sorted(cache._free) == list(range(1, 1 + 2_000 // 16))
-    engine.sleep()
+    wait_for(engine.sleep())
     assert engine._cache is None
 
 

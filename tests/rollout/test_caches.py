@@ -17,12 +17,12 @@ from torch import Tensor
 from fovea.models.decoder import DecoderShape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, Demand, Request, Span
+from fovea.rollout.embedded.cache import Cache, Demand, QueuedRequest, Span
 from fovea.rollout.embedded.compaction import fill_holes
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, KeyValues, SlotCache
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
-from fovea.types import Prompt, Sampling
+from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.tiny_models import tiny
 
@@ -31,13 +31,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 """Float32: sums in another order. Bfloat16: its rounding of scores and weights, at values of about 1."""
 
 
-def request(prompt_tokens: int, n: int, limit: int) -> Request:
+def request(prompt_tokens: int, n: int, limit: int) -> QueuedRequest:
     prompt = Prompt(
         token_ids_L=np.zeros(prompt_tokens, dtype=np.int64),
         positions_3L=np.zeros((3, prompt_tokens), dtype=np.int64),
         next_position=prompt_tokens,
     )
-    return Request(prompt=prompt, sampling=Sampling(max_new_tokens=limit), n=n, done=asyncio.Future(loop=LOOP))
+    request = Request(id="r", prompt=prompt, sampling=Sampling(max_new_tokens=limit), n=n)
+    return QueuedRequest(request=request, done=asyncio.Future(loop=LOOP))
 
 
 LOOP = asyncio.new_event_loop()
@@ -64,7 +65,7 @@ class Rows:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.seed).to(self.dtype)
 
-    def add(self, *requests: Request) -> None:
+    def add(self, *requests: QueuedRequest) -> None:
         first = self.cache.add(requests)
         lengths = [r.prompt.num_tokens for r in requests]
         spans = [Span(prompt=first + i, start=0, end=length) for i, length in enumerate(lengths)]
@@ -177,7 +178,7 @@ def test_room_for_tokens_grows_by_doubling() -> None:
 def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones() -> None:
     parts = tiny("qwen2_vl")
     engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=8000)
-    engine.load_weights(merged_weights(parts.network), version=0)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
     held: list[int] = []
     reserve = KeyValues.reserve
 
@@ -192,8 +193,14 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
         return Prompt(token_ids_L=np.arange(tokens) % 200, positions_3L=positions, next_position=tokens)
 
     async def all_of_them() -> None:
-        calls = [engine.generate(prompt(20), Sampling(max_new_tokens=16, seed=i), 1) for i in range(220)]
-        calls += [engine.generate(prompt(700), Sampling(max_new_tokens=16, seed=i), 1) for i in range(10)]
+        calls = [
+            engine.generate(Request(id=f"short/{i}", prompt=prompt(20), sampling=Sampling(max_new_tokens=16, seed=i)))
+            for i in range(220)
+        ]
+        calls += [
+            engine.generate(Request(id=f"long/{i}", prompt=prompt(700), sampling=Sampling(max_new_tokens=16, seed=i)))
+            for i in range(10)
+        ]
         await asyncio.gather(*calls)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.linears import Int8Linears, PackedLinears
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
-from fovea.types import Sampling
+from fovea.types import Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
@@ -153,7 +153,7 @@ def test_weights_are_shared_not_copied_and_follow_the_trainer() -> None:
 def test_weights_of_another_process_are_copied_into_the_vision_tower() -> None:
     source, target = tiny("qwen3_vl", seed=1), tiny("qwen3_vl", seed=2)
     engine = make_engine(target)
-    engine.load_weights([(name, x.clone()) for name, x in merged_weights(source.network)], version=1)
+    engine.load_weights({name: x.clone() for name, x in merged_weights(source.network)}, version=1)
     prompts, greedy = mixed_prompts(source), [Sampling(max_new_tokens=10, temperature=0)] * 3
     expected = generate(make_engine(source), prompts, greedy, n=1)
     assert all(same(a, b) for a, b in zip(generate(engine, prompts, greedy, n=1), expected, strict=True))
@@ -177,11 +177,13 @@ def test_new_weights_while_drawing_are_refused() -> None:
     engine, prompt = make_engine(parts), renderer(parts).prompt(user("x"))
 
     async def load_in_the_middle() -> None:
-        drawing = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=50), 2))
+        drawing = asyncio.ensure_future(
+            engine.generate(Request(id="r", prompt=prompt, sampling=Sampling(max_new_tokens=50), n=2))
+        )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="await them first"):
-            engine.load_weights(merged_weights(parts.network), version=8)
+            engine.load_weights(dict(merged_weights(parts.network)), version=8)
         await drawing
 
     wait_for(load_in_the_middle())
@@ -201,11 +203,11 @@ def test_a_stop_string_that_the_last_allowed_token_completes_counts_as_stop() ->
 def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> None:
     parts = tiny("qwen2_5_vl")
     engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000, tuning=Tuning(int8_decoding=True))
-    engine.load_weights(merged_weights(parts.network), version=0)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
     prompts = mixed_prompts(parts)
     differences = []
-    for trace in (True, False):
-        groups = generate(engine, prompts, seeded(3, max_new_tokens=12, trace=trace), n=4)
+    for exact in (False, True):
+        groups = generate(engine, prompts, seeded(3, max_new_tokens=12, exact=exact), n=4)
         drawn = [(p, completion) for p, group in zip(prompts, groups, strict=True) for completion in group]
         of_transformers = [reference_logprobs(parts, p, c.token_ids_T).detach().numpy() for p, c in drawn]
         logprobs = np.concatenate([completion.logprobs_T for _, completion in drawn])
@@ -239,7 +241,7 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
         for packed in (True, False):
             tuning = Tuning(packed_decoding=packed)
             engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000, tuning=tuning)
-            engine.load_weights(merged_weights(parts.network), version=0)
+            engine.load_weights(dict(merged_weights(parts.network)), version=0)
             assert tuning.packs(12, parts.network.get_input_embeddings().weight) == packed
             groups.append(generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=12), n=4))
         assert all(same(a, b) for a, b in zip(*groups, strict=True))

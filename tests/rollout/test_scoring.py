@@ -20,7 +20,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.rollout.collect import collect
 from fovea.run.context import Run
-from fovea.types import Completion, Group, Prompt, Sampling, Score, Task, Turn
+from fovea.types import Completion, Group, Request, Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run
 
@@ -59,8 +59,8 @@ class Ticking:
     def __init__(self) -> None:
         self.drawn_at: list[float] = []
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
-        place = int(prompt.token_ids_L[0])
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        place, n = int(request.prompt.token_ids_L[0]), request.n
         await asyncio.sleep(0.002 * (place + 1))
         self.drawn_at.append(time.perf_counter())
         ids, logprobs = np.array([place]), np.zeros(1, dtype=np.float32)
@@ -124,7 +124,7 @@ def test_without_a_list_or_with_another_error_it_raises() -> None:
 
 
 def with_environment(run: Run, environment: Slow) -> Run:
-    return replace(run, environment=environment, curriculum=Curriculum(environment))
+    return replace(run, environment=environment, stream=replace(run.stream, curriculum=Curriculum(environment)))
 
 
 def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.loop import train
 from fovea.run.context import Run
-from fovea.run.lifecycle import Standing, begin, finish, read_dev
+from fovea.run.lifecycle import begin, finish, read_dev
+from fovea.run.state import TrainState
 from fovea.run.warmup import Warmup
-from fovea.types import Evaluation
+from fovea.types import Evaluation, Metrics
+from fovea.utils.event_loop import wait_for
 from tests.build.test_build import run_of
 from tests.fakes import ANSWERS, bandit_run
 
@@ -30,10 +32,10 @@ def replace_in(run: Run, name: str, value: object) -> None:
 
 def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    run.engine.load_weights(run.policy.weights(), 0)
+    wait_for(run.weight_sync.push(0))
     true = {task.id: np.asarray(task.images[0].source) for task in run.sources.test.tasks}
 
-    def evaluate(source: PromptSource, size: int | None = None) -> Evaluation:
+    async def evaluate(source: PromptSource, size: int | None = None) -> Evaluation:
         pictures = {task.id: np.asarray(task.images[0].source) for task in source.tasks}
         if all(np.array_equal(picture, true[name]) for name, picture in pictures.items()):
             return reading(0.75)
@@ -41,7 +43,7 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
 
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
     with run.metrics:
-        summary = finish(run, Standing(kl_coef=0.0, before=reading(0.1), after_warmup=reading(0.2)))
+        summary = wait_for(finish(run, TrainState(kl_coef=0.0, before=reading(0.1), after_warmup=reading(0.2))))
     figures = summary.to_json()
     assert figures["accuracy"] == {"before": 0.1, "warmup": 0.2, "final": 0.75}
     assert (figures["shuffled_images"], figures["blank_images"]) == (0.5, 0.25)
@@ -49,10 +51,15 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
 
 def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     read: list[PromptSource] = []
-    run.evaluator.evaluate = lambda source, size=None: (read.append(source), reading(1.0))[1]  # type: ignore[method-assign, func-returns-value]
-    read_dev(run)
+
+    async def evaluate(source: PromptSource, size: int | None = None) -> Evaluation:
+        read.append(source)
+        return reading(1.0)
+
+    run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
+    wait_for(read_dev(run))
     assert read == [run.sources.dev]
 
 
@@ -60,11 +67,6 @@ def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
 def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path) -> None:
     """Its order of events: readings, pairs, the policy told to start here, a reading, a checkpoint."""
     events: list[str] = []
-
-    class Trainer:
-        def update(self, pairs: object) -> float:
-            events.append("pairs")
-            return 0.0
 
     def run_with_warmup() -> Run:
         run = bandit_run(tmp_path, resume=resume)
@@ -75,27 +77,34 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
             source=run.sources.train,
             environment=run.environment,
             answer_ids=lambda text: (ANSWERS.index(text),),
-            make_trainer=Trainer,
         )
         replace_in(run, "warmup", stage)
         policy, evaluate = run.policy, run.evaluator.evaluate
-        policy.start_here = lambda: events.append("start here")  # type: ignore[method-assign]
 
-        def noted(source: PromptSource, size: int | None = None) -> Evaluation:
+        async def sft(pairs: object) -> Metrics:
+            events.append("pairs")
+            return {"loss": 0.0}
+
+        async def snapshot_reference() -> None:
+            events.append("snapshot")
+
+        async def noted(source: PromptSource, size: int | None = None) -> Evaluation:
             events.append("reading")
-            return evaluate(source, size)
+            return await evaluate(source, size)
+
+        policy.sft, policy.snapshot_reference = sft, snapshot_reference  # type: ignore[method-assign]
 
         run.evaluator.evaluate = noted  # type: ignore[method-assign]
         return run
 
-    standing = begin(run_with_warmup())
-    assert events == ["reading", "pairs", "pairs", "start here", "reading"]
-    assert standing.after_warmup is not None
+    state = wait_for(begin(run_with_warmup()))
+    assert events == ["reading", "pairs", "pairs", "snapshot", "reading"]
+    assert state.after_warmup is not None
     if resume:
         events.clear()
-        again = begin(run_with_warmup())
+        again = wait_for(begin(run_with_warmup()))
         assert events == []
-        assert (again.step, again.after_warmup) == (0, standing.after_warmup)
+        assert (again.step, again.after_warmup) == (0, state.after_warmup)
 
 
 def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:

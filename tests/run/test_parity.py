@@ -20,9 +20,10 @@ from fovea.errors import DataError, ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin
-from fovea.run.parity import DrawnToken, _reading, read_parity, without_images
+from fovea.run.lifecycle import begin, gate_reading
+from fovea.run.parity import DrawnToken, _reading, without_images
 from fovea.types import Batch, ImageRef, Message, Weights
+from fovea.utils.event_loop import wait_for
 from tests.build.test_build import run_of
 from tests.fakes import bandit_run
 from tests.test_loop import untimed
@@ -35,19 +36,19 @@ INT8 = {"decode_weights": "int8", "max_new_tokens": 8}
 
 def other_weights(run: Run) -> None:
     """The engine is given a language model that nobody trains."""
-    own = run.policy.weights
+    own = run.policy.worker.weights
 
     def changed() -> Weights:
         torch.manual_seed(0)
         for name, tensor in own():
             yield name, tensor if ".visual." in name else tensor + 0.3 * torch.randn_like(tensor)
 
-    run.policy.weights = changed  # type: ignore[method-assign]
+    run.policy.worker.weights = changed  # type: ignore[method-assign]
 
 
 def plain_positions(run: Run) -> None:
     """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
-    own = run.policy.logprobs
+    own = run.policy.worker.logprobs
 
     def scored(batch: Batch) -> Sequence[NDArray[np.float32]]:
         groups = []
@@ -57,7 +58,7 @@ def plain_positions(run: Run) -> None:
             groups.append(replace(group, prompt=replace(group.prompt, positions_3L=positions_3L, next_position=length)))
         return own(replace(batch, groups=tuple(groups)))
 
-    run.policy.logprobs = scored  # type: ignore[method-assign]
+    run.policy.worker.logprobs = scored  # type: ignore[method-assign]
 
 
 def tokens(engine: Sequence[float], trainer: Sequence[float]) -> list[DrawnToken]:
@@ -78,17 +79,17 @@ def test_the_figures_are_those_of_all_tokens() -> None:
 def test_what_is_no_number_is_worst_of_all(tmp_path: Path) -> None:
     assert _reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
     run = run_of(tmp_path)
-    own = run.policy.logprobs
-    run.policy.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]
+    own = run.policy.worker.logprobs
+    run.policy.worker.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]
     with run.metrics, pytest.raises(ParityError, match="differ by nan on average"):
-        begin(run)
+        wait_for(begin(run))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sound_model_passes_with_and_without_images(family: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12, "temperature": 0.8})
     with run.metrics:
-        begin(run)
+        wait_for(begin(run))
     assert run.engine._tape._graphs == [], "what was kept for an update is given back"  # type: ignore[attr-defined]
     found = json.loads((tmp_path / "parity.json").read_text())
     assert (found["step"], found["model"], found["engine"], found["passed"]) == (0, f"tiny {family}", "embedded", True)
@@ -103,8 +104,8 @@ def test_a_sound_model_passes_with_and_without_images(family: str, tmp_path: Pat
 @pytest.mark.parametrize(("count", "limit"), [(1, 3), (2, 40)])
 def test_the_gate_is_as_large_as_is_said(count: int, limit: int, tmp_path: Path) -> None:
     run = run_of(tmp_path, parity={"prompts": count, "max_new_tokens": limit}, rollout={"max_new_tokens": 5})
-    run.engine.load_weights(run.policy.weights(), 0)
-    for kind in read_parity(run).kinds:
+    wait_for(run.weight_sync.push(0))
+    for kind in wait_for(gate_reading(run)).kinds:
         assert kind.prompts == count
         assert kind.tokens <= count * 2 * min(limit, 5)
 
@@ -113,7 +114,7 @@ def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path) -> None:
     run = run_of(tmp_path, rollout={"max_new_tokens": 12})
     other_weights(run)
     with run.metrics, pytest.raises(ParityError) as stopped:
-        begin(run)
+        wait_for(begin(run))
     message = str(stopped.value)
     assert message.startswith("tiny qwen3_vl: on prompts with")
     assert "log-probs of the embedded engine and of the trainer differ by " in message
@@ -133,7 +134,7 @@ def test_wrong_positions_show_on_images_alone(tmp_path: Path) -> None:
     run = run_of(tmp_path, rollout={"max_new_tokens": 12}, parity={"max_abs_logprob_diff": 0.001})
     plain_positions(run)
     with run.metrics, pytest.raises(ParityError, match=r"on prompts with images.*Without images they agree: look at"):
-        begin(run)
+        wait_for(begin(run))
     with_images, without = json.loads((tmp_path / "parity.json").read_text())["prompts"]
     assert without["max_abs"] < ROUNDING < with_images["mean_abs"]
 
@@ -146,7 +147,7 @@ def test_int8_decoding_is_measured_as_it_decodes(tmp_path: Path) -> None:
         run.metrics,
         pytest.raises(ParityError, match=r"embedded \(int8 decoding\) engine.*rollout.decode_weights=exact"),
     ):
-        begin(run)
+        wait_for(begin(run))
 
 
 def test_a_resumed_run_passes_the_gate_too(tmp_path: Path) -> None:
@@ -211,17 +212,17 @@ def test_bad_rows_are_left_for_the_run_to_find(tmp_path: Path) -> None:
         return render(task, messages)  # type: ignore[arg-type]
 
     source.render = render_but_the_first  # type: ignore[method-assign, assignment]
-    run.engine.load_weights(run.policy.weights(), 0)
-    assert {kind.prompts for kind in read_parity(run).kinds} == {4}
+    wait_for(run.weight_sync.push(0))
+    assert {kind.prompts for kind in wait_for(gate_reading(run)).kinds} == {4}
     assert not source.bad_rows
     source.render = lambda *_: (_ for _ in ()).throw(DataError("all bad"))  # type: ignore[method-assign]
     with pytest.raises(DataError, match="none of the first 12 training rows can be used, the last one: all bad"):
-        read_parity(run)
+        wait_for(gate_reading(run))
 
 
 def test_rows_without_images_are_read_once(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    begin(run)
+    wait_for(begin(run))
     (kind,) = json.loads((tmp_path / "parity.json").read_text())["prompts"]
     assert (kind["kind"], kind["prompts"], kind["tokens"], kind["max_abs"]) == ("without images", 4, 8, 0.0)
 

@@ -11,7 +11,7 @@ from fovea.environments.curriculum import Curriculum
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
-from fovea.run.rollout_step import Drawn, draw, sampling_of
+from fovea.run.rollout_step import Rollout, draw
 from fovea.types import Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, bandit_run
@@ -27,16 +27,16 @@ class FormatOnly(BanditEnvironment):
         return Score(reward=right + 0.1 * (turns[-1].text == "b"), accuracy=0.0)
 
 
-def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | None = None) -> Drawn:
+def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | None = None) -> Rollout:
     """`sure`: preference of the policy for the right answer."""
     run = bandit_run(folder, algorithm=DYNAMIC)
     if environment is not None:
-        run = replace(run, environment=environment, curriculum=Curriculum(environment))
-    begin(run)
+        run = replace(run, environment=environment, stream=replace(run.stream, curriculum=Curriculum(environment)))
+    wait_for(begin(run))
     run.policy.table[:] = sure * np.eye(4)  # type: ignore[attr-defined]
-    run.engine.load_weights(run.policy.weights(), 0)
+    wait_for(run.weight_sync.push(0))
     run.engine.seeds.clear()  # type: ignore[attr-defined]
-    result = wait_for(draw(run, sampling_of(run), 0))
+    result = wait_for(draw(run.engine, run.stream, run.config, step=0, phases=run.phases))
     assert len(set(run.engine.seeds)) == len(result.groups), "no two groups are drawn with the same numbers"  # type: ignore[attr-defined]
     return result
 

@@ -13,10 +13,12 @@ from fovea.data.order import Order
 from fovea.errors import TrainError
 from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup, enough, warm_up
-from fovea.train.torch.sft import Pair, SupervisedTrainer
-from fovea.types import Evaluation
+from fovea.train.base import Pair
+from fovea.train.torch.sft import SupervisedTrainer
+from fovea.types import Evaluation, Metrics
+from fovea.utils.event_loop import wait_for
 from tests.environments.test_prompt_source import make_source
-from tests.fakes import ANSWERS, BanditEnvironment
+from tests.fakes import ANSWERS, BanditEnvironment, BanditPolicy
 from tests.reference import reference_logprobs
 from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny
 
@@ -31,16 +33,17 @@ def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, ex
     assert enough(dev, settings) is stop
 
 
-class CountingTrainer:
+class CountingPolicy(BanditPolicy):
     def __init__(self) -> None:
-        self.batches: list[Sequence[Pair]] = []
+        super().__init__()
+        self.pairs: list[Sequence[Pair]] = []
 
-    def update(self, pairs: Sequence[Pair]) -> float:
-        self.batches.append(pairs)
-        return 0.5
+    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+        self.pairs.append(pairs)
+        return {"loss": 0.5}
 
 
-def stage(trainer: CountingTrainer, **settings: object) -> Warmup:
+def stage(**settings: object) -> Warmup:
     source, _ = make_source(["a", "b"])
     return Warmup(
         settings=Settings.model_validate({"batch_size": 3, "check_every_steps": 4, **settings}),
@@ -48,18 +51,19 @@ def stage(trainer: CountingTrainer, **settings: object) -> Warmup:
         source=source,
         environment=BanditEnvironment(),
         answer_ids=lambda text: (ANSWERS.index(text), 9),
-        make_trainer=lambda: trainer,
     )
 
 
 def test_it_stops_at_the_first_reading_that_is_enough() -> None:
-    trainer, readings, lines = CountingTrainer(), iter([0.3, 0.9, 1.0]), list[str]()
-    steps = warm_up(
-        stage(trainer, stop_accuracy=0.5), lambda: Evaluation(accuracies={"all": (next(readings),)}), lines.append
-    )
-    assert steps == len(trainer.batches) == 8
-    assert {len(batch) for batch in trainer.batches} == {3}
-    assert trainer.batches[0][0].answer_ids == (0, 9)
+    policy, accuracies, lines = CountingPolicy(), iter([0.3, 0.9, 1.0]), list[str]()
+
+    async def read_dev() -> Evaluation:
+        return Evaluation(accuracies={"all": (next(accuracies),)})
+
+    steps = wait_for(warm_up(stage(stop_accuracy=0.5), policy, read_dev, lines.append))
+    assert steps == len(policy.pairs) == 8
+    assert {len(batch) for batch in policy.pairs} == {3}
+    assert policy.pairs[0][0].answer_ids == (0, 9)
     assert lines == [
         "warm-up 4/800  loss 0.50  dev accuracy 0.30",
         "warm-up 8/800  loss 0.50  dev accuracy 0.90",
@@ -67,9 +71,10 @@ def test_it_stops_at_the_first_reading_that_is_enough() -> None:
 
 
 def test_it_ends_at_max_steps() -> None:
-    trainer = CountingTrainer()
-    never = Evaluation(accuracies={"all": (0.0,)})
-    assert warm_up(stage(trainer, max_steps=10), lambda: never, lambda _line: None) == 10
+    async def never() -> Evaluation:
+        return Evaluation(accuracies={"all": (0.0,)})
+
+    assert wait_for(warm_up(stage(max_steps=10), CountingPolicy(), never, lambda _line: None)) == 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
-from fovea.models.activation_tape import Tape, Trace
+from fovea.models.activation_tape import Tape
 from fovea.models.loaded import ModelParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
@@ -22,9 +23,10 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.samples import with_old_logprobs
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
+from fovea.types import Batch, Completion, Prompt, Request, Sample, SampleGroup, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import largest_relative_difference
+from tests.rollout.drawing import generate
 from tests.tiny_models import FAMILIES, mixed_prompts, tiny
 
 GRADIENT_TOLERANCE = 1e-5
@@ -56,23 +58,20 @@ class Pair:
             algorithm=algorithm or Algorithm(),
             temperature=0.9,
             max_steps=10,
+            tape=self.tape,
         )
+        self.weight_sync = SharedWeights(self.policy, self.engine)
         self.policy._steps = 1  # step 0 is a plain one
-        self.engine.load_weights(self.policy.weights(), version=0)
+        wait_for(self.weight_sync.push(0))
         self.prompts = mixed_prompts(parts)
 
     def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:
         """Completions of different lengths: 300 tokens of near-uniform sampling meet a stop."""
         settings = [
-            Sampling(max_new_tokens=max_new_tokens - 2 * index, temperature=0.9, seed=index, trace=True, **sampling)  # type: ignore[arg-type]
+            Sampling(max_new_tokens=max_new_tokens - 2 * index, temperature=0.9, seed=index, **sampling)  # type: ignore[arg-type]
             for index in range(len(self.prompts))
         ]
-
-        async def all_of_them() -> list[Sequence[Completion]]:
-            calls = (self.engine.generate(p, s, n) for p, s in zip(self.prompts, settings, strict=True))
-            return await asyncio.gather(*calls)
-
-        return wait_for(all_of_them())
+        return generate(self.engine, self.prompts, settings, n, for_update=True)
 
     def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What the update left behind; float32 parameters keep it until the next one."""
@@ -93,7 +92,7 @@ def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], 
             reward=0.0,
             weight=1 / num_tokens,
             advantages_T=advantage,
-            trace=completion.trace if traces else None,
+            completion_id=completion.id if traces else "",
         )
 
     samples = [tuple(map(sample, group)) for group in groups]
@@ -123,7 +122,8 @@ def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> Non
         parts = tiny("qwen3_vl")
         pair = Pair(parts)
         pair.engine = EmbeddedEngine(pair.vlm, parts, max_batch_tokens=160, tape=pair.tape)
-        pair.engine.load_weights(pair.policy.weights(), version=0)
+        pair.weight_sync = SharedWeights(pair.policy, pair.engine)
+        wait_for(pair.weight_sync.push(0))
         pair.prompts = pair.prompts * 3
         groups = pair.rollout(max_new_tokens=24, n=2, stop=("e", "a"))
         lengths = {len(completion.token_ids_T) for group in groups for completion in group}
@@ -168,7 +168,7 @@ def test_only_the_first_step_after_a_rollout_may_reuse_it() -> None:
     batch = batch_of(pair.prompts, pair.rollout())
     assert pair.policy.update(batch)["reused_frac"] == 1
     assert pair.policy.update(batch)["reused_frac"] == 0, "the weights have moved"
-    pair.engine.load_weights(pair.policy.weights(), version=1)
+    wait_for(pair.weight_sync.push(1))
     assert pair.policy.update(batch)["reused_frac"] == 0, "the tape has been overwritten"
 
 
@@ -207,12 +207,12 @@ def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]
     return steps
 
 
-@pytest.mark.parametrize("change", ["start_here", "load"])
+@pytest.mark.parametrize("change", ["snapshot_reference", "load"])
 def test_other_changes_of_the_weights_end_it_too(change: str, tmp_path: object) -> None:
     pair = Pair(tiny("qwen3_vl"))
     pair.policy.save(tmp_path)  # type: ignore[arg-type]
     batch = batch_of(pair.prompts, pair.rollout())
-    pair.policy.start_here() if change == "start_here" else pair.policy.load(tmp_path)  # type: ignore[arg-type]
+    pair.policy.snapshot_reference() if change == "snapshot_reference" else pair.policy.load(tmp_path)  # type: ignore[arg-type]
     assert pair.policy.update(batch)["reused_frac"] == 0
 
 
@@ -220,7 +220,7 @@ def test_some_updates_are_plain_so_that_the_sampler_stays_checked() -> None:
     pair = Pair(tiny("qwen3_vl"), plain_update_every_steps=3)
     fractions = []
     for version in range(6):
-        pair.engine.load_weights(pair.policy.weights(), version)
+        wait_for(pair.weight_sync.push(version))
         fractions.append(pair.policy.update(batch_of(pair.prompts, pair.rollout()))["reused_frac"])
     assert fractions == [1, 1, 0, 1, 1, 0], "steps 1 to 6"
 
@@ -237,8 +237,8 @@ def test_what_does_not_fit_is_computed_again() -> None:
 def test_evaluation_beside_it_records_nothing() -> None:
     pair = Pair(tiny("qwen3_vl"))
     sampling = Sampling(max_new_tokens=5, temperature=0)
-    (completion,) = wait_for(pair.engine.generate(pair.prompts[0], sampling, 1))
-    assert completion.trace is None
+    ((completion,),) = generate(pair.engine, pair.prompts[:1], [sampling], 1)
+    assert pair.tape.trace(completion.id) is None
     assert pair.policy.update(batch_of(pair.prompts, pair.rollout()))["reused_frac"] == 1, "it was over by then"
 
 
@@ -249,8 +249,16 @@ def test_a_request_that_asks_for_nothing_ends_the_recording_of_those_beside_it()
 
         async def mixed(pair: Pair = pair) -> list[Sequence[Completion]]:
             calls = [
-                pair.engine.generate(prompt, Sampling(max_new_tokens=8, temperature=0.9, seed=1, trace=trace), 2)
-                for prompt, trace in zip(pair.prompts, (True, False, True), strict=True)
+                pair.engine.generate(
+                    Request(
+                        id=str(index),
+                        prompt=prompt,
+                        sampling=Sampling(max_new_tokens=8, temperature=0.9, seed=1),
+                        n=2,
+                        for_update=for_update,
+                    )
+                )
+                for index, (prompt, for_update) in enumerate(zip(pair.prompts, (True, False, True), strict=True))
             ]
             return await asyncio.gather(*calls)
 
@@ -291,9 +299,9 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
     """Whether it was gone through or not: the next rollout makes one of its own."""
     pair = Pair(tiny("qwen3_vl"), linears=False, plain_update_every_steps=1 if kept == "plain" else 1000)
     batch = batch_of(pair.prompts, pair.rollout())
-    trace = batch.groups[0].samples[0].trace
-    assert isinstance(trace, Trace)
-    alive = [weakref.ref(features.embeds_VD) for features in trace.graph.values()]
+    trace = pair.tape.trace(batch.groups[0].samples[0].completion_id)
+    assert trace is not None
+    alive = [weakref.ref(features.embeds_VD) for features in pair.tape.graph(trace.graph_number).values()]
     assert all(reference() is not None for reference in alive)
     pair.policy.update(replace(batch, groups=batch.groups[:1]) if kept == "few" else batch)
     assert not any(reference() is not None for reference in alive)

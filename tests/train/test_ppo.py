@@ -245,7 +245,7 @@ def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
     with torch.no_grad():
         for parameter in parts.network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    policy.start_here()
+    policy.snapshot_reference()
     assert policy._critic is not None
     assert policy._critic.model is not None
     for (name, a), (_, b) in zip(

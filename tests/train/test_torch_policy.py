@@ -343,7 +343,7 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
     with torch.no_grad():
         for parameter in policy._vlm.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    policy.start_here()
+    policy.snapshot_reference()
     warm = policy.logprobs(batch)
     assert not np.allclose(warm[0], cold[0], atol=1e-2)
     np.testing.assert_array_equal(policy.reference_logprobs(batch)[0], warm[0])

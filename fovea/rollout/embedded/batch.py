@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.activation_tape import NOT_RECORDED
-from fovea.rollout.embedded.cache import Request
+from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.sampler import Bans, RowSettings, draw, needs_of, row_settings, uniforms
@@ -30,7 +30,7 @@ from fovea.rollout.embedded.sampler import Bans, RowSettings, draw, needs_of, ro
 class Row:
     """One completion of a request that runs."""
 
-    request: Request
+    request: QueuedRequest
     index: int
     seen: int = 0
     """Tokens that were searched for stop strings."""
@@ -106,7 +106,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(self, requests: Sequence[Request], logits_PW: Tensor) -> None:
+    def add(self, requests: Sequence[QueuedRequest], logits_PW: Tensor) -> None:
         """Rows for all completions of these behind the live ones, and their first tokens."""
         first = len(self.rows)
         self.rows.extend(Row(request=request, index=i) for request in requests for i in range(request.n))
@@ -200,7 +200,7 @@ class Batch:
         self._longest, self._level = longest, shortest == longest
 
 
-def _new_rows(requests: Sequence[Request], device: torch.device) -> RowState:
+def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowState:
     """Rows without tokens."""
 
     def column(values: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A request to the engine, and what a decoding batch asks of the memory that holds keys and values.
+"""A queued request, and the interface of a KV cache to the decoding batch.
 
 Axes: `B` live completions, `J` key heads, `D` width of a head, `N` tokens of a prefill row.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fovea.models.decoder import Attend
-from fovea.types import Completion, Prompt, Sampling
+from fovea.types import Completion, Prompt, Request, Sampling
 
 Store = Callable[[int, Tensor, Tensor], None]
 """(layer, keys [N, J, D], values [N, J, D])"""
@@ -35,7 +35,7 @@ class Cache(Protocol):
         """Tokens of the budget that these take together, each at its longest: what fits is never evicted."""
         ...
 
-    def add(self, requests: Sequence[Request]) -> int:
+    def add(self, requests: Sequence[QueuedRequest]) -> int:
         """Places for their prompts and, behind the live rows, n empty completions each; the first prompt's place."""
         ...
 
@@ -73,13 +73,23 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
-    """One call of `generate`."""
+class QueuedRequest:
+    """A request that waits or runs, and the future of its caller."""
 
-    prompt: Prompt
-    sampling: Sampling
-    n: int
+    request: Request
     done: asyncio.Future[Sequence[Completion]]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompt
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def n(self) -> int:
+        return self.request.n
 
     @property
     def demand(self) -> Demand:

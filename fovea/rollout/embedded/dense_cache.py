@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, Request, Span, Store
+from fovea.rollout.embedded.cache import Demand, QueuedRequest, Span, Store
 from fovea.rollout.embedded.compaction import Moves, fill_holes, grown
 from fovea.rollout.embedded.dense_attention import Sharing, SlotAttention, hide_beyond, sharing
 
@@ -93,7 +93,7 @@ class SlotCache:
         room = max(demand.limit_tokens for demand in demands)
         return len(demands) * prompt + sum(demand.rows for demand in demands) * room
 
-    def add(self, requests: Sequence[Request]) -> int:
+    def add(self, requests: Sequence[QueuedRequest]) -> int:
         first, rows = len(self._prompt_lengths), len(self._prompt_of_row)
         longest = max(self._prompt_lengths, default=0)
         for place, request in enumerate(requests, start=first):

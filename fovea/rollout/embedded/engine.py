@@ -21,9 +21,10 @@ from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import decoder_shape
 from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
+from fovea.models.trainable import weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Batch, Ended
-from fovea.rollout.embedded.cache import Cache, Demand, Request
+from fovea.rollout.embedded.cache import Cache, Demand, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.linears import (
@@ -36,7 +37,7 @@ from fovea.rollout.embedded.prefill import prefill, prompt_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
-from fovea.types import Completion, Prompt, Sampling, Weights
+from fovea.types import Completion, Request
 
 DEFAULT_TUNING = Tuning()
 
@@ -71,8 +72,12 @@ class EmbeddedEngine:
         self._banned_ids = banned_token_ids(parts)
         self._weights: TextWeights | None = None
         self._named: Mapping[str, Tensor] = {}
-        self._only_samples = True
-        """Nothing is running but requests whose samples are trained on."""
+        self._may_approximate = True
+        """All running requests accept approximate weights."""
+        self._asleep = False
+        self._going = asyncio.Event()
+        """Cleared while the engine is paused."""
+        self._going.set()
         self._addresses: tuple[int, ...] = ()
         """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
@@ -80,61 +85,96 @@ class EmbeddedEngine:
         self._packed_stepper: Stepper | None = None
         self._int8_stepper: Stepper | None = None
         self._version = 0
-        self._queue: deque[Request] = deque()
-        self._running: dict[Request, list[Completion | None]] = {}
+        self._queue: deque[QueuedRequest] = deque()
+        self._running: dict[QueuedRequest, list[Completion | None]] = {}
         """What has been drawn; None runs still."""
         self._full = False
         """The first in the queue has to wait until something ends."""
         self._worker: asyncio.Task[None] | None = None
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Sequence[Completion]:
-        """n completions of one prompt; EngineError when they cannot fit the token budget."""
-        request = Request(prompt=prompt, sampling=sampling, n=n, done=asyncio.get_running_loop().create_future())
-        needed = self._ready_cache().cost([request.demand])
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        if self._asleep:
+            raise EngineError("a request to an engine that is asleep; call wake first")
+        queued = QueuedRequest(request=request, done=asyncio.get_running_loop().create_future())
+        needed = self._ready_cache().cost([queued.demand])
         if needed > self._max_batch_tokens:
             raise EngineError(
-                f"a prompt of {prompt.num_tokens} tokens with {n} completions of up to {sampling.max_new_tokens} needs "
-                f"{needed} cache tokens, and rollout.max_batch_tokens={self._max_batch_tokens}; raise "
-                "that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
+                f"a prompt of {request.prompt.num_tokens} tokens with {request.n} completions of up to "
+                f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.max_batch_tokens="
+                f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
-        self._queue.append(request)
-        if self._worker is None or self._worker.done():
+        self._queue.append(queued)
+        if not self._busy:
             self._worker = asyncio.create_task(self._run())
-        return await request.done
+        return await queued.done
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take references to the language model's tensors; copy the vision tower's unless they are shared."""
-        if self._worker is not None and not self._worker.done():
+    async def pause(self) -> None:
+        """Stop decoding after the present step; requests keep their keys and wait for `resume`."""
+        self._going.clear()
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        self._going.set()
+
+    async def sleep(self) -> None:
+        """Free the KV cache, captured graphs and decode copies for the update; EngineError while requests run."""
+        if self._busy:
+            raise EngineError("an engine that draws completions cannot sleep; await them first")
+        self._free_memory()
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Take requests again; the first one allocates the memory."""
+        self._asleep = False
+
+    async def close(self) -> None:
+        """Cancel what runs and free everything."""
+        if self._worker is not None and self._busy:
+            self._worker.cancel()
+            await asyncio.wait([self._worker])
+        self._free_memory()
+        self._weights, self._named = None, {}
+
+    @property
+    def _busy(self) -> bool:
+        return self._worker is not None and not self._worker.done()
+
+    @property
+    def weight_names(self) -> frozenset[str]:
+        """The Hugging Face names of all weights that it draws with."""
+        return weight_names(self._vlm.network)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+        """Take references to the language model's tensors; copy the vision tower's unless they are shared.
+
+        Returns the tensors that it draws with.
+        """
+        if self._busy:
             raise EngineError("new weights while completions are being drawn; await them first")
         named = dict(weights)
         own = dict(self._vlm.network.named_parameters())
         with torch.no_grad():
-            for name, tensor in named.items():
+            for name, tensor in weights.items():
                 if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
-                    own[name].copy_(tensor)
+                    named[name] = own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape, self._tape)
         self._named = named
-        self._drop_copies()
+        self._free_decode_copies()
         self._version = version
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
         if addresses != self._addresses:
-            self.sleep()
+            self._free_memory()
         elif not isinstance(self._stepper, GraphStepper):
             self._stepper = None
         self._addresses = addresses
+        return named
 
-    def sleep(self) -> None:
-        """Give back pages and captured graphs; slots hold nothing between calls of `generate`."""
+    def _free_memory(self) -> None:
+        """Free pages and captured graphs; dense caches hold nothing between calls of `generate`."""
         self._cache = self._stepper = None
-        self._drop_copies()
-
-    def wake(self) -> None:
-        """Nothing to do: what sleep gave back is taken again when it is needed."""
-
-    def close(self) -> None:
-        self.sleep()
-        self._weights, self._named = None, {}
+        self._free_decode_copies()
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
@@ -144,6 +184,7 @@ class EmbeddedEngine:
         try:
             while self._queue or batch.rows:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
+                await self._going.wait()
                 self._admit(batch, cache)
                 self._decode(batch, cache)
         except BaseException as error:
@@ -152,7 +193,7 @@ class EmbeddedEngine:
                 raise
         finally:
             cache.clear()
-            self._drop_copies()
+            self._free_decode_copies()
 
     def _fail(self, error: BaseException) -> None:
         """Pass an error to every caller that waits."""
@@ -166,7 +207,7 @@ class EmbeddedEngine:
     @torch.no_grad()
     def _admit(self, batch: Batch, cache: Cache) -> None:
         """Prefill as many queued requests as fit beside what runs, and draw the first token of their completions."""
-        admitted: list[Request] = []
+        admitted: list[QueuedRequest] = []
         demands = self._demands() if self._queue and not self._full else []
         while self._queue and not self._full:
             request = self._queue[0]
@@ -180,7 +221,7 @@ class EmbeddedEngine:
             row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
             batch.add(admitted, weights.logits(hidden_PE))
-            self._only_samples = all(request.sampling.trace for request in self._running)
+            self._may_approximate = not any(request.sampling.exact for request in self._running)
             self._retire(batch, cache)
 
     def _demands(self) -> list[Demand]:
@@ -192,7 +233,7 @@ class EmbeddedEngine:
         """Some more tokens for every completion that runs."""
         if not batch.rows:
             return
-        int8 = self._tuning.int8_decoding and self._only_samples
+        int8 = self._tuning.int8_decoding and self._may_approximate
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
         for _ in range(self._tuning.steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
@@ -221,13 +262,15 @@ class EmbeddedEngine:
                 "the model's logits are not finite, so that nothing can be drawn from them: the weights have diverged; "
                 "resume from an earlier checkpoint with a lower train.learning_rate"
             )
+        completion_id = f"{ended.row.request.request.id}/{ended.row.index}"
+        self._recorder.finished(completion_id, ended)
         return Completion(
+            id=completion_id,
             token_ids_T=ended.token_ids_T,
             logprobs_T=ended.logprobs_T,
             text=self._text.decode(ended.token_ids_T.tolist(), ended.row.request.sampling.stop),
             finish="stop" if ended.stopped else "length",
             version=self._version,
-            trace=self._recorder.trace(ended),
         )
 
     def _loaded_weights(self) -> TextWeights:
@@ -257,6 +300,6 @@ class EmbeddedEngine:
             self._int8_stepper = Stepper(self._vlm, int8_text_weights(self._named, self._shape), self._shape, cache)
         return self._int8_stepper
 
-    def _drop_copies(self) -> None:
-        """Weights laid out anew for decoding: no use to the update, which needs the memory."""
+    def _free_decode_copies(self) -> None:
+        """Free the oneDNN and 8-bit copies of the weights: the update has no use for them and needs the memory."""
         self._packed_stepper = self._int8_stepper = None

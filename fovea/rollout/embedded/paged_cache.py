@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, Request, Span, Store
+from fovea.rollout.embedded.cache import Demand, QueuedRequest, Span, Store
 from fovea.rollout.embedded.compaction import fill_holes, grown
 
 SCRATCH = 0
@@ -75,7 +75,7 @@ class PagedCache:
             demand.prompt_tokens // self.page_tokens + demand.rows * self._own_pages(demand) for demand in demands
         )
 
-    def add(self, requests: Sequence[Request]) -> int:
+    def add(self, requests: Sequence[QueuedRequest]) -> int:
         first = len(self._prompts)
         for request in requests:
             prompt = PagedPrompt(

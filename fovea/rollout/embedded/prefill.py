@@ -19,7 +19,7 @@ from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, Request, Span
+from fovea.rollout.embedded.cache import Cache, QueuedRequest, Span
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.recorder import Recorder
 
@@ -50,7 +50,7 @@ def prefill(
     row: PromptRow,
     weights: TextWeights,
     shape: DecoderShape,
-    requests: Sequence[Request],
+    requests: Sequence[QueuedRequest],
     cache: Cache,
     recorder: Recorder,
     pass_tokens: int = PASS_TOKENS,
@@ -72,7 +72,7 @@ def prefill(
 
 
 def prompt_row(
-    vlm: VLM, weights: TextWeights, requests: Sequence[Request], features: Sequence[ImageFeatures]
+    vlm: VLM, weights: TextWeights, requests: Sequence[QueuedRequest], features: Sequence[ImageFeatures]
 ) -> PromptRow:
     """The prompts with the features of their images, in order."""
     device, prompts = weights.embed.device, [request.prompt for request in requests]

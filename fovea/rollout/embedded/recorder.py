@@ -19,7 +19,7 @@ from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Ended
-from fovea.rollout.embedded.cache import Request
+from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.types import PromptImage
 
 
@@ -40,7 +40,7 @@ class Recorder:
         self._on = self._records = False
         """Whether anything is kept of what runs, and whether linear outputs are."""
         self._graph_number = 0
-        self._kept: dict[Request, _Kept] = {}
+        self._kept: dict[QueuedRequest, _Kept] = {}
 
     def restart(self) -> None:
         """New weights: what was kept of the old ones is worth nothing."""
@@ -49,7 +49,7 @@ class Recorder:
         self._on = self._records = False
         self._kept = {}
 
-    def features(self, requests: Sequence[Request], *, alone: bool) -> list[ImageFeatures]:
+    def features(self, requests: Sequence[QueuedRequest], *, alone: bool) -> list[ImageFeatures]:
         """Of all images of these requests, each image encoded once; decides what is kept of the requests.
 
         `alone`: no others are running.
@@ -60,9 +60,9 @@ class Recorder:
             return [graph[image.key].map(Tensor.detach) for image in images]
         return self._vlm.image_features(images) if images else []
 
-    def _decide(self, requests: Sequence[Request], images: Sequence[PromptImage], alone: bool) -> ImageGraph:
+    def _decide(self, requests: Sequence[QueuedRequest], images: Sequence[PromptImage], alone: bool) -> ImageGraph:
         """Linear outputs and the graph where both fit, the graph where that alone fits."""
-        tape, asked = self._tape, all(request.sampling.trace for request in requests)
+        tape, asked = self._tape, all(request.request.for_update for request in requests)
         if tape is None or not asked or not (alone or self._on):
             self._on = self._records = False
             return {}
@@ -84,23 +84,22 @@ class Recorder:
         with self._tape.recording(tokens) as place:
             yield place
 
-    def prefilled(self, requests: Sequence[Request], first_place: int) -> None:
+    def prefilled(self, requests: Sequence[QueuedRequest], first_place: int) -> None:
         """The prompts stand one after the other from `first_place` on."""
         for request in requests if self._on else ():
             self._kept[request] = _Kept(first_place, self._graph_number)
             first_place += request.prompt.num_tokens if first_place != NOT_RECORDED else 0
 
-    def trace(self, ended: Ended) -> Trace | None:
-        """What was kept of a completion, if anything."""
+    def finished(self, completion_id: str, ended: Ended) -> None:
+        """Note where the activations of a completion stand, if they were kept."""
         kept = self._kept.get(ended.row.request)
         if kept is None or self._tape is None:
-            return None
+            return
         recorded = kept.first_place != NOT_RECORDED
         prompt_tokens = ended.row.request.prompt.num_tokens if recorded else 0
-        return Trace(
-            tape=self._tape,
-            rollout=self._tape.rollout,
+        trace = Trace(
             prompt_places_L=kept.first_place + np.arange(prompt_tokens),
             places_T=ended.places_T,
             graph_number=kept.graph_number,
         )
+        self._tape.keep_trace(completion_id, trace)

@@ -8,15 +8,15 @@ goes through it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from fovea.models.activation_tape import ImageGraph, Recall, Trace
+from fovea.models.activation_tape import ImageGraph, Recall, Tape
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.train.packing import MicroBatch
-from fovea.types import Sample, SampleGroup
+from fovea.types import SampleGroup
 
 MIN_SHARE_OF_GRAPH = 2 / 3
 """A backward pass costs twice a forward pass and goes through all images of the graph: with fewer of them in the update
@@ -27,31 +27,33 @@ than this, encoding those again is cheaper."""
 class Reuse:
     """For the rows of one optimizer step."""
 
-    graph: ImageGraph = field(default_factory=dict)
+    graph: ImageGraph
     """Features by image key, with the graph that made them; empty: the tower is asked again."""
-    leaves: ImageGraph = field(default_factory=dict)
+    leaves: ImageGraph
     """The same without it, to collect gradients."""
+    tape: Tape
     actions: int = 0
     """Whose forward pass was looked up."""
 
     @staticmethod
-    def of(groups: Sequence[SampleGroup]) -> Reuse:
-        """What is worth taking over for these groups; graphs that are not are forgotten."""
-        traces = [trace for group in groups for sample in group.samples if (trace := _trace(sample))]
-        graphs = {id(trace.graph): trace.graph for trace in traces}
+    def of(groups: Sequence[SampleGroup], tape: Tape) -> Reuse:
+        """Take over what is worth it for these groups; other graphs are freed."""
+        samples = [sample for group in groups for sample in group.samples]
+        traces = [trace for sample in samples if (trace := tape.trace(sample.completion_id))]
+        graphs = {trace.graph_number: tape.graph(trace.graph_number) for trace in traces}
         needed = {image.key for group in groups for image in group.prompt.images}
         worth = [graph for graph in graphs.values() if _share(graph, needed) >= MIN_SHARE_OF_GRAPH]
-        forget_graphs(groups)
+        tape.forget_graphs()
         graph = {key: features for each in worth for key, features in each.items()}
         leaves = {key: features.map(lambda x: x.detach().requires_grad_()) for key, features in graph.items()}
-        return Reuse(graph, leaves)
+        return Reuse(graph, leaves, tape)
 
     def row(self, micro: MicroBatch) -> PackedRow:
         """The row with what is known of it."""
         row, features = micro.row, None
         if row.images and all(image.key in self.leaves for image in row.images):
             features = tuple(self.leaves[image.key] for image in row.images)
-        recall = recall_of(micro)
+        recall = recall_of(micro, self.tape)
         self.actions += row.num_actions if recall is not None else 0
         return replace(row, features=features, recall=recall)
 
@@ -68,15 +70,9 @@ class Reuse:
             torch.autograd.backward(outputs, gradients)
 
 
-def forget_graphs(groups: Sequence[SampleGroup]) -> None:
-    """Give back the memory of graphs that nobody will go back through."""
-    for tape in {trace.tape for group in groups for sample in group.samples if (trace := _trace(sample))}:
-        tape.forget_graphs()
-
-
-def recall_of(micro: MicroBatch) -> Recall | None:
+def recall_of(micro: MicroBatch, tape: Tape) -> Recall | None:
     """Where the linear outputs of the row stand on the tape; None unless all are there."""
-    traces = [[_trace(sample) for sample in group.samples] for group in micro.groups]
+    traces = [[tape.trace(sample.completion_id) for sample in group.samples] for group in micro.groups]
     known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
     if [len(group) for group in known] != [len(group.samples) for group in micro.groups]:
         return None
@@ -84,12 +80,7 @@ def recall_of(micro: MicroBatch) -> Recall | None:
     joined = torch.from_numpy(np.concatenate(places))
     if len(joined) != micro.row.num_tokens:  # padded to a fixed length
         return None
-    return Recall(tape=known[0][0].tape, places_N=joined)
-
-
-def _trace(sample: Sample) -> Trace | None:
-    trace = sample.trace
-    return trace if isinstance(trace, Trace) and trace.readable else None
+    return Recall(tape=tape, places_N=joined)
 
 
 def _share(graph: ImageGraph, needed: set[str]) -> float:

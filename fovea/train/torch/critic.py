@@ -24,12 +24,12 @@ class Critic:
     warmup_steps: int
     """First updates of the run in which the policy waits for the values to mean something."""
 
-    def start_here(self, policy: VLM) -> None:
+    def snapshot_reference(self, policy: VLM) -> None:
         """A model of its own begins as a copy of the policy, as a warm-up has left that."""
         if self.model is not None:
             # the policy's linear layers and norms; the head for values is not among them
             self.model.trunk.load_state_dict(policy.state_dict())
-        self.optimizer.read_again()
+        self.optimizer.sync_from_model()
 
     def train(self, mode: bool) -> None:
         """As `nn.Module.train`: layers recompute their activations in training only."""

@@ -48,7 +48,7 @@ class Optimizer:
         set_learning_rate(self._adamw, rate)
         return rate
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -62,9 +62,9 @@ class Optimizer:
         self._adamw.step()
         self._masters.write_back()
 
-    def read_again(self) -> None:
+    def sync_from_model(self) -> None:
         """Somebody else has trained the model: follow its weights."""
-        self._masters.read_again()
+        self._masters.sync_from_model()
 
     def save(self, folder: Path, name: str) -> None:
         """Weights and the optimizer's state, in an existing folder."""
@@ -97,7 +97,7 @@ class MasterWeights:
         }
 
     @torch.no_grad()
-    def read_again(self) -> None:
+    def sync_from_model(self) -> None:
         """Somebody else has trained the model: follow its weights."""
         for parameter, master in self._copied():
             master.copy_(parameter)

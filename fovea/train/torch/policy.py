@@ -17,24 +17,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fovea.config.run import Algorithm, Train
+from fovea.config.run import Algorithm, Train, Warmup
 from fovea.errors import TrainError
+from fovea.models.activation_tape import Tape
 from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
+    count_parameters,
     lora_layers,
     merged_weights,
     policy_parameters,
 )
 from fovea.models.vlm import VLM
-from fovea.samples import has_old_logprobs, with_old_logprobs
+from fovea.samples import has_old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
+from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.packing import MicroBatch
-from fovea.train.torch.activation_reuse import Reuse, forget_graphs
+from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.backward import Backward
 from fovea.train.torch.checkpoint import load_counts, load_reference, save_counts, save_reference
 from fovea.train.torch.critic import Critic
 from fovea.train.torch.forward import Scorer, in_batch_order
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.update_metrics import Tally, mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
@@ -45,7 +49,7 @@ POLICY, VALUE = "trainable", "value"
 class TorchPolicy:
     """One model on one device."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the models and the settings of a whole policy)
         self,
         vlm: VLM,
         *,
@@ -55,9 +59,17 @@ class TorchPolicy:
         max_steps: int,
         reference: VLM | None = None,
         critic: Critic | None = None,
+        tape: Tape | None = None,
+        warmup: Warmup | None = None,
     ) -> None:
-        """`reference`: a frozen copy for the KL term; with LoRA the adapters are switched off instead."""
+        """`reference`: a frozen copy for the KL term; with LoRA the adapters are switched off instead.
+
+        `tape`: the activations that an engine in this process keeps of its rollouts. `warmup`: how `sft` trains.
+        """
         self._vlm = vlm
+        self._tape = tape
+        self._warmup = warmup
+        self._sft: SupervisedTrainer | None = None
         self._train = train
         self._algorithm = algorithm
         self._critic = critic
@@ -74,12 +86,40 @@ class TorchPolicy:
         self._engine_has_these_weights = False
         """What a rollout computed may be used again: nothing has changed since `weights` were handed out."""
 
-    def start_here(self) -> None:
-        """Take the current weights for the start of RL: float32 copies, reference and critic follow them."""
+    @property
+    def vlm(self) -> VLM:
+        """The network under training, for an engine in the same process to draw with."""
+        return self._vlm
+
+    def annotate(self, batch: Batch, needs: Needs) -> Batch:
+        """Add old and reference log-probs and values; a value head on the policy's trunk gives both in one pass."""
+        shared_trunk = self._critic is not None and self._critic.model is None
+        if needs.values and shared_trunk:
+            logprobs, values = self.logprobs_and_values(batch)
+            batch = with_values(with_old_logprobs(batch, logprobs), values)
+        elif needs.old_logprobs:
+            batch = with_old_logprobs(batch, self.logprobs(batch))
+        if needs.values and not shared_trunk:
+            batch = with_values(batch, self.values(batch))
+        if needs.reference_logprobs:
+            batch = with_reference_logprobs(batch, self.reference_logprobs(batch))
+        return batch
+
+    def sft(self, pairs: Sequence[Pair]) -> Metrics:
+        """One step of supervised fine-tuning, by an optimizer that lives until `snapshot_reference`."""
+        assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
+        if self._sft is None:
+            self._sft = SupervisedTrainer(self._vlm, self._warmup)
         self._engine_has_these_weights = False
-        self._optimizer.read_again()
+        return {"loss": self._sft.update(pairs)}
+
+    def snapshot_reference(self) -> None:
+        """Begin RL with the present weights: master weights, reference and critic follow them."""
+        self._sft = None
+        self._engine_has_these_weights = False
+        self._optimizer.sync_from_model()
         if self._critic is not None:
-            self._critic.start_here(self._vlm)
+            self._critic.snapshot_reference(self._vlm)
         if self._reference is not None:
             self._reference.vlm.load_state_dict(self._vlm.state_dict())
             self._reference_is_loaded_model = False
@@ -170,6 +210,17 @@ class TorchPolicy:
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
+    def describe(self) -> ModelFacts:
+        device = next(self._vlm.parameters()).device
+        return ModelFacts(
+            device=str(device),
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            parameters=tuple(count_parameters(self._vlm.network)),
+        )
+
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the process or with the last reference."""
+
     def _epoch(self, epoch: int, batch: Batch, tally: Tally) -> bool:
         """One pass over the batch, an optimizer step after each minibatch; False where the update ends before that."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
@@ -177,7 +228,7 @@ class TorchPolicy:
         tally.minibatches = len(minibatches)
         for groups in minibatches:
             for optimizer in self._optimizers:
-                optimizer.forget_gradients()
+                optimizer.zero_grad()
             done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
             tally.add(done.sums, done.policy_kl)
             tally.operations += len(self._models) * sum(self._scorer.cost.operations(group) for group in groups)
@@ -232,7 +283,7 @@ class TorchPolicy:
         bad: list[str] = []
         for group in groups:
             for optimizer in self._optimizers:
-                optimizer.forget_gradients()
+                optimizer.zero_grad()
             self._backward([group], None, scale=1.0)
             if not np.isfinite([optimizer.clip() for optimizer in self._optimizers]).all():
                 bad.append(group.task_id)
@@ -250,10 +301,12 @@ class TorchPolicy:
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
         """What the rollout of these groups has left; None when that is stale, or this step is to be a plain one."""
-        if self._is_plain_step or not self._engine_has_these_weights:
-            forget_graphs(groups)
+        if self._tape is None:
             return None
-        return Reuse.of(groups)
+        if self._is_plain_step or not self._engine_has_these_weights:
+            self._tape.forget_graphs()
+            return None
+        return Reuse.of(groups, self._tape)
 
     @property
     def _is_plain_step(self) -> bool:

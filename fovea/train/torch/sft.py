@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,20 +11,12 @@ from fovea.config.run import Warmup
 from fovea.errors import TrainError
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
+from fovea.train.base import Pair
 from fovea.train.packing import pack_row
 from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
-from fovea.types import Prompt
 
 MAX_GRAD_NORM = 1.0
 BETAS = (0.9, 0.95)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A prompt and the answer to imitate."""
-
-    prompt: Prompt
-    answer_ids: tuple[int, ...]
 
 
 class SupervisedTrainer:

@@ -1,0 +1,84 @@
+"""From the policy's weights to the engines': the protocol of a push, and the checks that every kind of push makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fovea.errors import EngineError
+from fovea.models.trainable import bit_hash
+from fovea.types import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """One finished push."""
+
+    version: int
+    num_tensors: int
+    bytes_copied: int
+    """0 where policy and engine share their tensors."""
+
+
+class WeightSync(Protocol):
+    """Brings the policy's weights to every engine; made for a pair of backends, which need not know each other."""
+
+    async def push(self, version: int) -> SyncReport:
+        """Make the engines draw from the policy's present weights, as `version`.
+
+        Every name matches on both sides, what is copied arrives bit for bit, and caches made with older weights
+        (prefix, images, decode copies) are empty afterwards; EngineError where one of these fails.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """The side of a push that trains."""
+
+    def weights(self) -> Weights:
+        """All weights under their Hugging Face names, adapters merged; not copied where they need not be."""
+        ...
+
+
+class WeightTarget(Protocol):
+    """The side of a push that draws."""
+
+    @property
+    def weight_names(self) -> frozenset[str]:
+        """The Hugging Face names of all weights that it draws with."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+        """Take these weights and empty every cache made with older ones; returns the tensors that it holds now."""
+        ...
+
+
+def check_names(sent: Iterable[str], wanted: Iterable[str]) -> None:
+    """EngineError unless the names are the same on both sides."""
+    missing, unknown = sorted(set(wanted) - set(sent)), sorted(set(sent) - set(wanted))
+    if missing or unknown:
+        sides = [f"{len(missing)} that the engine needs were not sent, first {missing[0]}"] if missing else []
+        sides += [f"{len(unknown)} that were sent the engine does not have, first {unknown[0]}"] if unknown else []
+        raise EngineError(
+            f"weights do not match between trainer and engine: {'; '.join(sides)}; both must open the same model: "
+            "compare model.path on both sides"
+        )
+
+
+def check_copies(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> int:
+    """Compare checksums of what was copied; returns its bytes. EngineError for a tensor that arrived differently."""
+    num_bytes = 0
+    for name, tensor in sent.items():
+        copy = held[name]
+        if copy.data_ptr() == tensor.data_ptr():
+            continue  # the same memory
+        num_bytes += tensor.numel() * tensor.element_size()
+        if copy.shape != tensor.shape or bit_hash(copy) != bit_hash(tensor.to(copy.dtype)):
+            raise EngineError(
+                f"the weight {name} differs between trainer and engine after it was copied; run again, and report this "
+                "as a bug if it comes back"
+            )
+    return num_bytes

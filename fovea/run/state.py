@@ -1,0 +1,69 @@
+"""The state of a run between two steps, and its form in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from fovea.types import Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """How far a run has come; part of every checkpoint."""
+
+    kl_coef: float
+    """KL coefficient of the next step; with algorithm.kl_target it moves."""
+    step: int = 0
+    """RL steps taken: the version of the policy that draws next."""
+    before: Evaluation | None = None
+    after_warmup: Evaluation | None = None
+    warmup_seconds: float = 0.0
+    rl_seconds: float = 0.0
+    shared_images: int | None = None
+    """Test rows whose image is in the training split; None: not counted."""
+    started: float = field(default_factory=perf_counter)
+    """`perf_counter` at the start of this process' part of the run."""
+    earlier_seconds: float = 0.0
+    """Duration of the run in earlier processes, before a resume."""
+
+    @property
+    def total_seconds(self) -> float:
+        return self.earlier_seconds + perf_counter() - self.started
+
+    def to_json(self) -> dict[str, Any]:
+        """A checkpoint's form of it; the step stands beside it there."""
+        return {
+            "kl_coef": self.kl_coef,
+            "before": _evaluation_to_json(self.before),
+            "after_warmup": _evaluation_to_json(self.after_warmup),
+            "warmup_seconds": self.warmup_seconds,
+            "rl_seconds": self.rl_seconds,
+            "shared_images": self.shared_images,
+            "total_seconds": self.total_seconds,
+        }
+
+    @staticmethod
+    def from_json(step: int, saved: Mapping[str, Any], *, started: float) -> TrainState:
+        """The state that `to_json` wrote, for a process that began at `started`."""
+        return TrainState(
+            step=step,
+            kl_coef=saved["kl_coef"],
+            before=_evaluation_from_json(saved["before"]),
+            after_warmup=_evaluation_from_json(saved["after_warmup"]),
+            warmup_seconds=saved["warmup_seconds"],
+            rl_seconds=saved["rl_seconds"],
+            shared_images=saved["shared_images"],
+            started=started,
+            earlier_seconds=saved["total_seconds"],
+        )
+
+
+def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, tuple[float, ...]] | None:
+    return dict(evaluation.accuracies) if evaluation else None
+
+
+def _evaluation_from_json(saved: Mapping[str, Sequence[float]] | None) -> Evaluation | None:
+    return Evaluation(accuracies={kind: tuple(values) for kind, values in saved.items()}) if saved else None
