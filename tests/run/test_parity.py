@@ -160,7 +160,7 @@ def test_a_resumed_run_passes_the_gate_too(tmp_path: Path) -> None:
     resumed = run_of(tmp_path, **settings | {"max_steps": 3, "resume": "auto"})
     other_weights(resumed)
     with resumed.metrics, pytest.raises(ParityError):
-        begin(resumed)
+        wait_for(begin(resumed))
     assert json.loads((tmp_path / "parity.json").read_text())["step"] == 2
 
 
