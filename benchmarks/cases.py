@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fovea.config.run import TinyModel
+from fovea.environments.base import Environment
 from fovea.models.loaded import ModelParts
 from fovea.models.tiny import make_tiny
 from fovea.types import ImageRef, Message, Score, Task, Turn
@@ -161,7 +162,7 @@ def reward_of(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchEnvironment:
+class BenchEnvironment(Environment):
     """The rows of a case as an environment."""
 
     rows: Sequence[Task] = field(default_factory=list)
@@ -175,6 +176,10 @@ class BenchEnvironment:
     def target(self, task: Task) -> str:
         return task.answer
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+
+class BenchGrader:
+    """`reward_of` as a grader."""
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         reward = reward_of(turns[-1].text)
         return Score(reward=reward, accuracy=reward)

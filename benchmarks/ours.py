@@ -9,7 +9,7 @@ from time import perf_counter
 
 from PIL import Image
 
-from benchmarks.cases import BenchEnvironment, Case, make_parts, make_tasks
+from benchmarks.cases import BenchEnvironment, BenchGrader, Case, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
 from fovea.build.engine import make_engine, make_tape
@@ -18,6 +18,7 @@ from fovea.config.run import Config, Lora, Model
 from fovea.data.images import open_image
 from fovea.data.order import Order
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
@@ -88,6 +89,7 @@ class Ours:
         drawing = collect(
             run.engine,
             run.environment,
+            run.stream.grading,
             prompted,
             sampling=training_sampling(run.config),
             n=rollout.samples_per_prompt,
@@ -161,6 +163,7 @@ def config_of(case: Case) -> Config:
 def _make_run(case: Case, steps: int, shared: Shared) -> Run:
     config = config_of(case)
     environment = BenchEnvironment(make_tasks(case, case.prompts * steps))
+    grading = Grading(graders=(BenchGrader(),))
     source = PromptSource(
         environment.rows,
         environment,
@@ -178,14 +181,16 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         stream=TaskStream(
             source=source,
             order=Order(["all"] * len(source), weights={}, seed=0),
-            curriculum=Curriculum(environment),
+            curriculum=Curriculum(),
+            environment=environment,
+            grading=grading,
         ),
         engine=shared.engine,
         policy=LocalPolicy(shared.policy),
         weight_sync=SharedWeights(shared.policy, shared.engine),
         warmup=None,
         open_image=_open,
-        evaluator=Evaluator(shared.engine, environment, max_new_tokens=1, stop=(), batch_size=1),
+        evaluator=Evaluator(shared.engine, environment, grading, max_new_tokens=1, stop=(), batch_size=1),
         checkpoints=Checkpoints(folder, keep=1),
         resumed=None,
         metrics=MetricsLog([]),

@@ -22,7 +22,7 @@ from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.data.images import OpenImage
 from fovea.environments.base import Environment, Split
-from fovea.environments.custom.reward import for_readings
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.errors import ConfigError, DataError
 from fovea.evaluation.baselines import fixed_answers, majority_answers
@@ -85,6 +85,7 @@ class Rows:
 
     config: Config
     environment: Environment
+    grading: Grading
     tasks: Sequence[Task]
     size: int
     open_image: OpenImage
@@ -93,14 +94,15 @@ class Rows:
     def of(config: Config, split: Split, note: Callable[[str], None] = lambda _: None) -> Rows:
         """The rows that a run with these settings reads: `evaluate.dev_size` of dev, `evaluate.test_size` of others.
 
-        `note` is told of answers that the user's own code gives no score.
+        `note` is told of answers that the grader leaves without a score.
         """
-        environment = for_readings(make_environment(config), note)
-        tasks = environment.tasks(split)
+        made = make_environment(config)
+        tasks = made.environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
         return Rows(
             config=config,
-            environment=environment,
+            environment=made.environment,
+            grading=made.grading.for_readings(note),
             tasks=tasks,
             size=min(size or len(tasks), len(tasks)),
             open_image=make_opener(config.data, Path(config.run_dir)),
@@ -150,7 +152,7 @@ def _row(rows: Rows, index: int) -> Row:
 async def read_target(target: Target, rows: Rows, overrides: Sequence[str], say: Say) -> Reading:
     """All that a target says."""
     if isinstance(target, Baseline):
-        return _read_baseline(target, rows, say)
+        return await _read_baseline(target, rows, say)
     say("loading the model")
     model = open_model(target, rows.config, overrides)
     engine = make_engine(_engine_settings(rows.config, model), model.parts, model.vlm)
@@ -186,7 +188,7 @@ def _source(rows: Rows, renderer: RendersPrompts) -> PromptSource:
 
 async def _read_model(name: str, engine: Engine, source: PromptSource, rows: Rows, say: Say) -> Reading:
     config = rows.config
-    evaluator = make_evaluator(config, engine, rows.environment)
+    evaluator = make_evaluator(config, engine, rows.environment, rows.grading)
     say(f"{rows.size} rows, greedy")
     greedy = _by_id(await evaluator.answers(source, rows.size))
     samples: Mapping[str, AnsweredRow] = {}
@@ -219,7 +221,7 @@ def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
     return {row.id: row for row in answered}
 
 
-def _read_baseline(target: Baseline, rows: Rows, say: Say) -> Reading:
+async def _read_baseline(target: Baseline, rows: Rows, say: Say) -> Reading:
     environment = rows.environment
     if target.kind == "majority":
         say("counting the answers of training rows")
@@ -229,7 +231,7 @@ def _read_baseline(target: Baseline, rows: Rows, say: Say) -> Reading:
     else:
         answer_of = partial(_constant, target.text)
     source = _source(rows, NoRenderer())
-    greedy = fixed_answers(environment, source, rows.size, answer_of)
+    greedy = await fixed_answers(environment, rows.grading, source, rows.size, answer_of)
     return Reading(target=target.name, greedy=greedy, skipped=dict(source.bad_rows), is_model=False)
 
 

@@ -14,7 +14,9 @@ from PIL import Image
 from fovea.cluster.local import SharedWeights
 from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
+from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases
@@ -41,7 +43,7 @@ from fovea.types import (
 ANSWERS = ("a", "b", "c", "d")
 
 
-class BanditEnvironment:
+class BanditEnvironment(Environment):
     """Task i wants answer i % 4, and says so in its prompt."""
 
     def tasks(self, split: str) -> list[Task]:
@@ -64,6 +66,20 @@ class BanditEnvironment:
     def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         right = float(turns[-1].text == task.answer)
         return Score(reward=right, accuracy=right, parts={"answer": right})
+
+
+class ScoreOf:
+    """The plain `score` of an environment as a grader that never waits."""
+
+    def __init__(self, environment: BanditEnvironment) -> None:
+        self._environment = environment
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return self._environment.score(task, turns)
+
+
+def graded(environment: BanditEnvironment) -> Grading:
+    return Grading(graders=(ScoreOf(environment),))
 
 
 class BanditRenderer:
@@ -219,14 +235,16 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         stream=TaskStream(
             source=train,
             order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
-            curriculum=Curriculum(environment, config.curriculum),
+            curriculum=Curriculum(None, config.curriculum),
+            environment=environment,
+            grading=graded(environment),
         ),
         engine=engine,
         policy=policy,
         weight_sync=SharedWeights(policy, engine),
         warmup=None,
         open_image=no_image,
-        evaluator=Evaluator(engine, environment, max_new_tokens=1, stop=(), batch_size=5),
+        evaluator=Evaluator(engine, environment, graded(environment), max_new_tokens=1, stop=(), batch_size=5),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([JsonlSink(folder, resume_step=resumed.step if resumed else 0)]),

@@ -177,7 +177,7 @@ def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:
 def test_a_reward_that_is_no_number_is_named(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
     wait_for(begin(run))
-    run.environment.score = lambda task, turns: Score(reward=float("nan"), accuracy=0.0)  # type: ignore[method-assign]
+    run.environment.score = lambda task, turns: Score(reward=float("nan"), accuracy=0.0)  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=r"train/\d+: the reward of '[abcd]' is nan; return a finite number"):
         wait_for(take_step(run, at(0)))
 

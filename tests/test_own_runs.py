@@ -128,5 +128,5 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
 def test_a_reward_that_fails_ends_the_run_by_name() -> None:
     Path("fails.py").write_text("def score(task, text, images): return float('nan')", encoding="utf-8")
     run = build(load_config([], [*SMALL, *SHAPES, "reward=fails.py:score"]))
-    with pytest.raises(ScoreError, match=r"^test/\d+: fails\.py:score returned nan, which is not finite; mend it"):
+    with pytest.raises(ScoreError, match=r"^test/\d+: fails\.py:score returned nan, which is not finite; fix it"):
         train(run)

@@ -6,6 +6,7 @@ import torch
 
 from fovea.config.run import Config
 from fovea.environments.base import Environment
+from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
@@ -58,11 +59,12 @@ def make_tape(config: Config, vlm: VLM) -> Tape | None:
     )
 
 
-def make_evaluator(config: Config, engine: Engine, environment: Environment) -> Evaluator:
-    """What asks the engine held-out rows, scored by this environment."""
+def make_evaluator(config: Config, engine: Engine, environment: Environment, grading: Grading) -> Evaluator:
+    """The evaluator of held-out rows."""
     return Evaluator(
         engine,
         environment,
+        grading,
         max_new_tokens=config.rollout.max_new_tokens,
         stop=config.rollout.stop,
         batch_size=config.evaluate.batch_size,

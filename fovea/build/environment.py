@@ -1,8 +1,10 @@
-"""The task family of a run, and what scores its answers."""
+"""The task family of a run and its graders."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fovea.build.data import make_access, make_opener
 from fovea.config.run import (
@@ -14,64 +16,121 @@ from fovea.config.run import (
     VqaEnvironment,
 )
 from fovea.environments.base import Environment
-from fovea.environments.custom.loading import load_environment, load_reward
-from fovea.environments.custom.reward import CallLimits, GuardedEnvironment, OwnReward
+from fovea.environments.curriculum import Stages
+from fovea.environments.custom.environment import UserEnvironment, user_graders
+from fovea.environments.custom.grader import UserGrader, score_function
+from fovea.environments.custom.loading import checked_environment, load_environment, load_reward
 from fovea.environments.geo3k import Geo3k
+from fovea.environments.graders.grading import Grading
+from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
+from fovea.environments.graders.threads import CallThreads
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.vqa import Vqa
 
 
-def make_environment(config: Config, environment: Environment | None = None) -> Environment:
-    """The environment given, or the one that the settings name; scored by the function of `reward`, if there is one."""
-    made = environment or named_environment(config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedEnvironment:
+    """An environment with the graders of its answers."""
+
+    environment: Environment
+    grading: Grading
+    stages: Stages = field(default_factory=Stages)
+    """The stages of the curriculum that the graders are for."""
+
+
+def make_environment(config: Config, given: Any = None) -> GradedEnvironment:
+    """The environment that the settings name, or an object that Python has; graded by the function of `reward`, if set.
+
+    An object with `graders` is one of Fovea's own; any other is treated as a class of the user's from a file.
+    """
+    if given is None:
+        made = named_environment(config)
+    elif hasattr(given, "graders"):
+        made = own_environment(given)
+    else:
+        name = type(given).__name__
+        made = user_environment(config, checked_environment(given, name), name)
     if config.reward is None:
         return made
-    opener = make_opener(config.data, Path(config.run_dir))
-    function = load_reward(config.reward)
-    return OwnReward(made, function, opener, limits=call_limits(config), name=config.reward)
+    # the stages of an environment are about its own score
+    return replace(made, grading=reward_grading(config, config.reward), stages=Stages())
 
 
-def named_environment(config: Config) -> Environment:
-    """The task family that `environment.name` names."""
-    if isinstance(config.environment, Geo3kEnvironment):
-        return Geo3k(config.environment, make_access(config.data))
-    if isinstance(config.environment, VqaEnvironment):
-        return Vqa(config.environment, make_access(config.data))
-    if isinstance(config.environment, CaptionEnvironment):
-        return make_caption(config, config.environment)
-    if isinstance(config.environment, GeoSpotEnvironment):
-        from fovea.environments.geospot.environment import GeoSpot  # an extra: it says itself what is absent
+def named_environment(config: Config) -> GradedEnvironment:
+    """The environment that `environment.name` names."""
+    settings = config.environment
+    if isinstance(settings, CaptionEnvironment):
+        return make_caption(config, settings)
+    if isinstance(settings, OwnEnvironment):
+        return user_environment(config, load_environment(settings), settings.file)
+    if isinstance(settings, GeoSpotEnvironment):
+        from fovea.environments.geospot.environment import GeoSpot  # needs an extra, whose absence it reports itself
 
-        return GeoSpot(config.environment, make_access(config.data))
-    if isinstance(config.environment, OwnEnvironment):
-        own = load_environment(config.environment)
-        return GuardedEnvironment(own, limits=call_limits(config), name=config.environment.file)
-    return Shapes(config.environment, config.seed)
+        return own_environment(GeoSpot(settings, make_access(config.data)))
+    if isinstance(settings, Geo3kEnvironment):
+        return own_environment(Geo3k(settings, make_access(config.data)))
+    if isinstance(settings, VqaEnvironment):
+        return own_environment(Vqa(settings, make_access(config.data)))
+    return own_environment(Shapes(settings, config.seed))
 
 
-def call_limits(config: Config) -> CallLimits:
-    """How the user's own code is called."""
-    return CallLimits(
-        timeout_seconds=config.reward_timeout_seconds,
-        on_failure=config.reward_on_failure,
-        calls_at_once=config.reward_calls_at_once,
+def own_environment(environment: Any) -> GradedEnvironment:
+    """One of Fovea's environments with its graders, which never wait."""
+    return GradedEnvironment(
+        environment=environment, grading=Grading(graders=environment.graders), stages=stages_of(environment)
     )
 
 
-def make_caption(config: Config, settings: CaptionEnvironment) -> Environment:
+def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
+    """An object of the user's, whose `score` is called as a reward function is."""
+    stages, limits = stages_of(user), reward_limits(config, f"{name}.score")
+    return GradedEnvironment(
+        environment=UserEnvironment(user, name),
+        grading=Grading(graders=user_graders(user, stages, limits.name), calls=LimitedCalls(limits)),
+        stages=stages,
+    )
+
+
+def stages_of(environment: Any) -> Stages:
+    """The stages that an environment has; most have none."""
+    if not hasattr(environment, "stages"):
+        return Stages()
+    return Stages(stages=tuple(environment.stages), default_starts=tuple(environment.default_starts))
+
+
+def reward_grading(config: Config, reward: str) -> Grading:
+    """The user's reward function as the grader of all stages."""
+    function = score_function(load_reward(reward), make_opener(config.data, Path(config.run_dir)))
+    calls = LimitedCalls(reward_limits(config, reward))
+    return Grading(graders=(UserGrader(function, CallThreads(reward)),), calls=calls)
+
+
+def reward_limits(config: Config, name: str) -> CallLimits:
+    """The limits of calls of the user's own code."""
+    return CallLimits(
+        name=name,
+        calls_at_once=config.reward_calls_at_once,
+        timeout_seconds=config.reward_timeout_seconds,
+        on_failure=config.reward_on_failure,
+    )
+
+
+def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
     """Captions, with the models that score them."""
-    from fovea.environments.caption import Caption, JudgedCaption
+    from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 
     reward_model = None
     if settings.reward_model is not None:
         from fovea.environments.graders.reward_model import RewardScorer
 
         reward_model = RewardScorer(settings.reward_model)
-    caption = Caption(settings, reward_model, make_access(config.data))
+    caption = Caption(settings, make_access(config.data))
+    metrics = CaptionGrader(settings, caption.tasks, reward_model)
     if settings.judge is None:
-        return caption
-    from fovea.environments.graders.judge import JudgeClient
+        return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))
+    from fovea.environments.graders.judge import JudgeClient, limits_of
 
     opener = make_opener(config.data, Path(config.run_dir))
-    judge = JudgeClient(settings.judge)
-    return JudgedCaption(caption, judge, opener, scores_at_once=settings.judge.max_concurrency)
+    judged = JudgedCaptionGrader(metrics, JudgeClient(settings.judge), opener)
+    calls = LimitedCalls(limits_of(settings.judge))
+    return GradedEnvironment(environment=caption, grading=Grading(graders=(judged,), calls=calls))

@@ -20,7 +20,6 @@ from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
-from fovea.environments.custom.reward import for_readings
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.models.render import Renderer
@@ -44,7 +43,8 @@ def build(config: Config, environment: Environment | None = None) -> Run:
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.stage("making the model")
-    environment = make_environment(config, environment)
+    graded = make_environment(config, environment)
+    environment = graded.environment
     parts, vlm = make_model(config, environment)
     opener = make_opener(config.data, folder)
     renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
@@ -64,14 +64,18 @@ def build(config: Config, environment: Environment | None = None) -> Run:
         stream=TaskStream(
             source=sources.train,
             order=make_order(config, sources.train.tasks),
-            curriculum=Curriculum(environment, config.curriculum),
+            curriculum=Curriculum(graded.stages, config.curriculum),
+            environment=environment,
+            grading=graded.grading,
         ),
         engine=engine,
         policy=LocalPolicy(worker),
         weight_sync=SharedWeights(worker, engine),
         warmup=make_warmup(config, environment, sources.train, renderer),
         open_image=opener,
-        evaluator=make_evaluator(config, engine, for_readings(environment, partial(record_unscored_answer, folder))),
+        evaluator=make_evaluator(
+            config, engine, environment, graded.grading.for_readings(partial(record_unscored_answer, folder))
+        ),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([*sinks, profile] if profile else sinks),

@@ -245,7 +245,7 @@ def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> 
     """The model of a run with the weights of one of its steps."""
     config = load_config([target.run / CONFIG_FILE], overrides)
     # the run's own environment: the tokenizer of a tiny model is made of its texts
-    parts, vlm = make_model(config, make_environment(config))
+    parts, vlm = make_model(config, make_environment(config).environment)
     left_out = load_trained(target.folder, vlm)
     return OpenedModel(config=config, parts=parts, vlm=vlm, left_out=left_out)
 

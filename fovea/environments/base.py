@@ -1,45 +1,30 @@
-"""What a task is to Fovea: rows, the prompt of a row, the score of an answer."""
+"""The protocol of an environment: the rows of a task, the prompt of a row, the turns that follow an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
-from fovea.types import Message, Score, Task, Turn
+from fovea.types import Message, Task, Turn
 
 Split: TypeAlias = Literal["train", "dev", "test"]
-UNSCORED = "unscored"
-"""The part of a score that is none: in a reading such an answer counts as wrong, and is counted."""
 
 
 class Environment(Protocol):
-    """A task family. Stateless: everything that `score` needs is in its arguments."""
+    """A task family. Stateless: everything that a method needs is in its arguments. Graders score it."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The rows of a split, lazily where they are many; equal for equal settings."""
         ...
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        """What the model is asked."""
+        """The messages that open the episode."""
         ...
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """Reward, accuracy and named parts of the answer in the last turn."""
-        ...
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The messages that answer the model's last turn; None ends the episode, here after the first turn."""
+        return None
 
     def target(self, task: Task) -> str:
-        """An answer that scores full marks: what supervised warm-up trains on."""
-        ...
-
-
-@runtime_checkable
-class WaitsToScore(Protocol):
-    """An environment whose `score` waits for something else, such as a server.
-
-    It is called from threads, so that drawing goes on meanwhile; which thread scores what changes no score.
-    """
-
-    @property
-    def scores_at_once(self) -> int:
-        """How many threads; at least 1."""
+        """An answer that scores full marks: supervised warm-up trains on it."""
         ...

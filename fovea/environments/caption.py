@@ -1,11 +1,12 @@
 """Descriptions of images: compared with references, judged by a model, or both.
 
-A metric is between 0 and 1, and 1 is what a reference itself gets: CIDEr-D is divided by the score of the true
-answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge's scores are its own.
+A metric is between 0 and 1, and 1 is the value of a reference itself: CIDEr-D is divided by the score of the true
+answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge has a scale of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
@@ -19,7 +20,7 @@ from fovea.config.environments import CaptionMetric
 from fovea.config.run import CaptionEnvironment
 from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import IMAGE_MARK, plain_answer
 from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
 from fovea.environments.graders.base import Grade, shown
@@ -28,35 +29,27 @@ from fovea.errors import DataError
 from fovea.types import Message, Score, Task, Turn
 
 MAX_CHARS = 10_000
-"""Of a caption that is compared; n-grams beyond would only cost time."""
+"""The length to which a caption is cut before it is compared; more n-grams would only cost time."""
 _CHRF, _BLEU = CHRF(), BLEU(effective_order=True)
 
 
-class SeesImages(Protocol):
+class Judge(Protocol):
     """`judge.JudgeClient`, or a stand-in."""
 
-    def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float: ...
+    async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float: ...
 
 
-class ReadsText(Protocol):
+class TextScorer(Protocol):
     """`reward_model.RewardScorer`, or a stand-in."""
 
     def score(self, question: str, answer: str) -> float: ...
 
 
-class Caption:
-    """The environment `caption` without a model that scores; see `config.CaptionEnvironment`."""
+class Caption(Environment):
+    """The environment `caption`; see `config.CaptionEnvironment`."""
 
-    def __init__(
-        self,
-        config: CaptionEnvironment,
-        reward_model: ReadsText | None = None,
-        access: RowAccess | None = None,
-    ) -> None:
-        self._config = config
-        self._reward_model = reward_model
+    def __init__(self, config: CaptionEnvironment, access: RowAccess | None = None) -> None:
         self._files = FileTasks(config, access, read_answer=first_caption)
-        self._lock = Lock()
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)
@@ -67,8 +60,24 @@ class Caption:
     def target(self, task: Task) -> str:
         return task.answer
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return self.weighed(self.parts(task, caption_of(turns[-1].text)))
+
+class CaptionGrader:
+    """The grader of `caption` without a judge."""
+
+    def __init__(
+        self,
+        config: CaptionEnvironment,
+        tasks: Callable[[Split], Sequence[Task]],
+        reward_model: TextScorer | None = None,
+    ) -> None:
+        """`tasks` gives the rows of a split, whose references say how rare words are."""
+        self._config = config
+        self._tasks = tasks
+        self._reward_model = reward_model
+        self._lock = Lock()
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return self.weighted(self.parts(task, caption_of(turns[-1].text)))
 
     def parts(self, task: Task, caption: str) -> dict[str, float]:
         """The metrics that need no judge, and CIDEr-D's plain value."""
@@ -81,7 +90,7 @@ class Caption:
             parts["reward_model"] = self._reward_model.score(question_of(task), caption)
         return parts
 
-    def weighed(self, parts: Mapping[str, float]) -> Score:
+    def weighted(self, parts: Mapping[str, float]) -> Score:
         """The mean of the metrics by their weights."""
         weights: Mapping[CaptionMetric, float] = self._config.metric_weights
         reward = sum(weight * parts[name] for name, weight in weights.items()) / sum(weights.values())
@@ -93,7 +102,7 @@ class Caption:
         return list(dict.fromkeys([task.answer, *(captions_of(cell, task.id) if cell is not None else [])]))
 
     def _reference_cell(self, task: Task) -> object:
-        """Of the column that holds them; without one, an answer that is a list is all of them."""
+        """The cell in the column of references; without such a column, an answer that is a list."""
         if self._config.references_key is not None:
             return task.row.get(self._config.references_key)
         cell = task.row.get(self._config.answer_key or ANSWER_KEYS[0])
@@ -112,7 +121,7 @@ class Caption:
         return CiderD(self._reference_sets("test"))
 
     def _reference_sets(self, split: Split) -> Iterator[list[str]]:
-        tasks = self.tasks(split)
+        tasks = self._tasks(split)
         for index in range(min(len(tasks), self._config.idf_rows)):
             try:
                 references = self.references(tasks[index])
@@ -121,40 +130,30 @@ class Caption:
             yield references
 
 
-class JudgedCaption:
-    """The environment `caption` with a judge, for which scoring waits (`base.WaitsToScore`)."""
+class JudgedCaptionGrader:
+    """The grader of `caption` with a judge: the metrics of a `CaptionGrader`, and the judge's score."""
 
-    def __init__(self, caption: Caption, judge: SeesImages, open_image: OpenImage, *, scores_at_once: int) -> None:
-        self._caption = caption
+    def __init__(self, metrics: CaptionGrader, judge: Judge, open_image: OpenImage) -> None:
+        self._metrics = metrics
         self._judge = judge
         self._open_image = open_image
-        self._scores_at_once = scores_at_once
 
-    @property
-    def scores_at_once(self) -> int:
-        return self._scores_at_once
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._caption.tasks(split)
-
-    def prompt(self, task: Task) -> Sequence[Message]:
-        return self._caption.prompt(task)
-
-    def target(self, task: Task) -> str:
-        return self._caption.target(task)
-
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """ScoreError or UnscoredError when the judge gives none."""
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where the judge gives none."""
         caption = caption_of(turns[-1].text)
-        images = [self._open_image(ref) for ref in task.images]
-        judged = self._judge.score(images, question_of(task), caption, self._caption.references(task))
-        return self._caption.weighed(self._caption.parts(task, caption) | {"judge": judged})
+        # neither images nor metrics may hold up the replies to other calls
+        images, parts = await asyncio.to_thread(self._images_and_parts, task, caption)
+        judged = await self._judge.score(images, question_of(task), caption, self._metrics.references(task))
+        return self._metrics.weighted(parts | {"judge": judged})
+
+    def _images_and_parts(self, task: Task, caption: str) -> tuple[list[Image], dict[str, float]]:
+        return [self._open_image(ref) for ref in task.images], self._metrics.parts(task, caption)
 
 
 def grade(prediction: str, truth: str | Sequence[str], *, cider: CiderD | None = None) -> Grade:
     """A response against one reference or several.
 
-    The score is CIDEr-D where `cider` knows how rare words are (from all references of a file), else chrF.
+    The score is CIDEr-D where `cider` is given, with the document frequencies of all references of a file; else chrF.
     """
     references = [truth] if isinstance(truth, str) else list(truth)
     caption = caption_of(prediction)
@@ -167,20 +166,20 @@ def grade(prediction: str, truth: str | Sequence[str], *, cider: CiderD | None =
 
 
 def cider_parts(cider: CiderD, caption: str, references: Sequence[str]) -> dict[str, float]:
-    """CIDEr-D as a share of what the first reference scores among all, at most 1, and its plain value."""
+    """CIDEr-D over the score of the first reference among all of them, at most 1, and its plain value."""
     plain, of_reference = cider.score(caption, references), cider.score(references[0], references)
-    if of_reference == 0:  # every word of the reference is in every image's: all that is left is equality
+    if of_reference == 0:  # each of its words is in the references of every image: only equality can be scored
         return {"cider": float(words_of(caption) == words_of(references[0])), "cider_d": plain}
     return {"cider": min(plain / of_reference, 1.0), "cider_d": plain}
 
 
 def chrf(caption: str, references: Sequence[str]) -> float:
-    """The F-score of character n-grams, of the best reference (Popovic, W15-3049), by sacrebleu."""
+    """The character n-gram F-score with the best reference (Popovic, W15-3049), by sacrebleu."""
     return _share(_CHRF.sentence_score(caption, references).score)
 
 
 def bleu(caption: str, references: Sequence[str]) -> float:
-    """BLEU of one sentence, smoothed, of at most as many orders as it has words (Papineni, P02-1040), by sacrebleu."""
+    """Smoothed sentence BLEU, its order at most the number of words (Papineni, P02-1040), by sacrebleu."""
     return _share(_BLEU.sentence_score(caption, references).score)
 
 
@@ -188,7 +187,7 @@ OVERLAPS: Mapping[str, Callable[[str, Sequence[str]], float]] = {"chrf": chrf, "
 
 
 def _share(percent: float) -> float:
-    # products of logarithms make 100.00000000000004 of a perfect match
+    # sacrebleu works with logarithms, so that a perfect match comes out as 100.00000000000004
     return min(max(round(percent / 100, 12), 0.0), 1.0)
 
 
@@ -204,7 +203,7 @@ def captions_of(cell: object, where: str) -> list[str]:
 
 
 def caption_of(response: str) -> str:
-    """All that follows the reasoning."""
+    """The caption in a response: the text after the reasoning."""
     return response.rpartition("</think>")[2].strip()[:MAX_CHARS]
 
 

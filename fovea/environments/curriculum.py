@@ -1,8 +1,8 @@
-"""Stages of a run: which one a step belongs to, what is logged of it, what a checkpoint keeps.
+"""The curriculum of a run: the stage that each step belongs to, its metrics, and its state for checkpoints.
 
-An environment with stages is `Staged`: `at(stage)` gives the environment as that stage scores it. It stays stateless;
-the curriculum is what moves. Rows with levels (`data.order.HasLevels`) are drawn by the stage's level weights. Without
-either there is one stage. Held-out rows are always scored by the environment itself, that is, by its last stage.
+An environment with `Stages` has a grader for each of them, from the easiest to the last, and stays stateless; only the
+curriculum moves. Rows with levels (`data.order.HasLevels`) are drawn by the stage's level weights. Without either there
+is one stage. Held-out rows are always scored by the last grader.
 """
 
 from __future__ import annotations
@@ -10,78 +10,64 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 from fovea.config import run as config
-from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.types import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What a log says of a stage."""
+    """The name and figures by which a log describes a stage."""
 
     name: str
     facts: Mapping[str, float] = field(default_factory=dict)
     """Its weights and tolerances, by name."""
 
 
-@runtime_checkable
-class Staged(Protocol):
-    """An environment that grows harder; it is itself as its last stage."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The stages that an environment brings; by default none."""
 
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """From the easiest to the last."""
-        ...
-
-    @property
-    def default_starts(self) -> Sequence[int]:
-        """Steps at which the second and later stages begin."""
-        ...
-
-    def at(self, stage: int) -> Environment:
-        """The environment as a stage scores it; 0 is the first."""
-        ...
+    stages: Sequence[Stage] = ()
+    """From the easiest to the last."""
+    default_starts: Sequence[int] = ()
+    """Steps at which the second and later stages begin."""
 
 
 class CurriculumState(TypedDict):
-    """All that a checkpoint keeps; JSON-serialisable."""
+    """The state of a curriculum in a checkpoint; JSON-serialisable."""
 
     stage: int
     recent_rewards: list[float]
 
 
 class Curriculum:
-    """Where a run is in its stages."""
+    """The present stage of a run, and the rule by which the next one begins."""
 
-    def __init__(self, environment: Environment, settings: config.Curriculum | None = None) -> None:
+    def __init__(self, own: Stages | None = None, settings: config.Curriculum | None = None) -> None:
+        """`own` holds the stages of the environment."""
         self._settings = settings or config.Curriculum()
-        self._environment = environment
-        self._stages = _stages_of(environment, self._settings)
-        self._starts = _starts_of(environment, self._settings, len(self._stages))
+        own = own or Stages()
+        self._stages = _all_stages(own.stages, self._settings)
+        self._starts = _starts(own.default_starts, self._settings, len(self._stages))
         self._recent: deque[float] = deque(maxlen=self._settings.success_window_steps)
         self._stage = 0 if self._settings.enabled else len(self._stages) - 1
 
     @property
     def stage(self) -> int:
-        """Counts from 0."""
+        """The present stage, counted from 0."""
         return self._stage
 
     @property
-    def environment(self) -> Environment:
-        """As the present stage scores it."""
-        return self._environment.at(self._stage) if isinstance(self._environment, Staged) else self._environment
-
-    @property
     def level_weights(self) -> Mapping[str, float]:
-        """How often rows of each level are drawn; a level that is not named: 1."""
+        """The relative frequency of rows of each level; 1 for a level that is not named."""
         tables = self._settings.level_weights
         return tables[self._stage] if tables else {}
 
     def begin_step(self, step: int) -> str | None:
-        """Go on to the stage of a step, which counts from 0; a line for the log when it is another one."""
+        """Advance to the stage of a step (counted from 0), and return a line for the log if the stage changed."""
         before = self._stage
         if self._settings.enabled:
             self._stage = self._by_success() if self._settings.advance == "success" else self._by_step(step)
@@ -90,11 +76,11 @@ class Curriculum:
         return self.describe() if self._says_something else None
 
     def end_step(self, reward: float) -> None:
-        """Note the mean reward of a step."""
+        """Take the mean reward of a step into the success window."""
         self._recent.append(reward)
 
     def metrics(self) -> Metrics:
-        """The stage (from 1) and its facts; empty where there is one stage only."""
+        """The stage (counted from 1) and its facts; empty for a single stage."""
         if not self._says_something:
             return {}
         facts = {f"curriculum/{name}": value for name, value in self._stages[self._stage].facts.items()}
@@ -102,7 +88,7 @@ class Curriculum:
         return {"curriculum/stage": float(self._stage + 1)} | facts | levels
 
     def describe(self) -> str:
-        """`stage 2 of 5, country refined: tolerance_km 200, weight_country 1`."""
+        """The present stage in a line: `stage 2 of 5, country refined: tolerance_km 200, weight_country 1`."""
         stage, levels = self._stages[self._stage], self.level_weights
         facts = [f"{name} {value:.3g}" for name, value in (*stage.facts.items(), *levels.items())]
         return f"stage {self._stage + 1} of {len(self._stages)}, {stage.name}: {', '.join(facts) or 'no weights'}"
@@ -111,7 +97,7 @@ class Curriculum:
         return {"stage": self._stage, "recent_rewards": list(self._recent)}
 
     def restore(self, state: CurriculumState) -> None:
-        """Go on from a checkpoint."""
+        """Continue from the state in a checkpoint."""
         if not 0 <= state["stage"] < len(self._stages):
             raise DataError(
                 f"the checkpoint is in stage {state['stage'] + 1}, but there are {len(self._stages)}; resume with the "
@@ -136,9 +122,8 @@ class Curriculum:
         return self._stage + 1
 
 
-def _stages_of(environment: Environment, settings: config.Curriculum) -> Sequence[Stage]:
+def _all_stages(own: Sequence[Stage], settings: config.Curriculum) -> Sequence[Stage]:
     tables = settings.level_weights
-    own = environment.stages if isinstance(environment, Staged) else ()
     if own and tables and len(own) != len(tables):
         raise ConfigError(
             f"curriculum.level_weights has {len(tables)} tables, but the environment has {len(own)} stages; write one "
@@ -147,8 +132,7 @@ def _stages_of(environment: Environment, settings: config.Curriculum) -> Sequenc
     return own or [Stage(name=f"levels {number}") for number in range(1, len(tables) + 1)] or [Stage(name="all")]
 
 
-def _starts_of(environment: Environment, settings: config.Curriculum, num_stages: int) -> Sequence[int]:
-    own = environment.default_starts if isinstance(environment, Staged) else ()
+def _starts(own: Sequence[int], settings: config.Curriculum, num_stages: int) -> Sequence[int]:
     starts = own if settings.starts is None else settings.starts
     if settings.enabled and settings.advance == "step" and len(starts) != num_stages - 1:
         raise ConfigError(

@@ -3,8 +3,8 @@ r"""Geometry problems with a diagram, from Parquet files in one of two public la
 * hub: `problem` is a text with `<image>` marks, `images` a list, `answer` is bare or `\boxed{...}`;
 * verl: `prompt` is a list of {role, content}, the user's last; `reward_model` holds `ground_truth`.
 
-Which one it is shows in the cells of `prompt_key` and `answer_key`. Some diagrams of the public test split
-are in the train split too (172 of 601 rows): there a figure measures new questions, not new diagrams.
+The cells of `prompt_key` and `answer_key` tell them apart. Some diagrams of the public test split are in the train
+split too (172 of 601 rows): accuracy on these rows is on new questions, not on new diagrams.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from fovea.config.run import Geo3kEnvironment
 from fovea.data.readers.frame import InMemory
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.types import Message, Score, Task, Turn
 
 
-class Geo3k:
+class Geo3k(Environment):
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
     def __init__(
@@ -31,8 +31,9 @@ class Geo3k:
         access: RowAccess | None = None,
         frames: Mapping[Split, InMemory] | None = None,
     ) -> None:
-        self._config = config
         self._files = FileTasks(config, access, frames=frames)
+        self._think_tags = config.think_tags
+        self.graders = (Geo3kGrader(config),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)
@@ -40,27 +41,34 @@ class Geo3k:
     def prompt(self, task: Task) -> Sequence[Message]:
         return self._files.prompt(task)
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+    def target(self, task: Task) -> str:
+        boxed = rf"\boxed{{{task.answer}}}"
+        return f"<think>The answer is {task.answer}.</think>{boxed}" if self._think_tags else boxed
+
+
+class Geo3kGrader:
+    """The grader of `geo3k`: the boxed answer against the truth."""
+
+    def __init__(self, config: Geo3kEnvironment) -> None:
+        self._config = config
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         graded = grade(turns[-1].text, task.answer, think_tags=self._config.think_tags)
         return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
 
     def _reward(self, graded: Grade) -> float:
-        """Weighed as in verl and EasyR1, or one of two values as in RLinf."""
+        """A weighted mean of answer and format as in verl and EasyR1, or one of two values as in RLinf."""
         bounds = self._config.binary_rewards
         if bounds is not None:
             return bounds[graded.score == 1]
         weight = self._config.weight_of_format
         return (1 - weight) * graded.score + weight * graded.parts["format"]
 
-    def target(self, task: Task) -> str:
-        boxed = rf"\boxed{{{task.answer}}}"
-        return f"<think>The answer is {task.answer}.</think>{boxed}" if self._config.think_tags else boxed
-
 
 def grade(prediction: str, truth: str, *, think_tags: bool = False) -> Grade:
-    r"""The last closed `\boxed{}` against the true answer; the part `format` says whether the form was kept.
+    r"""A response against the true answer, by its last closed `\boxed{}`; the part `format` is 1 for one in form.
 
-    The form is a boxed answer, with `think_tags` after reasoning that `</think>` ends. Its opening tag may be
+    The form is a boxed answer; with `think_tags` it follows reasoning that `</think>` ends. The opening tag may be
     missing: many chat templates have written it already.
     """
     boxed = last_boxed(prediction)
@@ -79,7 +87,7 @@ def _boxed_after_thinking(text: str) -> bool:
 
 
 def _after_thinking(text: str) -> str | None:
-    """What follows the reasoning; None unless there is some, once, in its tags."""
+    """The text after the reasoning; None unless there is exactly one stretch of reasoning in tags."""
     thought, closing, tail = text.partition("</think>")
     thought = re.sub(r"^\s*<think>", "", thought)
     well_formed = closing and thought.strip() and not re.search("</?think>", thought + tail)

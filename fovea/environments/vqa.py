@@ -1,6 +1,7 @@
 """Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice.
 
-What counts as the same answer is in `vqa_answers`, where an answer is looked for too; options are in `vqa_choices`.
+`graders.vqa_answer` finds the answer in a response and compares it with the truth; `graders.vqa_choices` does so with
+the options of multiple choice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from fovea.config.run import VqaEnvironment
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
@@ -23,36 +24,40 @@ from fovea.types import Message, Score, Task, Turn
 _LETTER = re.compile(r"\(?([A-Z])\)?\.?")
 
 
-class Vqa:
+class Vqa(Environment):
     """The environment `vqa`; see `config.VqaEnvironment`."""
 
     def __init__(self, config: VqaEnvironment, access: RowAccess | None = None) -> None:
         self._config = config
         self._files = FileTasks(config, access, read_answer=majority_answer)
+        self.graders = (VqaGrader(config),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        options = self._options(task)
+        options = task_options(task, self._config)
         if options:
             true_letter(task.answer, options, task.id)  # a row whose answer is no option is a bad row
             task = replace(task, question=f"{task.question}\n{listed_options(options)}")
         return self._files.prompt(task)
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        options = self._options(task)
+    def target(self, task: Task) -> str:
+        options = task_options(task, self._config)
+        return rf"\boxed{{{true_letter(task.answer, options, task.id) if options else task.answer}}}"
+
+
+class VqaGrader:
+    """The grader of `vqa`: the answer in a response against those of the annotators, or the right option."""
+
+    def __init__(self, config: VqaEnvironment) -> None:
+        self._config = config
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        options = task_options(task, self._config)
         truths = [true_letter(task.answer, options, task.id)] if options else self._truths(task)
         graded = grade(turns[-1].text, truths, options=options)
         return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
-
-    def target(self, task: Task) -> str:
-        options = self._options(task)
-        return rf"\boxed{{{true_letter(task.answer, options, task.id) if options else task.answer}}}"
-
-    def _options(self, task: Task) -> tuple[str, ...]:
-        key = self._config.choices_key
-        return () if key is None else options_of(task.row.get(key), task.id)
 
     def _truths(self, task: Task) -> list[str]:
         key = self._config.answers_key
@@ -60,10 +65,16 @@ class Vqa:
         return answers_of(cell, task.id) if isinstance(cell, list | tuple) and cell else [task.answer]
 
 
+def task_options(task: Task, config: VqaEnvironment) -> tuple[str, ...]:
+    """The options of a row of multiple choice; none for other rows."""
+    key = config.choices_key
+    return () if key is None else options_of(task.row.get(key), task.id)
+
+
 def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str] = ()) -> Grade:
     """A response against the true answer, or against those of several annotators (soft accuracy).
 
-    A truth that is one capital letter is an option's: its letter, or its text where `options` are known, is right.
+    A truth that is one capital letter names an option: right is its letter, or its text where `options` are known.
     """
     truths = [truth] if isinstance(truth, str) else list(truth)
     found = found_answer(prediction)
@@ -82,12 +93,12 @@ def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str]
 
 
 def majority_answer(cell: object, where: str) -> str:
-    """The answer of a cell; that of most annotators where it holds several, the first one in a tie."""
+    """The answer in a cell; of several annotators' answers the most frequent, and the first in a tie."""
     if isinstance(cell, list | tuple) and cell:
         return Counter(answers_of(cell, where)).most_common(1)[0][0]
     return plain_answer(cell, where)
 
 
 def answers_of(cell: Sequence[object], where: str) -> list[str]:
-    """The answers of all annotators, bare or in VQA's {answer, answer_id, answer_confidence}."""
+    """The answers of all annotators: texts, or mappings as in VQA v2, {answer, answer_id, answer_confidence}."""
     return [plain_answer(one.get("answer") if isinstance(one, Mapping) else one, where) for one in cell]

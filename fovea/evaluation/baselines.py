@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from fovea.environments.base import Environment, WaitsToScore
+from fovea.environments.base import Environment
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError, ScoreError
+from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.types import Task, Turn
@@ -41,21 +42,17 @@ def majority_answers(environment: Environment, train: Sequence[Task]) -> Callabl
     return lambda task: seen.get(task.kind, overall).most_common(1)[0][0]
 
 
-def fixed_answers(
-    environment: Environment, source: PromptSource, size: int | None, say: Callable[[Task], str]
+async def fixed_answers(
+    environment: Environment, grading: Grading, source: PromptSource, size: int | None, say: Callable[[Task], str]
 ) -> dict[str, AnsweredRow]:
-    """What `say` says to each of the first `size` rows, scored as a model's answer would be.
-
-    An environment that waits to score does so in as many threads as in a rollout.
-    """
+    """The answers of `say` to each of the first `size` rows, scored as a model's would be."""
     size = min(size or len(source), len(source))
     found: dict[str, AnsweredRow] = {}
-    with ThreadPoolExecutor(environment.scores_at_once if isinstance(environment, WaitsToScore) else 1) as threads:
-        for start in range(0, size, _ROWS_AT_ONCE):
-            tasks = _tasks(source, range(start, min(start + _ROWS_AT_ONCE, size)))
-            answers = threads.map(lambda task: _scored(environment, task, say(task)), tasks.values())
-            for (index, task), answer in zip(tasks.items(), answers, strict=True):
-                found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
+    for start in range(0, size, _ROWS_AT_ONCE):
+        tasks = _tasks(source, range(start, min(start + _ROWS_AT_ONCE, size)))
+        answers = await _scored(environment, grading, [(task, say(task)) for task in tasks.values()])
+        for (index, task), answer in zip(tasks.items(), answers, strict=True):
+            found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
     return found
 
 
@@ -65,11 +62,13 @@ def _tasks(source: PromptSource, indices: Iterable[int]) -> dict[int, Task]:
     return {index: task for index, task in read if task is not None}
 
 
-def _scored(environment: Environment, task: Task, text: str) -> SampledAnswer:
-    try:
-        score = environment.score(task, [Turn(messages=tuple(environment.prompt(task)), text=text)])
-    except ScoreError as error:
-        raise type(error)(f"{task.id}: {error}") from error
+async def _scored(environment: Environment, grading: Grading, said: Sequence[tuple[Task, str]]) -> list[SampledAnswer]:
+    calls = [asyncio.create_task(_answer(environment, grading, task, text)) for task, text in said]
+    return [await call for call in calls]  # in order, so that an error is that of the first row
+
+
+async def _answer(environment: Environment, grading: Grading, task: Task, text: str) -> SampledAnswer:
+    (score,) = await grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=text)]])
     return SampledAnswer(
         text=text,
         reward=score.reward,

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from fovea.environments.base import UNSCORED, Environment
+from fovea.environments.base import Environment
+from fovea.environments.graders.grading import UNSCORED, Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.rollout.base import Engine
@@ -33,6 +34,7 @@ class Evaluator:
         self,
         engine: Engine,
         environment: Environment,
+        grading: Grading,
         *,
         max_new_tokens: int,
         stop: tuple[str, ...],
@@ -40,6 +42,7 @@ class Evaluator:
     ) -> None:
         self._engine = engine
         self._environment = environment
+        self._grading = grading
         self._greedy = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop=stop)
         self._batch_size = batch_size
 
@@ -74,7 +77,13 @@ class Evaluator:
             rows = {index: source.get(index) for index in indices[start : start + self._batch_size]}
             usable = {index: row for index, row in rows.items() if row is not None}
             groups = await collect(
-                self._engine, self._environment, list(usable.values()), sampling=sampling, n=n, seed=(seed, start)
+                self._engine,
+                self._environment,
+                self._grading,
+                list(usable.values()),
+                sampling=sampling,
+                n=n,
+                seed=(seed, start),
             )
             for (index, row), group in zip(usable.items(), groups, strict=True):
                 answers = tuple(map(sampled_answer, group.episodes))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
-from fovea.environments.base import Environment, WaitsToScore
+from fovea.environments.base import Environment
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import DataError, ScoreError, UnscoredError
+from fovea.errors import UnscoredError
 from fovea.rollout.base import Engine
 from fovea.types import Completion, Episode, Group, Request, Sampling, Task, Turn
 
@@ -20,6 +19,7 @@ from fovea.types import Completion, Episode, Group, Request, Sampling, Task, Tur
 async def collect(  # noqa: PLR0913 (all of them are a rollout)
     engine: Engine,
     environment: Environment,
+    grading: Grading,
     prompted: Sequence[PromptedTask],
     *,
     sampling: Sampling,
@@ -29,14 +29,12 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
     unscored: list[str] | None = None,
     for_update: bool = False,
 ) -> list[Group]:
-    """n scored completions of every prompt; each is scored as soon as its group is drawn.
+    """n scored completions of every prompt; each group is scored as soon as it is drawn.
 
     A group's random numbers depend on `seed` and its place in the step, after `num_before` others, so that a resumed
-    run draws the same. An environment that waits to score does so in threads while others are drawn; the order of
-    groups and episodes stays. A group that an environment leaves unscored is left out, and why is put into `unscored`
-    (None: it raises).
+    run draws the same. Graders that wait do so while other groups are drawn; the order of groups and episodes stays. A
+    group with an UnscoredError is left out, and the reason is appended to `unscored` (None: the error is raised).
     """
-    threads = ThreadPoolExecutor(environment.scores_at_once) if isinstance(environment, WaitsToScore) else None
 
     async def group(place: int, item: PromptedTask) -> Group | None:
         request = Request(
@@ -48,41 +46,30 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
         )
         completions = await engine.generate(request)
         try:
-            episodes = await _episodes(environment, item.task, completions, threads)
-        except ScoreError as error:
-            reason = f"{item.task.id}: {error}"
-            if unscored is None or not isinstance(error, UnscoredError):
-                raise type(error)(reason) from error
-            unscored.append(reason)
+            episodes = await _episodes(environment, grading, item.task, completions)
+        except UnscoredError as error:
+            if unscored is None:
+                raise
+            unscored.append(str(error))
             return None
         return Group(prompt=item.prompt, episodes=episodes)
 
-    try:
-        groups = await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted, num_before)))
-    finally:
-        if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+    groups = await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted, num_before)))
     return [group for group in groups if group is not None]
 
 
 async def _episodes(
-    environment: Environment, task: Task, completions: Sequence[Completion], threads: ThreadPoolExecutor | None
+    environment: Environment, grading: Grading, task: Task, completions: Sequence[Completion]
 ) -> tuple[Episode, ...]:
-    if threads is None:
-        return tuple(_episode(environment, task, completion) for completion in completions)
-    loop = asyncio.get_running_loop()
-    calls = [loop.run_in_executor(threads, _episode, environment, task, completion) for completion in completions]
-    return tuple(await asyncio.gather(*calls))
+    asked = tuple(environment.prompt(task))
+    answers = [[Turn(messages=asked, text=each.text, finish=each.finish)] for each in completions]
+    scores = await grading.scores(task, answers)
+    return tuple(
+        Episode(task=task, completion=completion, score=score)
+        for completion, score in zip(completions, scores, strict=True)
+    )
 
 
 def request_seed(*parts: int) -> int:
-    """64 well-mixed bits of these numbers."""
+    """A 64-bit seed, hashed from these numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
-
-
-def _episode(environment: Environment, task: Task, completion: Completion) -> Episode:
-    turn = Turn(messages=tuple(environment.prompt(task)), text=completion.text, finish=completion.finish)
-    score = environment.score(task, [turn])
-    if not math.isfinite(score.reward):
-        raise DataError(f"{task.id}: the reward of {completion.text[:80]!r} is {score.reward}; return a finite number")
-    return Episode(task=task, completion=completion, score=score)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from fovea.config.run import Config
 from fovea.data.order import Order
-from fovea.environments.base import Environment, WaitsToScore
+from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import TrainError
 from fovea.metrics.log import Phases
@@ -29,10 +30,8 @@ class TaskStream:
     source: PromptSource
     order: Order
     curriculum: Curriculum
-
-    @property
-    def environment(self) -> Environment:
-        return self.curriculum.environment
+    environment: Environment
+    grading: Grading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +94,7 @@ async def _rollout(
         groups = await collect(
             engine,
             stream.environment,
+            stream.grading.at(stream.curriculum.stage),
             prompted,
             sampling=training_sampling(config),
             n=rollout.samples_per_prompt,
@@ -109,8 +109,8 @@ async def _rollout(
 
 
 def _unscored_metrics(stream: TaskStream, unscored: Sequence[str]) -> Metrics:
-    """Only for environments that may fail to score."""
-    return {"groups/unscored": float(len(unscored))} if isinstance(stream.environment, WaitsToScore) else {}
+    """The count of groups without a score, for graders that may have none."""
+    return {"groups/unscored": float(len(unscored))} if stream.grading.calls is not None else {}
 
 
 def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from threading import Thread
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -36,3 +37,21 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     if pending:
         loop.run_until_complete(asyncio.wait(pending))
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, for work that must go on while the run's loop computes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a coroutine on that loop; awaited from another loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        return self._loop

@@ -14,17 +14,17 @@ from PIL import Image
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fovea.build.environment import make_environment
+from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.config.run import CaptionEnvironment, Config, RewardModel
 from fovea.data.images import open_image
-from fovea.environments.base import WaitsToScore
-from fovea.environments.caption import Caption, JudgedCaption, bleu, chrf, grade
+from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade
 from fovea.environments.graders.cider import CiderD
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
-from fovea.types import ImageRef, Turn
+from fovea.types import ImageRef
 from tests.environments.files import COLOURS, files, row
+from tests.grading import scored
 
 TEXTS = ["A red square on white ground.", "Green, all green, with no border at all!", "blue"]
 ROWS = [row("Describe it.", text, colour) for text, colour in zip(TEXTS, COLOURS, strict=True)]
@@ -35,23 +35,24 @@ def settings_of(folder: Path, rows: Sequence[dict[str, object]] = ROWS, **more: 
     return CaptionEnvironment.model_validate({"name": "caption", **files(folder, rows, **more)})
 
 
-def turns(text: str) -> list[Turn]:
-    return [Turn(messages=(), text=text)]
+def caption(config: CaptionEnvironment, scorer: RewardScorer | None = None) -> tuple[Caption, list[CaptionGrader]]:
+    environment = Caption(config)
+    return environment, [CaptionGrader(config, environment.tasks, scorer)]
 
 
 def test_references_score_full_marks_and_the_mean_is_weighed(tmp_path: Path) -> None:
-    environment = Caption(settings_of(tmp_path, metric_weights=ALL))
+    environment, graders = caption(settings_of(tmp_path, metric_weights=ALL))
     for split in ("train", "dev", "test"):
         for task in environment.tasks(split):  # type: ignore[arg-type]
-            score = environment.score(task, turns(environment.target(task)))
+            score = scored(graders, task, environment.target(task))
             assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
     task = environment.tasks("test")[0]
-    parts = environment.score(task, turns("<think>A red square on white ground.</think> a red ball")).parts
+    parts = scored(graders, task, "<think>A red square on white ground.</think> a red ball").parts
     assert set(parts) == {"cider", "cider_d", "chrf", "bleu"}
     assert 0 < parts["cider"] < 1 < parts["cider_d"] < 10
-    score = environment.score(task, turns("a red ball"))
+    score = scored(graders, task, "a red ball")
     assert score.reward == pytest.approx((parts["cider"] + parts["chrf"] + 2 * parts["bleu"]) / 4)
-    assert environment.score(task, turns("")).reward == 0
+    assert scored(graders, task, "").reward == 0
 
 
 def test_all_references_count(tmp_path: Path) -> None:
@@ -59,10 +60,10 @@ def test_all_references_count(tmp_path: Path) -> None:
     rows = [
         row("Describe it.", ["a cat on a mat by the door"], captions=["one cat lies here and sleeps"]) for _ in "12"
     ]
-    environment = Caption(settings_of(tmp_path, rows, references_key="captions", metric_weights={"chrf": 1}))
+    environment, graders = caption(settings_of(tmp_path, rows, references_key="captions", metric_weights={"chrf": 1}))
     task = environment.tasks("test")[0]
-    assert environment.references(task) == ["a cat on a mat by the door", "one cat lies here and sleeps"]
-    assert environment.score(task, turns("one cat lies here and sleeps")).reward == 1
+    assert graders[0].references(task) == ["a cat on a mat by the door", "one cat lies here and sleeps"]
+    assert scored(graders, task, "one cat lies here and sleeps").reward == 1
     assert captions[0] == environment.target(task)
     with pytest.raises(DataError, match="the answer is"):
         Caption(settings_of(tmp_path, [row("Describe it.", [None])])).tasks("test")[0]
@@ -70,17 +71,17 @@ def test_all_references_count(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_a_list_is_all_references(tmp_path: Path) -> None:
     said = ["a cat on a mat by the door", "one cat lies here and sleeps"]
-    environment = Caption(settings_of(tmp_path, [row("Describe it.", said)], metric_weights={"chrf": 1}))
+    environment, graders = caption(settings_of(tmp_path, [row("Describe it.", said)], metric_weights={"chrf": 1}))
     (task,) = environment.tasks("test")
-    assert environment.references(task) == said
-    assert [environment.score(task, turns(text)).reward for text in said] == [1, 1]
+    assert graders[0].references(task) == said
+    assert [scored(graders, task, text).reward for text in said] == [1, 1]
 
 
 def test_a_word_that_every_reference_has_tells_nothing(tmp_path: Path) -> None:
     """One row: every IDF is 0, and all that is left is equality."""
-    environment = Caption(settings_of(tmp_path, ROWS[:1]))
+    environment, graders = caption(settings_of(tmp_path, ROWS[:1]))
     (task,) = environment.tasks("train")
-    assert [environment.score(task, turns(text)).reward for text in (TEXTS[0].upper(), "a red square")] == [1, 0]
+    assert [scored(graders, task, text).reward for text in (TEXTS[0].upper(), "a red square")] == [1, 0]
 
 
 def test_overlaps_by_sacrebleu() -> None:
@@ -107,7 +108,9 @@ class Said:
     def __init__(self) -> None:
         self.asked: list[object] = []
 
-    def score(self, images: Sequence[Image.Image], question: str, answer: str, references: Sequence[str]) -> float:
+    async def score(
+        self, images: Sequence[Image.Image], question: str, answer: str, references: Sequence[str]
+    ) -> float:
         self.asked.append((images[0].getpixel((0, 0)), question, answer, list(references)))
         return 0.5
 
@@ -120,11 +123,10 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
     def opener(ref: ImageRef) -> Image.Image:
         return open_image(ref, max_mib=1, max_megapixels=1)
 
-    environment = JudgedCaption(Caption(config), said, opener, scores_at_once=5)
-    assert isinstance(environment, WaitsToScore)
-    assert not isinstance(Caption(config), WaitsToScore)
+    environment, (metrics,) = caption(config)
+    graders = [JudgedCaptionGrader(metrics, said, opener)]
     task = environment.tasks("test")[1]
-    score = environment.score(task, turns(f"<think>x</think>\n{TEXTS[1]}"))
+    score = scored(graders, task, f"<think>x</think>\n{TEXTS[1]}")
     assert said.asked == [(COLOURS["green"], "Describe it.", TEXTS[1], [TEXTS[1]])]
     assert (score.reward, score.parts) == ((3 * 0.5 + 1) / 4, {"judge": 0.5, "chrf": 1.0})
     assert len(environment.prompt(task)) == 1
@@ -132,15 +134,18 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
 
 
 def test_build_makes_what_the_settings_name(tmp_path: Path) -> None:
-    def made(**more: object) -> object:
+    def made(**more: object) -> GradedEnvironment:
         environment = {"name": "caption", **files(tmp_path, ROWS, **more)}
         return make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": environment}))
 
-    assert isinstance(made(), Caption)
+    assert isinstance(made().grading.graders[0], CaptionGrader)
+    assert made().grading.calls is None
     judge = {"url": "http://localhost:1/v1", "model": "m", "max_concurrency": 3}
     judged = made(judge=judge, metric_weights={"judge": 1})
-    assert isinstance(judged, JudgedCaption)
-    assert judged.scores_at_once == 3
+    assert isinstance(judged.environment, Caption)
+    assert isinstance(judged.grading.graders[0], JudgedCaptionGrader)
+    assert judged.grading.calls is not None
+    assert judged.grading.calls.limits.calls_at_once == 3
 
 
 @pytest.mark.parametrize(
@@ -180,9 +185,9 @@ def test_a_reward_model_gives_the_logistic_of_its_output(tmp_path: Path) -> None
         logit = model(**tokenizer(text, return_tensors="pt")).logits.item()
     assert scorer.score("q", "blue") == pytest.approx(1 / (1 + torch.tensor(-logit).exp().item()), abs=1e-6)
     config = settings_of(tmp_path, metric_weights={"reward_model": 1}, reward_model={"path": str(tmp_path / "rm")})
-    environment = Caption(config, scorer)
+    environment, graders = caption(config, scorer)
     task = environment.tasks("test")[0]
-    assert environment.score(task, turns("blue")).reward == scorer.score("Describe it.", "blue")
+    assert scored(graders, task, "blue").reward == scorer.score("Describe it.", "blue")
     with pytest.raises(RuntimeError, match="reads 64 tokens"):
         scorer.score("q", "blue " * 99)
 

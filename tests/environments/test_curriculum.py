@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fovea.build.environment import stages_of as stages_of_environment
 from fovea.config import run as config
 from fovea.data.order import LazyTasks, Order, levels_of
-from fovea.environments.curriculum import Curriculum, Stage, Staged
+from fovea.environments.curriculum import Curriculum, Stage, Stages
 from fovea.environments.geospot.environment import GeoSpot
+from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -20,33 +22,27 @@ from fovea.run.context import Run
 from fovea.types import Score, Task, Turn
 from tests.fakes import BanditEnvironment, bandit_run
 
+STAGES = Stages(
+    stages=[Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)],
+    default_starts=(2, 5),
+)
 
-class StagedBandit(BanditEnvironment):
+
+class StageGrader:
     """Stage k pays (k + 1) / 3 for a right answer."""
 
-    def __init__(self, stage: int = 2) -> None:
+    def __init__(self, stage: int) -> None:
         self.stage = stage
 
-    @property
-    def stages(self) -> Sequence[Stage]:
-        return [Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)]
-
-    @property
-    def default_starts(self) -> Sequence[int]:
-        return (2, 5)
-
-    def at(self, stage: int) -> StagedBandit:
-        return StagedBandit(stage)
-
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        plain = super().score(task, turns)
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        plain = BanditEnvironment().score(task, turns)
         return Score(reward=plain.reward * (self.stage + 1) / 3, accuracy=plain.accuracy)
 
 
-def staged_run(folder: Path, environment: BanditEnvironment, *, resume: bool = False, **settings: object) -> Run:
+def staged_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
     run = bandit_run(folder, resume=resume, **settings)
-    object.__setattr__(run, "stream", replace(run.stream, curriculum=Curriculum(environment, run.config.curriculum)))
-    return run
+    curriculum, graders = Curriculum(STAGES, run.config.curriculum), tuple(map(StageGrader, range(3)))
+    return replace(run, stream=replace(run.stream, curriculum=curriculum, grading=Grading(graders=graders)))
 
 
 def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:
@@ -57,13 +53,13 @@ def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:
     return stages
 
 
-def geospot() -> GeoSpot:
-    return GeoSpot(config.GeoSpotEnvironment(train_files=("a",), test_files=("b",)))
+def geospot() -> Stages:
+    return stages_of_environment(GeoSpot(config.GeoSpotEnvironment(train_files=("a",), test_files=("b",))))
 
 
 def test_geospot_goes_through_its_stages_by_step() -> None:
     curriculum = Curriculum(geospot())
-    assert isinstance(geospot(), Staged)
+    assert len(geospot().stages) == 5
     steps = (0, 99, 100, 299, 300, 599, 600, 999, 1000, 10**6)
     assert stages_of(curriculum, steps) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert stages_of(Curriculum(geospot(), config.Curriculum(enabled=False)), steps) == [4] * 10
@@ -88,16 +84,15 @@ def test_a_change_is_said_once_and_is_a_metric() -> None:
 
 
 def test_an_environment_without_stages_has_nothing_to_say() -> None:
-    environment = BanditEnvironment()
-    curriculum = Curriculum(environment)
+    curriculum = Curriculum(stages_of_environment(BanditEnvironment()))
     assert curriculum.begin_step(0) is None
-    assert curriculum.environment is environment
+    assert curriculum.stage == 0
     assert curriculum.metrics() == {}
 
 
 def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
     settings = config.Curriculum(advance="success", success_rate=0.8, success_window_steps=3)
-    curriculum = Curriculum(StagedBandit(), settings)
+    curriculum = Curriculum(STAGES, settings)
     stages = []
     for step, reward in enumerate([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]):
         curriculum.begin_step(step)
@@ -107,7 +102,7 @@ def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
 
 
 def test_the_loop_scores_by_stage_logs_it_and_evaluates_at_the_last(tmp_path: Path) -> None:
-    summary = train(staged_run(tmp_path, StagedBandit(), max_steps=7))
+    summary = train(staged_run(tmp_path, max_steps=7))
     rows = read_metrics(tmp_path)
     assert [row["curriculum/stage"] for row in rows] == [1, 1, 2, 2, 2, 3, 3]
     pay = [1 / 3, 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1]
@@ -124,9 +119,9 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
         "checkpoint": {"every_steps": 5},
     }
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(staged_run(whole, StagedBandit(), max_steps=12, **settings))
-    train(staged_run(parts, StagedBandit(), max_steps=5, **settings))
-    train(staged_run(parts, StagedBandit(), resume=True, max_steps=12, **settings))
+    train(staged_run(whole, max_steps=12, **settings))
+    train(staged_run(parts, max_steps=5, **settings))
+    train(staged_run(parts, resume=True, max_steps=12, **settings))
     expected, found = ([(row["curriculum/stage"], row["reward"]) for row in read_metrics(x)] for x in (whole, parts))
     assert found == expected
     assert len({stage for stage, _ in expected}) > 1
@@ -134,7 +129,7 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_more_stages_is_refused() -> None:
     with pytest.raises(DataError, match="the checkpoint is in stage 5, but there are 3; resume with the curriculum"):
-        Curriculum(StagedBandit()).restore({"stage": 4, "recent_rewards": []})
+        Curriculum(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 @pytest.mark.parametrize(
@@ -146,7 +141,7 @@ def test_a_checkpoint_of_more_stages_is_refused() -> None:
 )
 def test_schedules_that_do_not_fit(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Curriculum(StagedBandit(), config.Curriculum.model_validate(settings))
+        Curriculum(STAGES, config.Curriculum.model_validate(settings))
 
 
 class LevelledBandit(BanditEnvironment):
@@ -162,7 +157,7 @@ class LevelledBandit(BanditEnvironment):
 def test_rows_are_drawn_by_the_levels_of_the_stage(tmp_path: Path) -> None:
     """Hard rows have the answers b and d; the first stage never draws them, the second nothing else."""
     weights = [{"hard": 0}, {"easy": 0}]
-    run = staged_run(tmp_path, LevelledBandit(), max_steps=4, curriculum={"starts": [2], "level_weights": weights})
+    run = bandit_run(tmp_path, max_steps=4, curriculum={"starts": [2], "level_weights": weights})
     tasks = LevelledBandit().tasks("train")
     levels = levels_of(tasks)
     order = Order(tasks.kinds, weights={}, seed=0, levels=levels)

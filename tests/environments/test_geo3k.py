@@ -17,7 +17,8 @@ from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.geo3k import Geo3k, grade
 from fovea.errors import DataError
-from fovea.types import ImageRef, Task, Turn
+from fovea.types import ImageRef, Task
+from tests.grading import scored
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
 VERL = {"prompt_key": "prompt", "answer_key": "reward_model"}
@@ -33,7 +34,7 @@ def row(problem: object = "<image>Find x.", answer: object = "12", num_images: i
     return {"images": [image(n) for n in range(num_images)], "problem": problem, "answer": answer}
 
 
-def geo3k(folder: Path, rows: list[dict[str, object]], **settings: object) -> Environment:
+def geo3k(folder: Path, rows: list[dict[str, object]], **settings: object) -> Geo3k:
     pq.write_table(pa.Table.from_pylist(rows), folder / "test.parquet")
     files = (str(folder / "test.parquet"),)
     return Geo3k(Geo3kEnvironment.model_validate({"train_files": files, "test_files": files, **settings}))
@@ -133,7 +134,7 @@ def test_dev_is_every_other_test_row(tmp_path: Path) -> None:
 def test_reward_weighs_accuracy_and_format(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
     for weight in (0.1, 0.0, 1.0):
         environment = geo3k(tmp_path, [row()], format_weight=weight)
-        score = environment.score(environment.tasks("test")[0], [Turn(messages=(), text=text)])
+        score = scored(environment.graders, environment.tasks("test")[0], text)
         assert score.reward == (1 - weight) * accuracy + weight * formatted
         assert score.accuracy == accuracy
         assert score.parts == {"answer": accuracy, "format": formatted}
@@ -152,7 +153,7 @@ def test_reward_weighs_accuracy_and_format(text: str, accuracy: float, formatted
 def test_both_public_rewards(settings: dict[str, object], right: float, wrong: float, tmp_path: Path) -> None:
     environment = geo3k(tmp_path, [row()], **settings)
     (task,) = environment.tasks("test")
-    scores = [environment.score(task, [Turn(messages=(), text=text)]) for text in (r"\boxed{12}", r"\boxed{13}")]
+    scores = [scored(environment.graders, task, text) for text in (r"\boxed{12}", r"\boxed{13}")]
     assert [score.reward for score in scores] == [right, wrong]
     assert [score.accuracy for score in scores] == [1, 0]
 
@@ -188,10 +189,10 @@ def test_rewards_that_contradict_each_other_are_refused(settings: dict[str, obje
 def test_a_form_with_reasoning(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
     environment = geo3k(tmp_path, [row()], think_tags=True)
     (task,) = environment.tasks("test")
-    score = environment.score(task, [Turn(messages=(), text=text)])
+    score = scored(environment.graders, task, text)
     assert score.parts == {"answer": accuracy, "format": formatted}
     assert score.reward == pytest.approx(0.9 * accuracy + 0.1 * formatted)
-    assert environment.score(task, [Turn(messages=(), text=environment.target(task))]).reward == 1
+    assert scored(environment.graders, task, environment.target(task)).reward == 1
 
 
 def test_a_grade_says_why() -> None:
@@ -270,7 +271,7 @@ def test_gold_answers_of_the_real_data_score_full_marks(
         for task in tasks:
             messages = tuple(environment.prompt(task))
             assert sum(isinstance(part, ImageRef) for part in messages[-1].parts) == len(task.images) == 1
-            score = environment.score(task, [Turn(messages=messages, text=environment.target(task))])
+            score = scored(environment.graders, task, environment.target(task), messages)
             assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
 
 

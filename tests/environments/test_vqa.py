@@ -15,8 +15,9 @@ from fovea.data.order import kinds_of
 from fovea.environments.vqa import Vqa
 from fovea.errors import BadRowError
 from fovea.loop import train
-from fovea.types import ImageRef, Score, Task, Turn
+from fovea.types import ImageRef, Score, Task
 from tests.environments.files import COLOURS, files, row
+from tests.grading import scored
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "vqa"
 RECIPE = Path(__file__).parents[2] / "recipes" / "vqa.yaml"
@@ -42,7 +43,7 @@ def vqa(folder: Path, rows: list[dict[str, object]], **settings: object) -> Vqa:
 
 
 def score(environment: Vqa, task: Task, text: str) -> Score:
-    return environment.score(task, [Turn(messages=(), text=text)])
+    return scored(environment.graders, task, text)
 
 
 def test_question_types_are_kinds(tmp_path: Path) -> None:
@@ -132,10 +133,11 @@ def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int
     if not file.exists():
         pytest.skip(f"the shared VQA rows are not here ({SHARED})")
     settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "kind_key": "question_type"}
-    environment = make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": settings}))
+    made = make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": settings}))
+    environment = made.environment
     tasks = environment.tasks("train")
     assert len(tasks) == num_rows
     assert set(kinds_of(tasks)) == {"attribute", "counting", "existence", "statement"}
     for task in tasks:
         for text in (environment.target(task), task.answer, f"The answer is {task.answer}."):
-            assert environment.score(task, [Turn(messages=(), text=text)]).reward == 1.0, (task.id, text)
+            assert scored(made.grading.graders, task, text).reward == 1.0, (task.id, text)

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.environments.base import UNSCORED
+from fovea.environments.custom.grader import UserGrader
+from fovea.environments.graders.grading import UNSCORED, Grading
+from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
+from fovea.environments.graders.threads import CallThreads
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, ScoreError
 from fovea.evaluation.baselines import fixed_answers, majority_answers
@@ -18,7 +21,7 @@ from fovea.evaluation.evaluator import Evaluator
 from fovea.run.lifecycle import begin
 from fovea.types import Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
-from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run
+from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run, graded
 
 
 def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
@@ -94,7 +97,7 @@ def test_the_majority_is_by_kind() -> None:
     test = environment.tasks("test")
     assert (say(test[0]), say(test[1])) == ("b", "c")
     assert say(Task(id="x", question="a", answer="a", kind="new")) == "c"
-    found = fixed_answers(environment, source_of(test), None, say)
+    found = wait_for(fixed_answers(environment, graded(environment), source_of(test), None, say))
     right = {row.index for row in found.values() if row.answers[0].accuracy == 1}
     # test rows ask a b c d in turn, the kinds 0 1 0 1: b stands at odd rows only, c at even ones
     assert right == set()
@@ -105,7 +108,7 @@ def test_the_majority_is_by_kind() -> None:
 def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
     environment = BanditEnvironment()
     source = source_of(Gaps(environment.tasks("test")))
-    found = fixed_answers(environment, source, 9, environment.target)
+    found = wait_for(fixed_answers(environment, graded(environment), source, 9, environment.target))
     assert sorted(row.index for row in found.values()) == [1, 2, 4, 5, 7, 8]
     assert {row.answers[0].accuracy for row in found.values()} == {1.0}
     assert source.bad_rows[3] == "row 3 is empty"
@@ -114,7 +117,9 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
 def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
     engine = BanditEngine()
     engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
-    evaluator = Evaluator(engine, BanditEnvironment(), max_new_tokens=1, stop=(), batch_size=3)
+    evaluator = Evaluator(
+        engine, BanditEnvironment(), graded(BanditEnvironment()), max_new_tokens=1, stop=(), batch_size=3
+    )
     source = source_of(BanditEnvironment().tasks("test"))
     rows = wait_for(evaluator.answers(source, 10))
     assert {row.answers[0].text for row in rows} == {"c"}
@@ -122,29 +127,35 @@ def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
     assert evaluation.accuracies["kind 0"] == tuple(row.answers[0].accuracy for row in rows if row.kind == "kind 0")
 
 
-class Waits(BanditEnvironment):
+class Waits:
     """Scores four answers at once, and waits until there are four."""
 
-    scores_at_once = 4
-
     def __init__(self, *, breaks: bool = False) -> None:
-        super().__init__()
         self._barrier = threading.Barrier(4)
         self._breaks = breaks
 
     def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         self._barrier.wait(timeout=20)
         if self._breaks:
-            raise ScoreError("the judge is away")
-        return super().score(task, turns)
+            raise RuntimeError("away")
+        return BanditEnvironment().score(task, turns)
 
 
-def test_a_baseline_is_scored_in_as_many_threads_as_a_rollout() -> None:
-    environment = Waits()
-    found = fixed_answers(environment, source_of(environment.tasks("test")), 8, environment.target)
+def waiting(*, breaks: bool = False) -> Grading:
+    grader = UserGrader(Waits(breaks=breaks).score, CallThreads("waits"))
+    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="waits", calls_at_once=4, timeout_seconds=30)))
+
+
+def test_a_baseline_is_scored_by_as_many_calls_as_a_rollout() -> None:
+    environment = BanditEnvironment()
+    found = wait_for(fixed_answers(environment, waiting(), source_of(environment.tasks("test")), 8, environment.target))
     assert [row.index for row in found.values()] == list(range(8))
-    with pytest.raises(ScoreError, match=r"^test/0: the judge is away"):
-        fixed_answers(Waits(breaks=True), source_of(environment.tasks("test")), 4, environment.target)
+    with pytest.raises(ScoreError, match=r"^test/0: waits raised RuntimeError: away"):
+        wait_for(
+            fixed_answers(
+                environment, waiting(breaks=True), source_of(environment.tasks("test")), 4, environment.target
+            )
+        )
 
 
 def test_rows_without_a_score_are_counted() -> None:
@@ -155,5 +166,5 @@ def test_rows_without_a_score_are_counted() -> None:
 
     engine = BanditEngine()
     engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
-    evaluator = Evaluator(engine, SomeUnscored(), max_new_tokens=1, stop=(), batch_size=3)
+    evaluator = Evaluator(engine, BanditEnvironment(), graded(SomeUnscored()), max_new_tokens=1, stop=(), batch_size=3)
     assert wait_for(evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10)).num_unscored == 1

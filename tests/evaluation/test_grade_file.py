@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli import main as cli
 from fovea.config.run import ShapesEnvironment
 from fovea.environments.shapes.environment import Shapes
-from fovea.types import Turn
+from tests.grading import scored
 
 CASES = Path(__file__).parents[3] / "shared" / "data" / "cases"
 
@@ -168,7 +168,7 @@ def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
         "shapes",
         [{"prediction": text, "truth": task.answer} for task, text in zip(tasks, texts, strict=True)],
     )
-    scores = [environment.score(task, [Turn(messages=(), text=text)]) for task, text in zip(tasks, texts, strict=True)]
+    scores = [scored(environment.graders, task, text) for task, text in zip(tasks, texts, strict=True)]
     assert [(row["score"], row["parts"]) for row in rows] == [(score.reward, dict(score.parts)) for score in scores]
     assert {row["score"] for row in rows} == {0.0, 1.0}
 

@@ -83,6 +83,7 @@ def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
     evaluator = Recording(
         run.engine,
         run.environment,
+        run.stream.grading,
         max_new_tokens=config.rollout.max_new_tokens,
         stop=(),
         batch_size=config.evaluate.batch_size,

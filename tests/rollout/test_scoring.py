@@ -1,4 +1,4 @@
-"""Scoring that waits: in threads, beside drawing, in the order of the requests; what cannot be scored is left out."""
+"""Scoring that waits: calls at once, while drawing, in the order of the requests; groups left out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
-from fovea.environments.curriculum import Curriculum
+from fovea.environments.custom.grader import UserGrader
+from fovea.environments.graders.grading import Grading
+from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
+from fovea.environments.graders.threads import CallThreads
 from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train
@@ -22,16 +26,14 @@ from fovea.rollout.collect import collect
 from fovea.run.context import Run
 from fovea.types import Completion, Group, Request, Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
-from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run
+from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run, graded
 
 NUM_GROUPS, NUM_COMPLETIONS, AT_ONCE = 5, 3, 4
 WAIT_SECONDS = 0.05
 
 
-class Slow(BanditEnvironment):
+class Slow:
     """Waits before it scores, and notes who runs meanwhile; some tasks cannot be scored."""
-
-    scores_at_once = AT_ONCE
 
     def __init__(self, error: Exception | None = None, bad: Sequence[str] = ()) -> None:
         self.error, self.bad = error, bad
@@ -50,7 +52,12 @@ class Slow(BanditEnvironment):
             self.running -= 1
         if self.error is not None and task.id in self.bad:
             raise self.error
-        return super().score(task, turns)
+        return BanditEnvironment().score(task, turns)
+
+
+def slow_grading(slow: Slow, on_failure: Literal["error", "drop"] = "drop") -> Grading:
+    limits = CallLimits(name="slow", calls_at_once=AT_ONCE, on_failure=on_failure)
+    return Grading(graders=(UserGrader(slow.score, CallThreads("slow")),), calls=LimitedCalls(limits))
 
 
 class Ticking:
@@ -70,13 +77,23 @@ class Ticking:
         ]
 
 
-def collected(environment: BanditEnvironment, engine: Ticking, unscored: list[str] | None = None) -> list[Group]:
+def collected(grading: Grading, engine: Ticking, unscored: list[str] | None = None) -> list[Group]:
+    environment = BanditEnvironment()
     tasks = environment.tasks("train")[:NUM_GROUPS]
     renderer = BanditRenderer()
     prompted = [PromptedTask(task=task, prompt=renderer.prompt(environment.prompt(task))) for task in tasks]
     sampling = Sampling(max_new_tokens=1)
     return wait_for(
-        collect(engine, environment, prompted, sampling=sampling, n=NUM_COMPLETIONS, seed=(0,), unscored=unscored)  # type: ignore[arg-type]
+        collect(
+            engine,  # type: ignore[arg-type]
+            environment,
+            grading,
+            prompted,
+            sampling=sampling,
+            n=NUM_COMPLETIONS,
+            seed=(0,),
+            unscored=unscored,
+        )
     )
 
 
@@ -93,7 +110,7 @@ def told(groups: Sequence[Group]) -> list[tuple[str, list[str], list[float]]]:
 
 def test_threads_change_neither_order_nor_scores() -> None:
     slow = Slow()
-    assert told(collected(slow, Ticking())) == told(collected(BanditEnvironment(), Ticking()))
+    assert told(collected(slow_grading(slow), Ticking())) == told(collected(graded(BanditEnvironment()), Ticking()))
     assert 1 < slow.most_running <= AT_ONCE
     assert threading.get_ident() not in slow.threads
 
@@ -101,7 +118,7 @@ def test_threads_change_neither_order_nor_scores() -> None:
 def test_drawing_goes_on_while_scoring_waits() -> None:
     engine = Ticking()
     started = time.perf_counter()
-    collected(Slow(), engine)
+    collected(slow_grading(Slow()), engine)
     all_scored = time.perf_counter()
     in_turn = NUM_GROUPS * NUM_COMPLETIONS * WAIT_SECONDS
     assert max(engine.drawn_at) < all_scored - WAIT_SECONDS / 2, "the last group was drawn before scoring had ended"
@@ -109,37 +126,56 @@ def test_drawing_goes_on_while_scoring_waits() -> None:
 
 
 def test_a_group_that_cannot_be_scored_is_left_out_and_named() -> None:
-    slow = Slow(UnscoredError("the judge is away"), bad=("train/1", "train/3"))
+    slow = Slow(KeyError("away"), bad=("train/1", "train/3"))
     unscored: list[str] = []
-    groups = collected(slow, Ticking(), unscored)
+    groups = collected(slow_grading(slow), Ticking(), unscored)
     assert [group.episodes[0].task.id for group in groups] == ["train/0", "train/2", "train/4"]
-    assert sorted(unscored) == ["train/1: the judge is away", "train/3: the judge is away"]
+    assert sorted(unscored) == [f"train/{n}: slow raised KeyError: 'away'" for n in (1, 3)]
 
 
 def test_without_a_list_or_with_another_error_it_raises() -> None:
-    with pytest.raises(UnscoredError, match=r"^train/1: away$"):
-        collected(Slow(UnscoredError("away"), bad=("train/1",)), Ticking())
-    with pytest.raises(ScoreError, match=r"^train/1: broken$"):
-        collected(Slow(ScoreError("broken"), bad=("train/1",)), Ticking(), [])
+    with pytest.raises(UnscoredError, match=r"^train/1: slow raised KeyError: 'away'$"):
+        collected(slow_grading(Slow(KeyError("away"), bad=("train/1",))), Ticking())
+    with pytest.raises(
+        ScoreError, match=r"^train/1: slow raised KeyError: 'broken'; fix it, or set reward_on_failure="
+    ):
+        collected(slow_grading(Slow(KeyError("broken"), bad=("train/1",)), "error"), Ticking(), [])
 
 
-def with_environment(run: Run, environment: Slow) -> Run:
-    return replace(run, environment=environment, stream=replace(run.stream, curriculum=Curriculum(environment)))
+def with_grading(run: Run, grading: Grading) -> Run:
+    return replace(run, stream=replace(run.stream, grading=grading))
 
 
 def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:
-    environment = Slow(UnscoredError("away"), bad=("train/2",))
+    slow = Slow(KeyError("away"), bad=("train/2",))
     run = bandit_run(
         tmp_path, max_steps=2, rollout={"prompts_per_step": 16, "samples_per_prompt": 2, "max_new_tokens": 1}
     )
-    train(with_environment(run, environment))
+    train(with_grading(run, slow_grading(slow)))
     assert [row["groups/unscored"] for row in read_metrics(tmp_path)] == [1, 1]
     noted = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert noted == [{"step": step, "reason": "train/2: away"} for step in (0, 1)]
+    assert noted == [{"step": step, "reason": "train/2: slow raised KeyError: 'away'"} for step in (0, 1)]
 
 
 def test_a_step_in_which_nothing_is_scored_stops_the_run(tmp_path: Path) -> None:
-    environment = Slow(UnscoredError("away"), bad=[f"train/{n}" for n in range(16)])
-    run = with_environment(bandit_run(tmp_path, max_steps=1), environment)
-    with pytest.raises(TrainError, match=r"none of the 8 groups of step 0 could be scored; the last: train/\d+: away"):
+    slow = Slow(KeyError("away"), bad=[f"train/{n}" for n in range(16)])
+    run = with_grading(bandit_run(tmp_path, max_steps=1), slow_grading(slow))
+    with pytest.raises(
+        TrainError, match=r"none of the 8 groups of step 0 could be scored; the last: train/\d+: slow raised"
+    ):
         train(run)
+
+
+def test_a_grader_that_never_waits_gets_neither_a_thread_nor_a_task() -> None:
+    """All answers of a group are scored in the task that drew them."""
+    seen: list[tuple[int, object]] = []
+
+    class Notes:
+        async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+            seen.append((threading.get_ident(), asyncio.current_task()))
+            return BanditEnvironment().score(task, turns)
+
+    collected(Grading(graders=(Notes(),)), Ticking())
+    assert len(seen) == NUM_GROUPS * NUM_COMPLETIONS
+    assert {thread for thread, _ in seen} == {threading.get_ident()}
+    assert len({task for _, task in seen}) == NUM_GROUPS

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fovea.environments.curriculum import Curriculum
 from fovea.run.rollout_step import draw
 from fovea.types import Metrics, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
-from tests.fakes import BanditEnvironment, bandit_run
+from tests.fakes import BanditEnvironment, bandit_run, graded
 
 SAMPLES = 4
 
@@ -34,7 +33,7 @@ def counts(folder: Path, *differ: bool, wanted: int = 4, max_gen_batches: int = 
         rollout={"prompts_per_step": wanted, "samples_per_prompt": SAMPLES, "max_new_tokens": 1},
     )
     environment = ByList(differ)
-    run = replace(run, environment=environment, stream=replace(run.stream, curriculum=Curriculum(environment)))
+    run = replace(run, stream=replace(run.stream, environment=environment, grading=graded(environment)))
     wait_for(run.weight_sync.push(0))
     metrics = wait_for(draw(run.engine, run.stream, run.config, step=0, phases=run.phases)).metrics
     return {key.removeprefix("dynamic_sampling/"): value for key, value in metrics.items()}

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fovea.environments.curriculum import Curriculum
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
 from fovea.run.rollout_step import Rollout, draw
 from fovea.types import Score
 from fovea.utils.event_loop import wait_for
-from tests.fakes import BanditEnvironment, bandit_run
+from tests.fakes import BanditEnvironment, bandit_run, graded
 
 DYNAMIC = {"dynamic_sampling": True, "max_gen_batches": 4}
 
@@ -31,7 +30,7 @@ def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | N
     """`sure`: preference of the policy for the right answer."""
     run = bandit_run(folder, algorithm=DYNAMIC)
     if environment is not None:
-        run = replace(run, environment=environment, stream=replace(run.stream, curriculum=Curriculum(environment)))
+        run = replace(run, stream=replace(run.stream, environment=environment, grading=graded(environment)))
     wait_for(begin(run))
     run.policy.table[:] = sure * np.eye(4)  # type: ignore[attr-defined]
     wait_for(run.weight_sync.push(0))

@@ -1,7 +1,6 @@
-"""Code of the user's, named `path/to/file.py:name`: imported from its file, and checked before anything is drawn.
+"""The user's code, named `path/to/file.py:name`: imported from its file, and checked before the run begins.
 
-It is trusted as the user's own: importing runs what stands at its top level. Relative paths start at the working
-directory.
+It is trusted: importing runs the code at its top level. Relative paths start at the working directory.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Any, TypeAlias
 from PIL.Image import Image
 
 from fovea.config.run import OwnEnvironment
-from fovea.environments.base import Environment
 from fovea.errors import ConfigError, FoveaError, first_line, result_or_error
 from fovea.types import Task
 
 RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
-"""(task, text of the completion, its images) to a number, or a mapping of named parts."""
+"""A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts."""
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split",),
@@ -31,7 +29,9 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "score": ("task", "turns"),
     "target": ("task",),
 }
-"""What an environment has, and what each is called with."""
+"""The methods of an environment, with the arguments that each is called with."""
+MORE_METHODS: Mapping[str, tuple[str, ...]] = {"reply": ("task", "turns"), "at": ("stage",)}
+"""The methods of environments of several turns, and of several stages."""
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -43,20 +43,26 @@ def load_reward(spec: str) -> RewardFunction:
     return function
 
 
-def load_environment(settings: OwnEnvironment) -> Environment:
+def load_environment(settings: OwnEnvironment) -> Any:
     """An instance of the class of `environment`; ConfigError where it is none, or lacks a method."""
     spec = settings.file
     made = load_named(spec, "environment")
     if not isinstance(made, type):
         raise ConfigError(f"environment={spec} is no class; name one with the methods {', '.join(METHODS)}")
-    environment: Any = _instance(made, settings)
-    for method, parameters in METHODS.items():
-        bound = getattr(environment, method, None)
+    return checked_environment(_instance(made, settings), spec)
+
+
+def checked_environment(user: Any, name: str) -> Any:
+    """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
+    optional = ("reply",) if hasattr(user, "stages") else ("reply", "at")
+    for method, parameters in {**METHODS, **MORE_METHODS}.items():
+        bound = getattr(user, method, None)
+        if bound is None and method in optional:
+            continue
         if not callable(bound):
-            raise ConfigError(f"environment={spec} has no method {method}; add {method}({', '.join(parameters)})")
-        _check_call(bound, parameters, "environment", f"{spec}.{method}")
-    own: Environment = environment
-    return own
+            raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
+        _check_call(bound, parameters, "environment", f"{name}.{method}")
+    return user
 
 
 def _instance(made: type, settings: OwnEnvironment) -> object:
@@ -70,18 +76,18 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
     if isinstance(error, FoveaError):
         raise error
     if error is not None:
-        raise ConfigError(f"environment={settings.file} cannot be made: it raised {first_line(error)}; mend it")
+        raise ConfigError(f"environment={settings.file} cannot be made: it raised {first_line(error)}; fix it")
     return instance
 
 
 def load_named(spec: str, setting: str) -> object:
-    """What a file calls by this name."""
+    """The object that a file defines under a name."""
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{setting}={spec} does not name a file and something in it; write path/to/file.py:name")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; mend the path")
+        raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; fix the path")
     module = _imported(path, setting)
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
@@ -99,7 +105,7 @@ def _imported(path: Path, setting: str) -> ModuleType:
     sys.modules[name] = module  # data classes look their module up there
     _, error = result_or_error(lambda: loader.exec_module(module))
     if error is not None:
-        raise ConfigError(f"{setting}: {path} cannot be imported: it raised {first_line(error)}; mend it") from error
+        raise ConfigError(f"{setting}: {path} cannot be imported: it raised {first_line(error)}; fix it") from error
     return module
 
 
@@ -111,7 +117,7 @@ def _public(module: ModuleType) -> str:
 def _check_call(function: Callable[..., object], parameters: Sequence[str], setting: str, shown: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions of C tell nothing of themselves
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(*parameters)

@@ -1,7 +1,7 @@
 """Pictures and where they were taken: a table of your own, or OSV-5M's layout.
 
-Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and `region` where there is one. What a row
-leaves empty is not asked for; only the country must be there, because every stage asks for it.
+Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and `region` where there is one. A cell that
+is empty is not asked for; only the country must be there, because every stage asks for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
 from fovea.data.readers.frame import InMemory
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.dataset_prompts import bad_row
 from fovea.environments.geospot.countries import country_name
@@ -29,10 +29,8 @@ KIND = "all"
 _SKIP = "or set data.on_bad_row=skip"
 
 
-class GeoSpot:
-    """The environment `geospot`; see `config.GeoSpotEnvironment`. `at` gives it as an earlier stage sees it."""
-
-    default_starts = STARTS
+class GeoSpot(Environment):
+    """The environment `geospot`; see `config.GeoSpotEnvironment`."""
 
     def __init__(
         self,
@@ -40,25 +38,19 @@ class GeoSpot:
         access: RowAccess | None = None,
         *,
         frames: Mapping[Split, InMemory] | None = None,
-        stage: int = len(STAGES) - 1,
     ) -> None:
         """`frames` holds rows that Python has already, in place of the files of `train_files` and `test_files`."""
         self._config = config
         self._access = access or RowAccess()
         self._frames = frames or {}
-        self._stages = [
+        stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
             for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
         ]
-        self._stage = self._stages[stage]
-        self._weights: Mapping[str, float] = dict(config.weights)
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        return [Stage(name=stage.name, facts=self._facts(stage)) for stage in self._stages]
-
-    def at(self, stage: int) -> GeoSpot:
-        return GeoSpot(self._config, self._access, frames=self._frames, stage=stage)
+        weights: Mapping[str, float] = dict(config.weights)
+        self.graders = tuple(GeoSpotGrader(config, stage, weights) for stage in stages)
+        self.stages = [Stage(name=stage.name, facts=_facts(stage, weights)) for stage in stages]
+        self.default_starts = STARTS
 
     def tasks(self, split: Split) -> Sequence[Task]:
         rows = self._train_rows if split == "train" else self._test_rows
@@ -79,13 +71,8 @@ class GeoSpot:
             return (question,)
         return (Message(role="system", parts=(self._config.system_prompt,)), question)
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """Accuracy is that of the country, in every stage, so that its curve means one thing."""
-        grade = grade_answer(parse_answer(turns[-1].text), self._place(task.row, task.id), self._stage, self._weights)
-        return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=grade.parts)
-
     def target(self, task: Task) -> str:
-        place = self._place(task.row, task.id)
+        place = true_place(task.row, task.id, self._config)
         lines = {"City": place.city, "Region": place.region, "Country": self._country(task.row, place)}
         if place.at is not None:
             lines |= {"Latitude": _degrees(place.at.lat), "Longitude": _degrees(place.at.lon)}
@@ -108,7 +95,7 @@ class GeoSpot:
 
     def _task(self, split: Split, rows: Rows, index: int) -> Task:
         row, where = rows[index], rows.where(index)
-        place = self._place(row, where)
+        place = true_place(row, where, self._config)
         if place.country is None:
             raise bad_row(where, "the country is empty, so the first stages have nothing to ask for", "place")
         images = image_refs(self._image(row, where), where=where, folder=rows.folder(index))
@@ -133,27 +120,43 @@ class GeoSpot:
             )
         return row[key]
 
-    def _place(self, row: Mapping[str, object], where: str) -> Place:
-        config = self._config
-        keys = (config.country_key, config.region_key or "region", config.city_key, config.lat_key, config.lon_key)
-        try:
-            return place_of(row, keys, where)
-        except DataError as error:
-            raise BadRowError(f"{error}, {_SKIP}", "place") from error
-
     def _country(self, row: Mapping[str, object], place: Place) -> str | None:
-        """As the row writes it, but a code as a name."""
+        """The country as the row writes it, but by name where the row holds a code."""
         cell = row.get(self._config.country_key)
         is_code = isinstance(cell, str) and len(cell.strip()) <= 3
         return country_name(place.country) if is_code and place.country else str(cell) if cell is not None else None
 
-    def _facts(self, stage: GeoStage) -> Mapping[str, float]:
-        """What a log says of a stage: its tolerance, and the weights as they count in it."""
-        total = sum(self._weights[part] for part in stage.asks)
-        weights = {f"weight_{part}": self._weights[part] / total for part in stage.asks}
-        return {"tolerance_km": stage.tolerance_km, **weights}
+
+class GeoSpotGrader:
+    """The grader of one stage of `geospot`."""
+
+    def __init__(self, config: GeoSpotEnvironment, stage: GeoStage, weights: Mapping[str, float]) -> None:
+        self._config = config
+        self._stage = stage
+        self._weights = weights
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        place = true_place(task.row, task.id, self._config)
+        grade = grade_answer(parse_answer(turns[-1].text), place, self._stage, self._weights)
+        # accuracy is that of the country in every stage, so that one curve compares them
+        return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=grade.parts)
+
+
+def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> Place:
+    """The place in a row, by the columns that the settings name; BadRowError where it is none."""
+    keys = (config.country_key, config.region_key or "region", config.city_key, config.lat_key, config.lon_key)
+    try:
+        return place_of(row, keys, where)
+    except DataError as error:
+        raise BadRowError(f"{error}, {_SKIP}", "place") from error
+
+
+def _facts(stage: GeoStage, weights: Mapping[str, float]) -> Mapping[str, float]:
+    """The figures of a stage for a log: its tolerance, and its weights scaled to sum to 1."""
+    total = sum(weights[part] for part in stage.asks)
+    return {"tolerance_km": stage.tolerance_km, **{f"weight_{part}": weights[part] / total for part in stage.asks}}
 
 
 def _degrees(value: float) -> str:
-    """All digits, and no exponent."""
+    """Degrees with all digits and without an exponent."""
     return np.format_float_positional(value, trim="-")

@@ -1,25 +1,50 @@
-"""What a grader says of one answer, for a run and for answers graded offline alike."""
+"""Graders: the protocol by which a run scores an episode, and the record that the built-in ones judge an answer by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
+
+from fovea.errors import ScoreError
+from fovea.types import Score, Task, Turn
 
 Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
 """Environments whose answers can be graded offline."""
 
 
+class Grader(Protocol):
+    """Scores an episode. Stateless: everything that `score` needs is in its arguments.
+
+    A grader knows nothing of timeouts, retries or failures: `graders.grading` wraps these around it.
+    """
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """The reward, accuracy and named parts of an episode, whose last turn is the model's final answer.
+
+        Raises NoScoreError where it has none, TryAgainError where another call may have one.
+        """
+        ...
+
+
+class NoScoreError(ScoreError):
+    """A grader's call that gave no score. Its text goes on from the grader's name: "raised KeyError: 'a'"."""
+
+
+class TryAgainError(NoScoreError):
+    """A grader's call that gave no score this time, such as one to a server that is busy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """A whole response against the truth."""
+    """The verdict on a whole response, given the truth."""
 
     score: float
     """0..1, before any weights of a reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What it is made of."""
+    """The components of the score, by name."""
     reason: str = ""
-    """One line: what was read, and why it scores so."""
+    """One line: the answer that was read, and why it scores so."""
 
 
 def shown(text: str, limit: int = 60) -> str:

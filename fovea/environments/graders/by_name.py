@@ -1,7 +1,7 @@
-"""Graders for answers in a file: the code that a run scores with, given a row's `truth`.
+"""Graders for answers in a file: the same code that scores a run, applied to a prediction and its row's `truth`.
 
-A grader takes a prediction, its row and what an error calls the row. It raises DataError where the truth is missing
-or of a kind that the environment does not have.
+A grader takes a prediction, its row, and the words by which an error names the row. It raises DataError where the
+truth is missing or of a kind that the environment does not have.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fovea.environments.shapes import environment as shapes
 from fovea.errors import BadRowError, DataError
 
 Row: TypeAlias = Mapping[str, object]
-Grader: TypeAlias = Callable[[str, Row, str], Grade]
+OfflineGrader: TypeAlias = Callable[[str, Row, str], Grade]
 
 
-def grader_of(name: Gradable, rows: Iterable[Row]) -> Grader:
-    """The grader of an environment; only that of captions looks at `rows`, for how rare words are."""
+def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
+    """The grader of an environment; only that of captions reads `rows`, for document frequencies."""
     if name == "caption":
         return partial(_caption, CiderD(islice(_reference_sets(rows), IDF_ROWS)))
     return _GRADERS[name]
@@ -42,7 +42,7 @@ def _shapes(prediction: str, row: Row, where: str) -> Grade:
 
 
 def _vqa(prediction: str, row: Row, where: str) -> Grade:
-    """`options` of a row are those of multiple choice."""
+    """A row with `options` is multiple choice."""
     truth = _truth(row, where)
     if row.get("options") is None:
         return vqa.grade(prediction, vqa.answers_of(_as_list(truth), where))
@@ -68,7 +68,7 @@ def _geospot(prediction: str, row: Row, where: str) -> Grade:
     return geospot.grade(prediction, truth)
 
 
-_GRADERS: Mapping[Gradable, Grader] = {"geo3k": _geo3k, "vqa": _vqa, "geospot": _geospot, "shapes": _shapes}
+_GRADERS: Mapping[Gradable, OfflineGrader] = {"geo3k": _geo3k, "vqa": _vqa, "geospot": _geospot, "shapes": _shapes}
 
 
 def _truth(row: Row, where: str) -> object:
@@ -83,7 +83,7 @@ def _as_list(truth: object) -> Sequence[object]:
 
 
 def _reference_sets(rows: Iterable[Row]) -> Iterator[list[str]]:
-    """Of rows whose truth is a caption or several; the others are counted when they are graded."""
+    """The references of each row; rows without a caption are counted when they are graded."""
     for row in rows:
         try:
             yield captions_of(_truth(row, "row"), "row")

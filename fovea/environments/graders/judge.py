@@ -1,7 +1,7 @@
-"""A model as judge: one call of a chat endpoint per completion, bounded in number, time and size.
+"""A model as judge: one call of a chat endpoint per completion.
 
-A call that fails is tried again and then raises; it is never a score of 0. The score is read off the reply
-strictly: one line `Score: N`, the last one, within range.
+A call that fails raises; it is never a score of 0. `limited_calls` bounds the time of a call, its retries and the
+number of calls at once. The score is parsed strictly: one line `Score: N`, the last one, within range.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import io
 import json
 import os
 import re
-import threading
 from collections.abc import Sequence
 
 import httpx2
 from PIL.Image import Image
 
 from fovea.config.run import Judge
-from fovea.errors import ConfigError, ScoreError, UnscoredError
+from fovea.environments.graders.base import NoScoreError, TryAgainError
+from fovea.environments.graders.limited_calls import CallLimits
+from fovea.errors import ConfigError
 
 MAX_REPLY_BYTES = 1 << 20
-FIRST_PAUSE_SECONDS = 0.5
-MAX_PAUSE_SECONDS = 30.0
 _TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _WRONG_SETTING = {401, 403, 404}
 _SLOT = re.compile(r"\{(question|answer|references)\}")
@@ -32,25 +31,38 @@ _SCORE = re.compile(
 )
 
 
-class _FailedTryError(Exception):
-    """One call that may succeed when it is made again."""
+def limits_of(settings: Judge) -> CallLimits:
+    """The limits of a judge's calls."""
+    return CallLimits(
+        name=f"the judge at {settings.url}",
+        settings="environment.judge.",
+        calls_at_once=settings.max_concurrency,
+        timeout_seconds=settings.timeout_seconds,
+        max_retries=settings.max_retries,
+        on_failure=settings.on_failure,
+    )
 
 
 class JudgeClient:
-    """Asks the judge of `environment.judge`. Safe to call from many threads: the calls share one event loop."""
+    """A client of `environment.judge`; all of its calls are made on one event loop."""
 
     def __init__(self, settings: Judge) -> None:
         self._settings = settings
         headers = _headers(settings.api_key_env)
         self._client = httpx2.AsyncClient(headers=headers, timeout=None, follow_redirects=False)
-        self._slots = asyncio.Semaphore(settings.max_concurrency)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="judge", daemon=True).start()
 
-    def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
-        """0..1. ScoreError (UnscoredError by `on_failure`) when no try gives a score; blocks until then."""
-        body = self._body(images, question, answer, references)
-        return asyncio.run_coroutine_threadsafe(self._ask(body), self._loop).result()
+    async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
+        """The judge's score over `max_score`: 0..1.
+
+        Raises TryAgainError where another call may succeed, NoScoreError for any other refusal, and ConfigError for a
+        wrong address, model or key.
+        """
+        body = await asyncio.to_thread(self._body, images, question, answer, references)
+        try:
+            reply = await self._call(body)
+        except httpx2.HTTPError as error:
+            raise TryAgainError(f"gave no score: {type(error).__name__}: {error}") from error
+        return parsed_score(reply, self._settings.max_score) / self._settings.max_score
 
     def _body(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> bytes:
         settings = self._settings
@@ -60,27 +72,6 @@ class JudgeClient:
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
         body = {"model": settings.model, "messages": [message], "max_tokens": settings.max_new_tokens, "temperature": 0}
         return json.dumps(body).encode("utf-8", "replace")
-
-    async def _ask(self, body: bytes) -> float:
-        settings, reason = self._settings, ""
-        for num_failed in range(settings.max_retries + 1):
-            try:
-                async with self._slots, asyncio.timeout(settings.timeout_seconds):
-                    reply = await self._call(body)
-                return parsed_score(reply, settings.max_score) / settings.max_score
-            except TimeoutError:
-                reason = f"no reply within environment.judge.timeout_seconds={settings.timeout_seconds:g}"
-            except (_FailedTryError, httpx2.HTTPError) as error:
-                reason = f"{type(error).__name__}: {error}" if isinstance(error, httpx2.HTTPError) else str(error)
-            if num_failed < settings.max_retries:
-                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2**num_failed, MAX_PAUSE_SECONDS))
-        raise self._failure(f"{settings.max_retries + 1} tries, the last one: {reason}")
-
-    def _failure(self, reason: str) -> ScoreError:
-        kind, fix = ScoreError, "see to the server, or set environment.judge.on_failure=drop"
-        if self._settings.on_failure == "drop":
-            kind, fix = UnscoredError, "its group is left out (groups/unscored)"
-        return kind(f"the judge at {self._settings.url} gave no score: {reason}; {fix}")
 
     async def _call(self, body: bytes) -> str:
         url = self._settings.url.rstrip("/") + "/chat/completions"
@@ -92,21 +83,25 @@ class JudgeClient:
                 "api_key_env"
             )
         if response.status_code in _TRY_AGAIN:
-            raise _FailedTryError(f"status {response.status_code} ({_shown(content)})")
+            raise TryAgainError(f"gave no score: status {response.status_code} ({_shown(content)})")
         if response.status_code != httpx2.codes.OK:
-            raise self._failure(f"status {response.status_code} ({_shown(content)})")
+            raise NoScoreError(f"gave no score: status {response.status_code} ({_shown(content)})")
         return _text_of(content)
 
 
 def parsed_score(reply: str, max_score: float) -> float:
-    """The number of the one line `Score: N`, which is the last; any other reply is a failed try."""
+    """The number of the one line `Score: N`, which is the last; TryAgainError for any other reply."""
     lines = [line for line in reply.splitlines() if line.strip()]
     scores = [match for match in map(_SCORE.match, lines) if match]
     if len(scores) != 1 or not _SCORE.match(lines[-1]):
-        raise _FailedTryError(f"the reply does not end with its only line 'Score: N' ({_shown(reply.encode())})")
+        raise TryAgainError(
+            f"gave no score: the reply does not end with its only line 'Score: N' ({_shown(reply.encode())})"
+        )
     score, out_of = float(scores[0][1]), scores[0][2]
     if score > max_score or (out_of is not None and float(out_of) != max_score):
-        raise _FailedTryError(f"the reply's {scores[0][0].strip()[:40]!r} is not within 0 to {max_score:g}")
+        raise TryAgainError(
+            f"gave no score: the reply's {scores[0][0].strip()[:40]!r} is not within 0 to {max_score:g}"
+        )
     return score
 
 
@@ -124,7 +119,7 @@ def _headers(api_key_env: str | None) -> dict[str, str]:
 
 
 def _untagged(text: str) -> str:
-    """What a policy wrote must not end the tags that it stands in."""
+    """Text of the policy or the data set that cannot close the tags around it."""
     return text.replace("</", "< /")
 
 
@@ -142,7 +137,7 @@ async def _bounded(response: httpx2.Response) -> bytes:
     async for chunk in response.aiter_bytes():
         content += chunk
         if len(content) > MAX_REPLY_BYTES:
-            raise _FailedTryError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+            raise TryAgainError(f"gave no score: the reply is longer than {MAX_REPLY_BYTES} bytes")
     return bytes(content)
 
 
@@ -152,10 +147,10 @@ def _text_of(content: bytes) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise _FailedTryError(f"the reply is no chat completion ({_shown(content)})")
+        raise TryAgainError(f"gave no score: the reply is no chat completion ({_shown(content)})")
     return text
 
 
 def _shown(content: bytes) -> str:
-    """The start of what a server sent, on one line."""
+    """The start of a server's response, on one line."""
     return repr(content[:120].decode("utf-8", "replace"))

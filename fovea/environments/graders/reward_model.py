@@ -13,7 +13,7 @@ from fovea.errors import ModelError, ScoreError
 
 
 class RewardScorer:
-    """Scores a question and its answer; text alone, so that it knows of the image what the question says."""
+    """A scorer of an answer to a question. It reads text alone, and knows of the image only what the question says."""
 
     def __init__(self, settings: RewardModel) -> None:
         """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
@@ -42,7 +42,7 @@ class RewardScorer:
         self._lock = Lock()
 
     def score(self, question: str, answer: str) -> float:
-        """0..1: the logistic function of the model's output."""
+        """The logistic function of the model's output: 0..1."""
         encoded = self._encoded(question, answer)
         length, limit = encoded["input_ids"].shape[1], getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:

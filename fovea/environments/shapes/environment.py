@@ -1,9 +1,9 @@
 """Questions about rendered scenes: how many, what colour, which shape, is there one; two scenes; scenes in words.
 
-Rows are made when asked for, from (seed, split, index) alone. The hash of its pixels, or of its text where there is no
-image, says to which split a row may belong, so no image and no text is in two of them, and neither is any image of a
-pair. Dev and test do not depend on the seed: every run has the same. Kinds, levels and answers take turns, so that
-every prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
+Rows are rendered on demand, from (seed, split, index) alone. The hash of its pixels (of its text without an image)
+decides the split that a row may belong to, so that no image, no image of a pair and no text is in two splits. Dev and
+test do not depend on the seed: they are the same in every run. Kinds, levels and answers alternate, so that every
+prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from fovea.config.run import ShapesEnvironment
 from fovea.data.order import LazyTasks
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed
 from fovea.environments.shapes.questions import KINDS, Scene, SceneKind, comparison, in_words, scene
@@ -33,18 +33,28 @@ _BOX = re.compile(r"\\boxed\{[^{}]*\}")
 
 
 class Slot(NamedTuple):
-    """What row i is, known without making it."""
+    """The kind and place of a row, known without rendering it."""
 
     kind: Kind
     scene_kind: SceneKind
-    """What is asked of one scene, seen or told."""
+    """The kind of question about a single scene, drawn or in words."""
     level: int
     turn: int
-    """Counts the rows of this kind, scene kind and level: whose answer's turn it is."""
+    """The number of earlier rows of this kind, scene kind and level; it selects the answer."""
 
 
-class Shapes:
+class ShapesGrader:
+    """The grader of `shapes`: the boxed answer and nothing else is right."""
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        graded = grade(turns[-1].text, task.answer)
+        return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
+
+
+class Shapes(Environment):
     """The environment `shapes`; see `config.ShapesEnvironment`."""
+
+    graders = (ShapesGrader(),)
 
     def __init__(self, config: ShapesEnvironment, seed: int) -> None:
         self._config = config
@@ -70,15 +80,11 @@ class Shapes:
     def prompt(self, task: Task) -> Sequence[Message]:
         return (Message(role="user", parts=(*task.images, task.question)),)
 
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        graded = grade(turns[-1].text, task.answer)
-        return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
-
     def target(self, task: Task) -> str:
         return _boxed(task.answer)
 
     def _slot(self, index: int) -> Slot:
-        """Text rows and comparisons stand evenly between those with one image."""
+        """The slot of a row; text rows and comparisons are spread evenly among those with one image."""
         texts, is_text = _spread(index, self._text_share)
         if is_text:
             return self._scene_slot("text", texts)
@@ -122,7 +128,8 @@ class Shapes:
 
 
 def grade(prediction: str, truth: str) -> Grade:
-    """Right is the boxed answer and nothing beside it: whatever else earned reward would become the policy's format."""
+    """A response against the true answer: right is the boxed answer and nothing beside it."""
+    # whatever else earned reward would become the policy's format
     text, boxed = prediction.strip(), last_boxed(prediction)
     is_right = text == _boxed(truth)
     parts = {"answer": float(boxed == truth), "format": float(_BOX.fullmatch(text) is not None)}
@@ -142,7 +149,7 @@ def _told(seen: Scene, split: Split, rng: np.random.Generator) -> str:
 
 
 def _spread(index: int, share: Fraction) -> tuple[int, bool]:
-    """How many of the first `index` rows are of a share that is spread evenly, and whether row `index` is."""
+    """The number of the first `index` rows that belong to an evenly spread share, and whether row `index` does."""
     before = index * share.numerator // share.denominator
     return before, (index + 1) * share.numerator // share.denominator > before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -13,27 +14,24 @@ import pytest
 import torch
 from PIL import Image
 
-from fovea.build.environment import make_environment
+from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.environments.base import WaitsToScore
-from fovea.environments.curriculum import Curriculum, Stage
+from fovea.environments.curriculum import Curriculum, Stage, Stages
+from fovea.environments.custom.environment import UserEnvironment
+from fovea.environments.custom.grader import OpenedImages, UserGrader, score_function, score_of
 from fovea.environments.custom.loading import load_reward
-from fovea.environments.custom.reward import (
-    CallLimits,
-    GuardedEnvironment,
-    OpenedImages,
-    OwnReward,
-    for_readings,
-    score_of,
-)
-from fovea.environments.custom.timeouts import MAX_LATE_CALLS
+from fovea.environments.graders.grading import Grading
+from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
+from fovea.environments.graders.threads import MAX_LATE_CALLS, CallThreads
 from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
-from fovea.types import ImageRef, Score, Task, Turn
+from fovea.types import ImageRef, Message, Score, Task, Turn
 from tests.fakes import BanditEnvironment
+from tests.grading import score_in_run
 
+CONFIG = Config.model_validate({"model": {"tiny": {}}})
 TASK = BanditEnvironment().tasks("train")[0]
-TURNS = [Turn(messages=(), text="an answer")]
+ANSWER = "an answer"
 CLASS = """
 from fovea.types import Message, Score, Task
 
@@ -69,8 +67,9 @@ def unopened(ref: ImageRef) -> Image.Image:
     raise AssertionError(f"{ref} was opened")
 
 
-def own(function: Callable[..., object], **limits: object) -> OwnReward:
-    return OwnReward(BanditEnvironment(), function, unopened, limits=CallLimits(**limits), name="mine.py:f")  # type: ignore[arg-type]
+def own(function: Callable[..., object], **limits: object) -> Grading:
+    grader = UserGrader(score_function(function, unopened), CallThreads("mine.py:f"))
+    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", **limits)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def own(function: Callable[..., object], **limits: object) -> OwnReward:
 def test_what_a_function_returns_is_a_score(
     returned: object, reward: float, accuracy: float, parts: dict[str, float]
 ) -> None:
-    score = own(lambda task, text, images: returned).score(TASK, TURNS)
+    score = score_in_run(own(lambda task, text, images: returned), TASK, ANSWER)
     assert score == Score(reward=reward, accuracy=accuracy, parts=parts)
     assert type(score.reward) is float
 
@@ -127,8 +126,8 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
     ],
 )
 def test_what_is_no_score_is_named(returned: object, problem: str) -> None:
-    with pytest.raises(ScoreError, match=rf"^mine\.py:f returned .*{re.escape(problem)}") as failed:
-        own(lambda task, text, images: returned).score(TASK, TURNS)
+    with pytest.raises(ScoreError, match=rf"^train/0: mine\.py:f returned .*{re.escape(problem)}") as failed:
+        score_in_run(own(lambda task, text, images: returned), TASK, ANSWER)
     assert str(failed.value).endswith("or set reward_on_failure=drop to leave such groups out")
     assert not isinstance(failed.value, UnscoredError)
 
@@ -142,34 +141,32 @@ def leaves(task: Task, text: str, images: Sequence[Image.Image]) -> float:
 
 
 def test_what_a_function_raises_is_named_by_its_first_line() -> None:
-    with pytest.raises(UnscoredError, match=r"^mine\.py:f raised ValueError: first line$"):
-        own(raises, on_failure="drop").score(TASK, TURNS)
-    with pytest.raises(ScoreError, match=r"^mine\.py:f raised SystemExit: 3; mend it"):
-        own(leaves).score(TASK, TURNS)
+    with pytest.raises(UnscoredError, match=r"^train/0: mine\.py:f raised ValueError: first line$"):
+        score_in_run(own(raises, on_failure="drop"), TASK, ANSWER)
+    with pytest.raises(ScoreError, match=r"^train/0: mine\.py:f raised SystemExit: 3; fix it"):
+        score_in_run(own(leaves), TASK, ANSWER)
 
 
 def test_in_readings_an_answer_without_a_score_is_wrong_and_noted() -> None:
     noted: list[str] = []
-    environment = for_readings(own(raises, on_failure="drop"), noted.append)
-    assert environment.score(TASK, TURNS) == Score(reward=0, accuracy=0, parts={"unscored": 1})
+    grading = own(raises, on_failure="drop").for_readings(noted.append)
+    assert score_in_run(grading, TASK, ANSWER) == Score(reward=0, accuracy=0, parts={"unscored": 1})
     assert noted == ["train/0: mine.py:f raised ValueError: first line"]
-    assert environment.target(TASK) == TASK.answer
-    with pytest.raises(ScoreError):
-        for_readings(own(raises), noted.append).score(TASK, TURNS)
-    plain = BanditEnvironment()
-    assert for_readings(plain, noted.append) is plain
+    with pytest.raises(ScoreError, match="raised ValueError: first line; fix it"):
+        score_in_run(own(raises).for_readings(noted.append), TASK, ANSWER)
+    assert len(noted) == 1
 
 
 def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:
     let_go = threading.Event()
-    environment = own(lambda task, text, images: let_go.wait(60), timeout_seconds=0.02, on_failure="drop")
+    grading = own(lambda task, text, images: let_go.wait(60), timeout_seconds=0.02, on_failure="drop")
     started = time.perf_counter()
     try:
         for _ in range(MAX_LATE_CALLS - 1):
             with pytest.raises(UnscoredError, match=r"mine\.py:f took more than reward_timeout_seconds=0\.02$"):
-                environment.score(TASK, TURNS)
+                score_in_run(grading, TASK, ANSWER)
         with pytest.raises(ScoreError, match=r"8 calls of mine\.py:f still run") as last:
-            environment.score(TASK, TURNS)
+            score_in_run(grading, TASK, ANSWER)
         assert not isinstance(last.value, UnscoredError)
     finally:
         let_go.set()
@@ -177,10 +174,10 @@ def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> Non
 
 
 def test_late_calls_that_have_ended_are_forgotten() -> None:
-    environment = own(lambda task, text, images: time.sleep(0.05), timeout_seconds=0.001, on_failure="drop")
+    grading = own(lambda task, text, images: time.sleep(0.05), timeout_seconds=0.001, on_failure="drop")
     for _ in range(MAX_LATE_CALLS + 2):
         with pytest.raises(UnscoredError):
-            environment.score(TASK, TURNS)
+            score_in_run(grading, TASK, ANSWER)
         time.sleep(0.1)
 
 
@@ -203,17 +200,6 @@ def test_images_are_opened_when_looked_at() -> None:
         images[3]
 
 
-def test_rows_and_prompts_stay_the_environments() -> None:
-    environment = own(lambda task, text, images: len(text), calls_at_once=3)
-    inner = BanditEnvironment()
-    assert isinstance(environment, WaitsToScore)
-    assert environment.scores_at_once == 3
-    assert environment.tasks("dev") == inner.tasks("dev")
-    assert environment.prompt(TASK) == inner.prompt(TASK)
-    assert environment.target(TASK) == inner.target(TASK)
-    assert environment.score(TASK, TURNS).reward == len("an answer")
-
-
 FUNCTIONS = """
 value = 3
 def score(task, text, images): return len(text)
@@ -228,10 +214,14 @@ def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_reward("mine.py:score")(TASK, "four", []) == 4
     assert load_reward("./mine.py:partly")(TASK, "", []) == 2
     config = Config.model_validate({"model": {"tiny": {}}, "reward": "mine.py:score", "reward_calls_at_once": 2})
-    environment = make_environment(config, BanditEnvironment())
-    assert isinstance(environment, OwnReward)
-    assert environment.scores_at_once == 2
-    assert environment.score(TASK, TURNS).reward == len("an answer")
+    made, inner = make_environment(config, BanditEnvironment()), BanditEnvironment()
+    assert made.grading.calls is not None
+    assert made.grading.calls.limits.calls_at_once == 2
+    assert score_in_run(made.grading, TASK, ANSWER).reward == len("an answer")
+    # rows and prompts stay the environment's
+    assert made.environment.tasks("dev") == inner.tasks("dev")
+    assert made.environment.prompt(TASK) == inner.prompt(TASK)
+    assert made.environment.target(TASK) == inner.target(TASK)
 
 
 @pytest.mark.parametrize(
@@ -239,14 +229,14 @@ def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("mine.py", "write path/to/file.py:name"),
         ("mine.txt:score", "write path/to/file.py:name"),
-        ("none.py:score", r"there is no file none\.py in /.*; mend the path"),
+        ("none.py:score", r"there is no file none\.py in /.*; fix the path"),
         ("mine.py:scores", r"mine\.py has no scores; did you mean score\?"),
         ("mine.py:zzz", r"define it, or name another: score, other, partly"),
         ("mine.py:value", "is int, no function"),
         ("mine.py:other", r"other takes \(text\), but is called as other\(task, text, images\); write def other\(task"),
-        ("broken.py:score", r"broken\.py cannot be imported: it raised ZeroDivisionError: division by zero; mend it"),
-        ("syntax.py:score", r"syntax\.py cannot be imported: it raised SyntaxError: .*; mend it"),
-        ("leaves.py:score", r"leaves\.py cannot be imported: it raised SystemExit: 0; mend it"),
+        ("broken.py:score", r"broken\.py cannot be imported: it raised ZeroDivisionError: division by zero; fix it"),
+        ("syntax.py:score", r"syntax\.py cannot be imported: it raised SyntaxError: .*; fix it"),
+        ("leaves.py:score", r"leaves\.py cannot be imported: it raised SystemExit: 0; fix it"),
     ],
 )
 def test_a_function_that_is_none_is_named(
@@ -262,28 +252,26 @@ def test_a_function_that_is_none_is_named(
     assert "\n" not in str(refused.value)
 
 
-def environment_of(*overrides: str) -> GuardedEnvironment:
-    environment = make_environment(load_config([], ["model.tiny={}", *overrides]))
-    assert isinstance(environment, GuardedEnvironment)
-    return environment
+def environment_of(*overrides: str) -> GradedEnvironment:
+    made = make_environment(load_config([], ["model.tiny={}", *overrides]))
+    assert isinstance(made.environment, UserEnvironment)
+    return made
 
 
 def test_a_class_is_the_environment(tmp_path: Path) -> None:
     file = written(tmp_path, CLASS)
     # the choice comes first, wherever it is written
-    environment = environment_of("environment.settings.letter=b", f"environment={file}:Letters")
+    made = environment_of("environment.settings.letter=b", f"environment={file}:Letters")
+    environment = made.environment
     (task,) = environment.tasks("test")
     assert environment.prompt(task)[0].parts == ("?",)
-    assert environment.score(task, [Turn(messages=(), text=environment.target(task))]).accuracy == 1
-    assert environment.score(task, TURNS) == Score(reward=2.0, accuracy=0.0)
+    assert score_in_run(made.grading, task, environment.target(task)).accuracy == 1
+    assert score_in_run(made.grading, task, ANSWER) == Score(reward=2.0, accuracy=0.0)
     assert environment.target(task) == "b"
-    assert Curriculum(environment).environment is environment
-    assert (
-        environment_of(f"environment={file}:Letters").target(
-            environment_of(f"environment={{name: own, file: '{file}:Letters'}}").tasks("dev")[0]
-        )
-        == "a"
-    )
+    assert environment.reply(task, [Turn(messages=(), text=ANSWER)]) is None
+    assert made.stages == Stages()
+    (other,) = environment_of(f"environment={{name: own, file: '{file}:Letters'}}").environment.tasks("dev")
+    assert environment_of(f"environment={file}:Letters").environment.target(other) == "a"
 
 
 @pytest.mark.parametrize(
@@ -323,8 +311,8 @@ class Failing(BanditEnvironment):
 
 
 def test_what_a_class_does_wrong_is_named() -> None:
-    environment = GuardedEnvironment(Failing(), name="mine.py:C")
-    with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.prompt raised RuntimeError: no prompt; mend it"):
+    environment = UserEnvironment(Failing(), "mine.py:C")
+    with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.prompt raised RuntimeError: no prompt; fix it"):
         environment.prompt(TASK)
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target raised RuntimeError: no target"):
         environment.target(TASK)
@@ -332,14 +320,13 @@ def test_what_a_class_does_wrong_is_named() -> None:
         environment.tasks("train")
     with pytest.raises(DataError, match=r"holds 'no task'; return a list of fovea\.types\.Task"):
         environment.tasks("dev")
-    with pytest.raises(ScoreError, match=r"^mine\.py:C\.score raised RuntimeError: no score"):
-        environment.score(TASK, TURNS)
+    with pytest.raises(ScoreError, match=r"^train/0: Failing\.score raised RuntimeError: no score; fix it"):
+        score_in_run(make_environment(CONFIG, Failing()).grading, TASK, ANSWER)
 
 
 class Growing(BanditEnvironment):
     stages = (Stage(name="easy"), Stage(name="hard"))
     default_starts = (5,)
-    scores_at_once = 7
 
     def __init__(self, stage: int = 1) -> None:
         self.stage = stage
@@ -351,10 +338,41 @@ class Growing(BanditEnvironment):
         return Score(reward=self.stage, accuracy=0.0)
 
 
-def test_a_class_may_have_stages_and_threads_of_its_own() -> None:
-    environment = GuardedEnvironment(Growing())
-    assert environment.scores_at_once == 7
-    curriculum = Curriculum(environment)
-    assert curriculum.environment.score(TASK, TURNS).reward == 0
+def test_a_class_may_have_stages() -> None:
+    made = make_environment(CONFIG, Growing())
+    curriculum = Curriculum(made.stages)
+    assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 0
     curriculum.begin_step(5)
-    assert curriculum.environment.score(TASK, TURNS).reward == environment.score(TASK, TURNS).reward == 1
+    assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 1
+    assert score_in_run(made.grading, TASK, ANSWER).reward == 1
+
+    class NoStages(Growing):
+        at = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"NoStages has no method at; add at\(stage\)"):
+        make_environment(CONFIG, NoStages())
+
+
+class Asks(BanditEnvironment):
+    """Scores without a thread, and has two turns."""
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> float:  # type: ignore[override]
+        if turns[-1].text == "wait":
+            await asyncio.sleep(60)
+        return {"one": 1.0}[turns[-1].text]
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message] | None:
+        return None if len(turns) > 1 else [Message(role="user", parts=("again",))]
+
+
+def test_a_score_may_be_async_and_a_class_may_reply() -> None:
+    config = CONFIG.model_copy(update={"reward_timeout_seconds": 0.05})
+    made = make_environment(config, Asks())
+    assert score_in_run(made.grading, TASK, "one").reward == 1
+    with pytest.raises(ScoreError, match=r"^train/0: Asks\.score raised KeyError: 'two'; fix it"):
+        score_in_run(made.grading, TASK, "two")
+    with pytest.raises(ScoreError, match=r"^train/0: Asks\.score took more than reward_timeout_seconds=0\.05; fix it"):
+        score_in_run(made.grading, TASK, "wait")
+    turn = Turn(messages=(), text="one")
+    assert made.environment.reply(TASK, [turn]) == [Message(role="user", parts=("again",))]
+    assert made.environment.reply(TASK, [turn, turn]) is None

@@ -18,8 +18,8 @@ from fovea.build.environment import make_environment
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.environments.base import Split
-from fovea.types import Turn
 from tests.environments.files import row, square
+from tests.grading import scored
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "data" / "geo3k"
@@ -39,11 +39,12 @@ def fetched(source: Path, out: Path, *options: str) -> Result:
 
 def check_gold(train: Path, held_out: Path) -> list[int]:
     files = [f"environment.train_files=[{train}]", f"environment.test_files=[{held_out}]"]
-    environment = make_environment(load_config([ROOT / "recipes" / "geo3k.yaml"], files))
+    made = make_environment(load_config([ROOT / "recipes" / "geo3k.yaml"], files))
+    environment = made.environment
     splits: tuple[Split, ...] = ("train", "test")
     for split in splits:
         for task in environment.tasks(split):
-            score = environment.score(task, [Turn(messages=(), text=environment.target(task))])
+            score = scored(made.grading.graders, task, environment.target(task))
             assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
     return [len(environment.tasks(split)) for split in splits]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,12 @@ from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.data_sets.captions import FORMS, captions
 from fovea.environments.data_sets.vqa_questions import NUM_ANNOTATORS, QUESTION_TYPES, ask
+from fovea.environments.graders.base import Grader
 from fovea.environments.graders.vqa_choices import LETTERS
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.scenes import Thing
 from fovea.loop import train
-from fovea.types import Turn
+from tests.grading import scored
 
 ROOT = Path(__file__).parents[3]
 NUM_ROWS = {"vqa": 300, "caption": 200, "shapes": 120}
@@ -53,11 +55,11 @@ def config_of(recipe: str, folder: Path, *overrides: str) -> Config:
     return load_config(recipes, [*files, *overrides])
 
 
-def check_gold(environment: Environment, split: Split) -> None:
+def check_gold(environment: Environment, graders: Sequence[Grader], split: Split) -> None:
     for task in environment.tasks(split):
-        turn = Turn(messages=tuple(environment.prompt(task)), text=environment.target(task))
-        score = environment.score(task, [turn])
-        assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, turn.text)
+        text = environment.target(task)
+        score = scored(graders, task, text, tuple(environment.prompt(task)))
+        assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, text)
 
 
 @pytest.mark.parametrize(
@@ -73,37 +75,40 @@ def check_gold(environment: Environment, split: Split) -> None:
 def test_gold_answers_of_every_row_score_full_marks(
     name: str, overrides: list[str], split: Split, folders: dict[str, Path]
 ) -> None:
-    environment = make_environment(config_of(name, folders[name], *overrides))
+    made = make_environment(config_of(name, folders[name], *overrides))
+    environment = made.environment
     assert len(environment.tasks(split)) == NUM_ROWS[name] // (1 if split == "train" else 10)
-    check_gold(environment, split)
+    check_gold(environment, made.grading.graders, split)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_gold_answers_of_written_shapes_score_full_marks(split: Split, folders: dict[str, Path]) -> None:
     """By another environment, as elsewhere: its `prompt` and `answer` are a public layout."""
-    environment = make_environment(config_of("vqa", folders["shapes"], "environment.kind_key=kind"))
+    made = make_environment(config_of("vqa", folders["shapes"], "environment.kind_key=kind"))
+    environment = made.environment
     assert set(kinds_of(environment.tasks("train"))) == {
         *("counting", "colour", "shape", "existence"),
         *("comparison", "text"),
     }
-    check_gold(environment, split)
+    check_gold(environment, made.grading.graders, split)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vqa", "caption"])
 def test_gold_answers_of_a_set_as_large_as_by_default_score_full_marks(name: str, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["data", name, "--out", str(tmp_path)]).exit_code == 0
-    environment = make_environment(config_of(name, tmp_path))
+    made = make_environment(config_of(name, tmp_path))
+    environment = made.environment
     assert [len(environment.tasks(split)) for split in SPLITS] == [5000, 500]
     for split in SPLITS:
-        check_gold(environment, split)
+        check_gold(environment, made.grading.graders, split)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "dev", "test"])
 def test_gold_answers_of_every_drawn_row_score_full_marks(split: Split) -> None:
     """The rows of recipes/shapes.yaml, which no file holds."""
-    check_gold(Shapes(ShapesEnvironment(), 0), split)
+    check_gold(Shapes(ShapesEnvironment(), 0), Shapes.graders, split)
 
 
 def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
@@ -112,7 +117,9 @@ def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
     rows = pq.read_table(folders["shapes"] / "train.parquet").to_pylist()
     assert {row["level"] for row in rows} == {1, 3}
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
-    reread = make_environment(config_of("vqa", folders["shapes"], "environment.kind_key=kind")).tasks("train")
+    reread = make_environment(config_of("vqa", folders["shapes"], "environment.kind_key=kind")).environment.tasks(
+        "train"
+    )
     for task, row, again in zip(tasks[: len(rows)], rows, reread, strict=True):
         assert (row["prompt"].replace("<image>", ""), row["answer"], row["kind"]) == (
             *(task.question, task.answer),
@@ -158,16 +165,16 @@ def test_some_rows_have_ten_annotators(folders: dict[str, Path]) -> None:
     assert 30 < len(several) < 90
     assert {len(row["answers"]) for row in several} == {NUM_ANNOTATORS}
     assert Counter(row["answers"].count(row["answer"]) for row in several).keys() == {7, 8, 9, 10}
-    environment = make_environment(
+    made = make_environment(
         config_of("vqa", folders["vqa"], "environment.answers_key=answers", "environment.kind_key=null")
     )
     dissent = next(
         (task, said)
-        for task in environment.tasks("train")
+        for task in made.environment.tasks("train")
         for said in task.row["answers"] or ()  # type: ignore[attr-defined]
         if said != task.answer
     )
-    assert 0 < environment.score(dissent[0], [Turn(messages=(), text=dissent[1])]).reward < 1
+    assert 0 < scored(made.grading.graders, *dissent).reward < 1
 
 
 def fits(words: list[str], thing: Thing) -> bool:
@@ -225,10 +232,10 @@ def test_captions_say_what_is_seen() -> None:
 def test_rows_have_one_to_five_captions_and_all_count(folders: dict[str, Path]) -> None:
     rows = pq.read_table(folders["caption"] / "train.parquet").to_pylist()
     assert Counter(len(row["answer"]) for row in rows) == dict.fromkeys(range(1, 6), 40)
-    environment = make_environment(config_of("caption", folders["caption"]))
-    task = environment.tasks("train")[4]
+    made = make_environment(config_of("caption", folders["caption"]))
+    task = made.environment.tasks("train")[4]
     for caption in rows[4]["answer"]:
-        assert environment.score(task, [Turn(messages=(), text=caption)]).parts["chrf"] == 1.0
+        assert scored(made.grading.graders, task, caption).parts["chrf"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["vqa", "caption"])

@@ -24,7 +24,8 @@ from fovea.environments.geospot.rendered import _spots, write_maps
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.types import Task, Turn
+from fovea.types import Task
+from tests.grading import scored
 
 ROOT = Path(__file__).parents[3]
 OSV5M = ROOT.parent / "shared" / "data" / "geospot" / "osv5m_fixture24.parquet"
@@ -50,10 +51,11 @@ def geospot(folder: Path, rows: list[dict[str, object]], **settings: object) -> 
 
 def check_gold(environment: GeoSpot, tasks: list[Task]) -> None:
     for task in tasks:
-        turn = Turn(messages=tuple(environment.prompt(task)), text=environment.target(task))
-        for stage in range(5):
-            score = environment.at(stage).score(task, [turn])
-            assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, stage, turn.text)
+        text, messages = environment.target(task), tuple(environment.prompt(task))
+        assert len(environment.graders) == 5
+        for stage, grader in enumerate(environment.graders):
+            score = scored([grader], task, text, messages)
+            assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, stage, text)
             assert set(score.parts.values()) == {1.0}
 
 
@@ -80,7 +82,7 @@ def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_pa
     assert len(places) > 30_000
     environment = geospot(tmp_path, places)
     for task in environment.tasks("train"):
-        score = environment.at(4).score(task, [Turn(messages=(), text=environment.target(task))])
+        score = scored(environment.graders, task, environment.target(task))
         assert (score.reward, set(score.parts.values())) == (1.0, {1.0}), environment.target(task)
 
 
@@ -140,7 +142,7 @@ def test_rows_that_are_no_places(cells: dict[str, object], problem: str, tmp_pat
 def test_a_wrong_answer_says_which_part_is_wrong(tmp_path: Path) -> None:
     environment = geospot(tmp_path, [{"image": png(), **PARIS}])
     (task,) = environment.tasks("test")
-    score = environment.score(task, [Turn(messages=(), text="Lyon, Île-de-France, France, 48.86, 2.35")])
+    score = scored(environment.graders, task, "Lyon, Île-de-France, France, 48.86, 2.35")
     assert score.reward == pytest.approx(0.8)
     assert score.accuracy == 1.0
     assert score.parts == {"country": 1.0, "region": 1.0, "city": 0.0, "coordinates": 1.0}

@@ -6,12 +6,13 @@ import base64
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
@@ -20,10 +21,15 @@ import pytest
 from PIL import Image
 
 from fovea.config.run import Judge
-from fovea.environments.graders import judge as judge_module
-from fovea.environments.graders.judge import JudgeClient, parsed_score
+from fovea.environments.graders import limited_calls
+from fovea.environments.graders.base import TryAgainError
+from fovea.environments.graders.grading import Grading
+from fovea.environments.graders.judge import JudgeClient, limits_of, parsed_score
+from fovea.environments.graders.limited_calls import LimitedCalls
 from fovea.errors import ConfigError, FoveaError, ScoreError, UnscoredError
+from fovea.types import Score, Task, Turn
 from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
+from tests.grading import score_in_run
 
 SERVER_START_SECONDS = 170
 TIMEOUT_SECONDS = 1.0
@@ -72,7 +78,7 @@ def says(text: object) -> tuple[int, bytes]:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
-    monkeypatch.setattr(judge_module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(limited_calls, "FIRST_PAUSE_SECONDS", 0.01)
     endpoints: list[Endpoint] = []
 
     def start(*replies: tuple[int, bytes]) -> Endpoint:
@@ -85,13 +91,26 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
         endpoint.server.server_close()
 
 
-def client(url: str, **settings: object) -> JudgeClient:
+class JudgeAlone:
+    """A grader of a judge's score and nothing else; the kind of a task is the colour that it shows."""
+
+    def __init__(self, judge: JudgeClient) -> None:
+        self._judge = judge
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        judged = await self._judge.score([picture(task.kind)], task.question, turns[-1].text, [task.answer])
+        return Score(reward=judged, accuracy=judged)
+
+
+def client(url: str, **settings: object) -> Grading:
     defaults = {"model": "m", "timeout_seconds": TIMEOUT_SECONDS, "max_retries": 1}
-    return JudgeClient(Judge.model_validate({"url": url, **defaults, **settings}))
+    judge = Judge.model_validate({"url": url, **defaults, **settings})
+    return Grading(graders=(JudgeAlone(JudgeClient(judge)),), calls=LimitedCalls(limits_of(judge)))
 
 
-def ask(judge: JudgeClient, answer: str = "a dog") -> float:
-    return judge.score([picture("red")], QUESTION, answer, ["a red square"])
+def ask(judge: Grading, answer: str = "a dog", shown: str = "red") -> float:
+    task = Task(id="t", question=QUESTION, answer="a red square", kind=shown)
+    return score_in_run(judge, task, answer).reward
 
 
 def test_a_score_is_the_share_of_the_best(serve: Callable[..., Endpoint]) -> None:
@@ -146,9 +165,10 @@ def test_a_failed_call_is_tried_again_and_then_named(
     with pytest.raises(ScoreError) as raised:
         ask(client(endpoint.url))
     assert len(endpoint.requests) == 2
-    assert f"gave no score: 2 tries, the last one: {reason}" in str(raised.value)
+    assert str(raised.value).startswith(f"t: the judge at {endpoint.url} gave no score: {reason}")
+    assert "in the last of 2 tries; fix it, or set environment.judge.on_failure=drop" in str(raised.value)
     assert "\n" not in str(raised.value)
-    with pytest.raises(UnscoredError, match="its group is left out"):
+    with pytest.raises(UnscoredError, match=f"gave no score: {re.escape(reason)}"):
         ask(client(endpoint.url, on_failure="drop", max_retries=0))
 
 
@@ -159,7 +179,7 @@ def test_a_later_try_may_succeed(serve: Callable[..., Endpoint]) -> None:
 
 
 @pytest.mark.parametrize(("status", "error"), [(401, ConfigError), (404, ConfigError), (400, ScoreError)])
-def test_what_no_other_try_can_mend_is_not_tried_again(
+def test_what_no_other_try_can_fix_is_not_tried_again(
     status: int, error: type[FoveaError], serve: Callable[..., Endpoint]
 ) -> None:
     endpoint = serve((status, b"no"))
@@ -172,7 +192,7 @@ def test_a_slow_judge_is_given_up_in_time(serve: Callable[..., Endpoint]) -> Non
     endpoint = serve(says("Score: 4"))
     endpoint.delay_seconds = 3
     started = time.perf_counter()
-    with pytest.raises(ScoreError, match=r"no reply within environment\.judge\.timeout_seconds=0\.3"):
+    with pytest.raises(ScoreError, match=r"took more than environment\.judge\.timeout_seconds=0\.3"):
         ask(client(endpoint.url, timeout_seconds=0.3, max_retries=0))
     assert time.perf_counter() - started < 2.5
 
@@ -194,7 +214,7 @@ def test_a_judge_that_drips_is_given_up_in_time() -> None:
 
     threading.Thread(target=drip, daemon=True).start()
     started = time.perf_counter()
-    with pytest.raises(ScoreError, match="no reply within"):
+    with pytest.raises(ScoreError, match="took more than"):
         ask(client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout_seconds=0.5, max_retries=0))
     assert time.perf_counter() - started < 3
     listener.close()
@@ -226,7 +246,7 @@ def test_scores_are_read(reply: str) -> None:
     "reply", ["", "7", "Score: -1", "Score: 7 of 10", "Score: 7\nScore: 8", "Score: 7\nbut", "Score: nan", "Score: 7/5"]
 )
 def test_anything_else_is_no_score(reply: str) -> None:
-    with pytest.raises(judge_module._FailedTryError):
+    with pytest.raises(TryAgainError):
         parsed_score(reply, 10)
 
 
@@ -256,7 +276,7 @@ def test_a_real_model_behind_a_real_server(tmp_path: Path) -> None:
         )
         for shown in COLOURS:
             for said in COLOURS:
-                score = judge.score([picture(shown)], QUESTION, description(said), [])
+                score = ask(judge, description(said), shown)
                 assert score == (0.9 if shown == said else 0.1), (shown, said)
     finally:
         process.terminate()

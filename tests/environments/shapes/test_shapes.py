@@ -12,11 +12,12 @@ import pytest
 from fovea.config.run import ShapesEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
-from fovea.environments.base import Environment, Split
+from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.questions import KINDS, scene
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, _free_spots, _grid_spots, draw
-from fovea.types import Message, Task, Turn
+from fovea.types import Message, Task
+from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 LEVELS = (1, 2, 3)
@@ -29,7 +30,7 @@ FIRST_TEST_ROWS = [
 FIRST_TEST_MEANS = [52, 43, 53, 54]
 
 
-def shapes(level: int = 1, seed: int = 0, side_px: int = 48) -> Environment:
+def shapes(level: int = 1, seed: int = 0, side_px: int = 48) -> Shapes:
     return Shapes(ShapesEnvironment(level=level, image_side_px=side_px), seed)
 
 
@@ -40,7 +41,7 @@ def pixels(task: Task) -> np.ndarray:
 
 
 def score_of(task: Task, text: str) -> tuple[float, float, float, float]:
-    score = shapes().score(task, [Turn(messages=(), text=text)])
+    score = scored(shapes().graders, task, text)
     return score.reward, score.accuracy, score.parts["answer"], score.parts["format"]
 
 
@@ -51,7 +52,7 @@ def test_gold_answers_score_full_marks(level: int, split: Split) -> None:
     for task in environment.tasks(split)[:100]:
         messages = tuple(environment.prompt(task))
         assert messages == (Message(role="user", parts=(task.images[0], task.question)),)
-        score = environment.score(task, [Turn(messages=messages, text=environment.target(task))])
+        score = scored(environment.graders, task, environment.target(task), messages)
         assert (score.reward, score.accuracy, score.parts) == (1.0, 1.0, {"answer": 1.0, "format": 1.0})
 
 

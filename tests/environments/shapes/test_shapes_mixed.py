@@ -20,7 +20,8 @@ from fovea.environments.shapes.questions import COMPARISON_ANSWERS, KINDS, compa
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.types import ImageRef, Task, Turn
+from fovea.types import ImageRef, Task
+from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 MIXED = ShapesEnvironment(
@@ -76,7 +77,7 @@ def test_gold_answers_of_all_kinds_score_full_marks(split: Split) -> None:
         (message,) = environment.prompt(task)
         assert message.parts == (*task.images, task.question)
         assert len(task.images) == num_images.get(task.kind, 1)
-        score = environment.score(task, [Turn(messages=(message,), text=environment.target(task))])
+        score = scored(environment.graders, task, environment.target(task), (message,))
         assert (score.reward, score.accuracy) == (1.0, 1.0)
 
 

@@ -1,0 +1,142 @@
+"""Graders from the user's code: a reward function, or the `score` of a class.
+
+Whatever that code does, a score is finite, or its absence is named: the call raised, or what it returned is no score.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import SupportsFloat, TypeAlias, overload
+
+from PIL.Image import Image
+
+from fovea.data.images import OpenImage
+from fovea.environments.custom.loading import RewardFunction
+from fovea.environments.graders.base import NoScoreError
+from fovea.environments.graders.threads import CallThreads
+from fovea.errors import first_line, named
+from fovea.types import ImageRef, Score, Task, Turn
+
+REWARD, ACCURACY, IMAGE_PARTS = "reward", "accuracy", "image_parts"
+MAX_PARTS = 100
+"""The most parts of a score, and of each of its images: every part is a line of every step's metrics."""
+ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
+"""The user's `score(task, turns)`, plain or async: a `Score`, a number or a mapping of named parts."""
+
+
+class UserGrader:
+    """A function of the user's as a grader. A plain one blocks, and is called in threads."""
+
+    def __init__(self, function: ScoreFunction, threads: CallThreads) -> None:
+        """Stages of one environment share `threads`, which count the calls that were given up."""
+        self._function = function
+        self._threads = threads
+        self._call = self._awaited if inspect.iscoroutinefunction(function) else self._in_a_thread
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where the function raises, or returns what is no score."""
+        returned = await self._call(task, turns)
+        try:
+            return score_of(returned, num_images=len(task.images))
+        except ValueError as error:
+            raise NoScoreError(f"returned {error}") from error
+
+    async def _in_a_thread(self, task: Task, turns: Sequence[Turn]) -> object:
+        return await self._threads.run(lambda: self._function(task, turns))
+
+    async def _awaited(self, task: Task, turns: Sequence[Turn]) -> object:
+        with named(lambda error: NoScoreError(f"raised {first_line(error)}")):
+            returned = self._function(task, turns)
+            assert inspect.isawaitable(returned), self._function
+            return await returned
+
+
+def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
+    """A reward function, which is called with the text of the last turn and the images of the task."""
+    return lambda task, turns: reward(task, turns[-1].text, OpenedImages(task.images, open_image))
+
+
+class OpenedImages(Sequence[Image]):
+    """The images of a task, each opened at its first use."""
+
+    def __init__(self, refs: Sequence[ImageRef], open_image: OpenImage) -> None:
+        self._refs = refs
+        self._open_image = open_image
+        self._opened: dict[int, Image] = {}
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    @overload
+    def __getitem__(self, index: int) -> Image: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Image]: ...
+    def __getitem__(self, index: int | slice) -> Image | Sequence[Image]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = range(len(self))[index]
+        if place not in self._opened:
+            self._opened[place] = self._open_image(self._refs[place])
+        return self._opened[place]
+
+
+def score_of(returned: object, *, num_images: int) -> Score:
+    """The score that the user's code returned; ValueError where it is none.
+
+    A number is the reward. Of named parts it is the part `reward`, else their sum. The accuracy is the part
+    `accuracy`, else the reward, held to 0..1. `image_parts` is a list with a mapping of parts for every image.
+    """
+    if isinstance(returned, Score):
+        _number(returned.accuracy, "accuracy")
+        return _checked(returned, num_images)
+    if not isinstance(returned, Mapping):
+        reward = _number(returned, "")
+        return Score(reward=reward, accuracy=_held(reward))
+    parts = {str(name): _number(value, str(name)) for name, value in returned.items() if name != IMAGE_PARTS}
+    if not parts:
+        raise ValueError(f"{returned!r:.60}, which names no part and no reward")
+    reward = parts[REWARD] if REWARD in parts else sum(parts.values())
+    accuracy = _held(parts.get(ACCURACY, reward))
+    parts.pop(REWARD, None)
+    images = returned.get(IMAGE_PARTS, ())
+    if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
+        raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is no list of mappings, one for each image")
+    return _checked(Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=tuple(images)), num_images)
+
+
+def _checked(score: Score, num_images: int) -> Score:
+    """The score with plain numbers throughout."""
+    num_parts = max(map(len, (score.parts, *score.image_parts)))
+    if num_parts > MAX_PARTS:
+        raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
+    if score.image_parts and len(score.image_parts) != num_images:
+        raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
+    return Score(
+        reward=_number(score.reward, REWARD),
+        accuracy=_held(score.accuracy),
+        parts={name: _number(value, name) for name, value in score.parts.items()},
+        image_parts=tuple(
+            {str(name): _number(value, f"{name} of image {place}") for name, value in parts.items()}
+            for place, parts in enumerate(score.image_parts, start=1)
+        ),
+    )
+
+
+def _number(value: object, name: str) -> float:
+    """A number of Python, numpy or torch; ValueError for anything else, and for one that is not finite."""
+    called = f" as {name}" if name else ""
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        raise ValueError(f"{value!r:.60}{called}, which is no number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays of several values, as numpy and torch say it
+        raise ValueError(f"{value!r:.60}{called}, which is not one number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{number}{called}, which is not finite")
+    return number
+
+
+def _held(value: float) -> float:
+    return min(max(float(value), 0.0), 1.0)
