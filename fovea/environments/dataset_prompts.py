@@ -1,4 +1,4 @@
-"""Questions of rows in any public layout: a text, or chat messages as {role, content} or {from, value}."""
+"""Questions in any public layout: a text, or chat messages as {role, content} or {from, value}."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMAGE_MARK = "<image>"
 _MAX_BITS = 1024  # of an integer in float64; Python refuses to write out much larger ones
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Texts: TypeAlias = list[tuple[Role, str]]
-"""Messages before their images are put in."""
+"""Roles and texts of messages, before their images are put in."""
 
 _ROLES: dict[object, Role] = {
     "system": "system",
@@ -27,7 +27,7 @@ ON_BAD_ROW = "fix the row, or set data.on_bad_row=skip"
 
 
 def bad_row(where: str, problem: str, reason: str) -> BadRowError:
-    """The error for a row that says what is wrong with it."""
+    """The error for a row with this problem."""
     return BadRowError(f"{where}: {problem}; {ON_BAD_ROW}", reason)
 
 
@@ -44,7 +44,7 @@ def ends_with_reply(cell: object) -> bool:
 
 
 def check_prompt(texts: Texts, images: Sequence[ImageRef], where: str) -> None:
-    """A prompt ends with something that the user says, and has a place for every image."""
+    """Raise BadRowError unless the prompt ends with a text of the user, and has a place for every image."""
     if not texts or texts[-1][0] != "user":
         last = texts[-1][0] if texts else "missing"
         raise bad_row(where, f"the last message is {last}, but a prompt ends with the user's", "prompt_role")
@@ -54,7 +54,7 @@ def check_prompt(texts: Texts, images: Sequence[ImageRef], where: str) -> None:
 
 
 def interleaved(texts: Texts, images: Sequence[ImageRef], where: str) -> tuple[Message, ...]:
-    """Messages with images where their marks are; without any mark they come before the last text."""
+    """Messages with their images at the marks; without any mark the images come before the last text."""
     num_marks = sum(text.count(IMAGE_MARK) for _, text in texts)
     if num_marks == 0:
         *history, (role, question) = texts
@@ -86,14 +86,14 @@ def plain_answer(cell: object, where: str) -> str:
 
 
 def _written_number(cell: object) -> object:
-    """A number as its text; what is none, not finite or beyond float64 as it is."""
+    """A finite number within float64 as text; any other cell unchanged."""
     if isinstance(cell, int) and not isinstance(cell, bool):
         return str(cell) if cell.bit_length() <= _MAX_BITS else cell
     return str(cell) if isinstance(cell, float) and math.isfinite(cell) else cell
 
 
 def checked_text(text: str, where: str) -> str:
-    """A text that a tokenizer can read: JSON may hold halves of characters (lone surrogates)."""
+    """The text, if a tokenizer can read it: JSON may hold halves of characters (lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError:

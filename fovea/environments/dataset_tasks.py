@@ -1,6 +1,6 @@
-"""Rows of the user's own as tasks and prompts: what every environment with data files shares.
+"""Rows of data files as tasks and prompts: the common part of every environment with data files.
 
-Where no setting names a column, the row shows it: the first of these that it has.
+Where no setting names a column, it is the first of these that the row has.
 
 * question: `problem` (hiyouga/geometry3k, RLinf), `prompt` (verl), `question`, `conversations`, `messages`;
 * answer: `answer`, `reward_model` (verl: its `ground_truth`), or the assistant's reply at the end of the messages;
@@ -38,13 +38,13 @@ KIND = "all"
 
 Row: TypeAlias = Mapping[str, object]
 ReadAnswer: TypeAlias = Callable[[object, str], str]
-"""(cell, what an error calls the row) to the true answer."""
+"""A function of a cell, and of the words by which an error names the row, to the true answer."""
 
 
 class FileTasks:
     """The tasks of an environment's files; an environment has one and adds its grader.
 
-    `frames` holds rows that Python has already, in place of the files of `train_files` and `test_files`.
+    `frames` holds rows that are in memory already, in place of the files of `train_files` and `test_files`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FileTasks:
         )
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        """What the model is asked: the system prompt, earlier messages, the question in its template."""
+        """The messages of a prompt: the system prompt, earlier messages, the question in its template."""
         key = prompt_key(task.row, self._settings)
         history = self._question(task.row, key, task.id)[:-1] if key else []
         return interleaved(self._framed([*history, ("user", task.question)]), task.images, task.id)
@@ -138,7 +138,7 @@ class FileTasks:
         return texts[-1][1] if texts and texts[-1][0] == "assistant" else None
 
     def _framed(self, texts: Texts) -> Texts:
-        """With system prompt and template."""
+        """The messages with system prompt and template."""
         settings, (role, question) = self._settings, texts[-1]
         if settings.prompt_template is not None:
             question = settings.prompt_template.replace("{prompt}", question)
@@ -160,7 +160,7 @@ def answer_key(row: Row, prompt: str, settings: FileEnvironment) -> str:
 
 
 def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
-    """What the row has in its columns of images."""
+    """The cells in the row's columns of images."""
     keys = (settings.image_key,) if settings.image_key is not None else settings.image_keys
     if keys is None:
         keys = tuple(key for key in IMAGE_KEYS if key in row)[:1]

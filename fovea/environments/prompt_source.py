@@ -1,4 +1,4 @@
-"""Rows in their order, as prompts: rendered when first used, kept while memory allows, bad rows counted."""
+"""Prompts of a data set: rendered at first use, cached within a memory limit, bad rows counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RendersPrompts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptedTask:
-    """A row and what the model reads of it."""
+    """A task with its rendered prompt."""
 
     task: Task
     prompt: Prompt
@@ -84,7 +84,7 @@ class PromptSource:
         return cached
 
     def read(self, index: int, make: Callable[[], Made]) -> Made | None:
-        """What `make` makes of a row; None, noted, when the row is bad and data.on_bad_row is skip."""
+        """The result of `make` for a row; None, and the row is listed, when it is bad and data.on_bad_row is skip."""
         if index in self.bad_rows:
             return None
         place = place_of(self.tasks, index)
@@ -100,7 +100,7 @@ class PromptSource:
             return None
 
     def with_tasks(self, tasks: Sequence[Task]) -> PromptSource:
-        """Other tasks under the same rules, without a memory of their prompts."""
+        """A source of other tasks under the same rules, without a cache."""
         return PromptSource(
             tasks,
             self._environment,
@@ -114,9 +114,9 @@ class PromptSource:
     def render(
         self, task: Task, messages: Sequence[Message] | None = None, *, where: str | None = None
     ) -> PromptedTask:
-        """A task under the rules of this source, asked in its environment's words or in these; DataError when bad.
+        """The prompt of a task by the rules of this source, of these or its own messages; DataError if bad.
 
-        Nothing is remembered of it, neither the prompt nor that it was bad. `where` is what an error calls it.
+        Neither the prompt nor a failure is kept. `where` names the row in an error.
         """
         where = where or task.id
         asked = self._environment.prompt(task) if messages is None else messages
@@ -135,7 +135,7 @@ class PromptSource:
 
 
 def _place_of_error(message: str) -> Place:
-    """For rows that stand in no file: an error begins with what it calls the row."""
+    """The place of a row that is in no file, from the error, which begins with the row's name."""
     return Place(message, message.partition(":")[0])
 
 

@@ -1,6 +1,6 @@
 """Rendered scenes with one to five captions each, for the environment `caption`: `answer` is the list of them.
 
-The first caption names what is seen in a fixed order; the others change order and words.
+The first caption names the things in a fixed order; the others change order and words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMS = (
     "On a dark background I see {things}.",
     "What can be seen here is {things}.",
 )
-"""Row i has the first 1 + i % 5 of them."""
+"""The forms of a caption; row i has the first 1 + i % 5 of them."""
 _NUMBERS = ("no", "a", "two", "three", "four")
 _SCHEMA = pa.schema(
     [("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.list_(pa.string()))],
@@ -35,12 +35,12 @@ _SCHEMA = pa.schema(
 
 
 def write_captions(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> list[Path]:
-    """`train.parquet` and `test.parquet`; equal for equal arguments."""
+    """Write `train.parquet` and `test.parquet`, equal for equal arguments, and return them."""
     return write_rendered(folder, _SCHEMA, partial(_row, image_side_px), num_rows=num_rows, seed=seed)
 
 
 def captions(things: Sequence[Thing], num_captions: int, rng: np.random.Generator) -> list[str]:
-    """What the things are, in this many ways."""
+    """Several captions of the same things."""
     counts = sorted(Counter(things).items(), key=lambda pair: _place(pair[0]))
     orders = [range(len(counts)), *(rng.permutation(len(counts)) for _ in range(num_captions - 1))]
     return [

@@ -28,7 +28,7 @@ _SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()),
 
 
 def write_geo3k(folder: Path, *, source: str, splits: Sequence[str] = SPLITS) -> Iterator[Path]:
-    """`SPLIT.parquet` for each of them, as they are finished. `source` is a hub id or a folder."""
+    """Write one `SPLIT.parquet` for each split, and yield each as it is finished. `source` is a hub id or a folder."""
     opened = {split: _opened(source, split) for split in dict.fromkeys(splits)}
     for split, rows in opened.items():
         yield write_rows(folder / f"{split}.parquet", _SCHEMA, _cells(rows), _ROWS_PER_GROUP)
@@ -47,7 +47,7 @@ def _opened(source: str, split: str) -> Rows:
 
 
 def _name(source: str, split: str) -> str:
-    """What `open_rows` calls a split: a pattern of Parquet files in a folder, else a data set's name."""
+    """The name of a split for `open_rows`: a pattern of Parquet files in a folder, else a data set's name."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return f"{source}@{split}"

@@ -1,4 +1,4 @@
-"""What the rendered data sets share: two files of rows, each from (seed, split, index) alone, and a scene as a cell."""
+"""The rendered data sets: two files of rows, each from (seed, split, index) alone, and a scene as a cell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEST_SHARE = 0.1
 
 
 def num_test_rows(num_rows: int) -> int:
-    """A tenth as many, at least one."""
+    """The number of test rows: a tenth of the training rows, at least one."""
     return max(int(num_rows * _TEST_SHARE), 1)
 
 
@@ -28,7 +28,7 @@ def write_rendered(
     num_rows: int,
     seed: int,
 ) -> list[Path]:
-    """`num_rows` training rows and a tenth as many test rows; the two files. `row(index, rng)` makes one."""
+    """Write `num_rows` training rows and a tenth as many test rows, made by `row(index, rng)`; returns the files."""
     sizes = {"train": num_rows, "test": num_test_rows(num_rows)}
     return [
         write_rows(
@@ -41,6 +41,6 @@ def write_rendered(
 
 
 def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) -> dict[str, object]:
-    """A picture of the things, on a grid or anywhere. Without noise, which PNG cannot make small."""
+    """A picture of the things, on a grid or anywhere, without noise, which PNG cannot compress."""
     canvas_YXC = draw(things, side_px, rng, free=bool(rng.integers(2)))
     return png_cell(np.clip(canvas_YXC, 0, 255).astype(np.uint8))

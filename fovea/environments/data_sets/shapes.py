@@ -1,4 +1,4 @@
-"""The rows of the environment `shapes` as files: to look at, or for use elsewhere. A run draws them itself."""
+"""The rows of the environment `shapes` as files: for inspection, or for use elsewhere. A run renders them itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_shapes(
     comparison_share: float = 0.0,
     text_share: float = 0.0,
 ) -> list[Path]:
-    """`train.parquet` and `test.parquet`: the rows that a run with this seed and these settings draws first."""
+    """Write `train.parquet` and `test.parquet`: the first rows of a run with this seed and these settings."""
     if comparison_share + text_share > 1:
         raise ConfigError(
             f"--comparison-share={comparison_share:g} and --text-share={text_share:g} are more than all rows "

@@ -29,7 +29,7 @@ _SCHEMA = pa.schema(
 
 
 def write_vqa(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> list[Path]:
-    """`train.parquet` and `test.parquet`; equal for equal arguments."""
+    """Write `train.parquet` and `test.parquet`, equal for equal arguments, and return them."""
     return write_rendered(folder, _SCHEMA, partial(_row, image_side_px), num_rows=num_rows, seed=seed)
 
 

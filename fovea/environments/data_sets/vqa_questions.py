@@ -1,6 +1,6 @@
-"""Questions of five types about one scene each, and what several annotators might say.
+"""Questions of five types about one scene each, and the answers of several simulated annotators.
 
-The answer is chosen first, since answers take turns, and the scene is made for it.
+The answer is chosen first, since answers alternate, and the scene is made for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is asked for: things of a shape, of a colour, or of both."""
+    """The things that a question is about: of a shape, of a colour, or of both."""
 
     shape: Shape | None
     colour: Colour | None
@@ -48,12 +48,12 @@ class _Wanted:
 
 
 def ask(kind: QuestionType, turn: int, rng: np.random.Generator) -> Scene:
-    """The question whose answer's turn it is, and what is seen."""
+    """A question with the answer of this turn, and a scene that has it."""
     return _MAKERS[kind](turn, rng)
 
 
 def annotators(answer: str, rng: np.random.Generator) -> list[str]:
-    """What ten people say: at least seven the true answer, the others something near it."""
+    """The answers of ten people: at least seven give the true answer, the others one near it."""
     near = _OTHER_WORDS.get(answer) or (str(int(answer) + 1), str(max(int(answer) - 1, 0)))
     num_dissenters = int(rng.integers(_MAX_DISSENTERS + 1))
     said = [answer] * (NUM_ANNOTATORS - num_dissenters) + [_pick(near, rng) for _ in range(num_dissenters)]
@@ -83,7 +83,7 @@ def _colour(colour: Colour, num_others: int, rng: np.random.Generator) -> Scene:
 
 
 def _existence(turn: int, rng: np.random.Generator) -> Scene:
-    """As many things are seen where the answer is yes as where it is no."""
+    """A question whether there is a thing; scenes have equally many things for yes and for no."""
     exists, wanted, num_things = turn % 2 == 0, _wanted(rng), int(rng.integers(1, 5))
     asked, others = _draw(wanted.fits, int(exists), rng), _draw(_not(wanted), num_things - exists, rng)
     return Scene(f"Is there a {wanted.name}?", "yes" if exists else "no", asked + others)
@@ -114,7 +114,7 @@ def _same_colour(is_true: bool, rng: np.random.Generator) -> Scene:
 
 
 def _multiple_choice(turn: int, rng: np.random.Generator) -> Scene:
-    """The options stand in the question, so that rows of all types are read by the same settings."""
+    """A question with its options in the text, so that the same settings read rows of all types."""
     turn, place = divmod(turn, NUM_OPTIONS)
     question, right, wrong, things = (_which_colour if turn % 2 else _which_thing)(rng)
     options = [*wrong[:place], right, *wrong[place:]]

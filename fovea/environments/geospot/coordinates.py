@@ -1,7 +1,7 @@
-"""Latitudes and longitudes in the ways in which people and models write them.
+"""Latitudes and longitudes in the notations that people and models use.
 
 `-33.87`, `−33,87`, `33.87° S`, `33.87 (S)`, `S 33.87`, `33°52′10″S`, `33 52 10 S`, `33.87 degrees south`, `33.87° Sur`.
-A letter decides the sign; what is out of range, or names the other axis, is no coordinate.
+A letter decides the sign; a value that is out of range, or names the other axis, is no coordinate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _COORDINATE = re.compile(
 class _Found(NamedTuple):
     degrees: float
     axis: Axis | None
-    """None where no letter tells."""
+    """The axis that a letter names; None without a letter."""
     end: int
 
 

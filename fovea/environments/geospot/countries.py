@@ -1,4 +1,4 @@
-"""Which country a text names, as an ISO 3166-1 alpha-2 code. Exact after folding: a near miss is no country.
+"""The country that a text names, as an ISO 3166-1 alpha-2 code. Exact after folding: a near miss is no country.
 
 Names come from our own table, then ISO 3166 (pycountry) and CLDR in English (Babel), then CLDR in some seventy other
 languages. A foreign name that two countries share is none. Kosovo, which ISO does not list, is XK.
@@ -43,7 +43,7 @@ _SHARED_WITH_A_STATE = {"GE", "US"}
 
 @lru_cache(maxsize=20_000)
 def country_code(text: str) -> str | None:
-    """`"Côte d’Ivoire"`, `"CIV"`, `"Ivory Coast (West Africa)"` give `"CI"`; what names no or two countries, None."""
+    """`"Côte d’Ivoire"`, `"CIV"`, `"Ivory Coast (West Africa)"` give `"CI"`; None for no or two countries."""
     if len(text) > _MAX_CHARS:
         return None
     whole = _lookup(_FLAG.sub("", text))
@@ -73,7 +73,7 @@ def country_name(code: str) -> str:
 
 @cache
 def country_codes() -> frozenset[str]:
-    """All countries: those of ISO 3166-1, and Kosovo."""
+    """The codes of all countries: those of ISO 3166-1, and Kosovo."""
     return frozenset({country.alpha_2 for country in pycountry.countries} | {"XK"})
 
 
@@ -89,7 +89,7 @@ def _lookup(text: str) -> str | None:
 
 
 def _forms(bare: str, name: str) -> Iterator[str]:
-    """The folded name, the right way round (`Congo, Republic of the`), and without what says it is a country."""
+    """The folded name, the right way round (`Congo, Republic of the`), and without words such as `republic`."""
     yield name
     own, comma, kind = bare.rpartition(",")
     if comma:
@@ -112,19 +112,19 @@ def _codes() -> Mapping[str, str]:
 
 @cache
 def _known_names() -> Mapping[str, str]:
-    """Folded name to code."""
+    """Codes by folded name."""
     return dict(_unambiguous(_english_names())) | dict(_unambiguous(_own_names()))
 
 
 @cache
 def _foreign_names() -> Mapping[str, str]:
-    """Read when a name is not English; takes a second or two."""
+    """Codes by folded name in other languages; takes a second or two, at the first name that is not English."""
     pairs = ((name, code) for language in LANGUAGES for name, code in _names_in(language) if _is_long(name))
     return _unambiguous(pairs)
 
 
 def _is_long(name: str) -> bool:
-    """A short one such as Áo folds to what may be a code or a word."""
+    """Whether a name is too long to be mistaken for a code or a word, as Áo would be."""
     return len(name) > 3 or not fold(name).isascii()
 
 

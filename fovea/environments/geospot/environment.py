@@ -39,7 +39,7 @@ class GeoSpot(Environment):
         *,
         frames: Mapping[Split, InMemory] | None = None,
     ) -> None:
-        """`frames` holds rows that Python has already, in place of the files of `train_files` and `test_files`."""
+        """`frames` holds rows that are in memory already, in place of the files of `train_files` and `test_files`."""
         self._config = config
         self._access = access or RowAccess()
         self._frames = frames or {}

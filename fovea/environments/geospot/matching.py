@@ -10,7 +10,7 @@ from fovea.environments.geospot.gazetteer import City, LatLon, cities, great_cir
 from fovea.environments.geospot.region_names import KINDS_OF_REGION, REGION_ALIASES
 
 MAX_KM_TO_THE_GAZETTEER = 75.0
-"""A city of that name farther from the true point is another one."""
+"""The distance beyond which a city of the same name is a different one."""
 _MAX_CHARS = 200
 
 
@@ -25,7 +25,7 @@ def same_city(given: str, truth: str, country: str | None, at: LatLon | None = N
 
 
 def _candidates(given: str) -> Iterator[str]:
-    """The whole answer; without what is in parentheses; and the part before a comma (`"Sydney, NSW"`)."""
+    """The names to try: the whole answer, without its parentheses, and up to its first comma (`"Sydney, NSW"`)."""
     if len(given) <= _MAX_CHARS:
         yield given
         yield given.partition("(")[0]
@@ -47,7 +47,7 @@ def _region_keys(name: str) -> frozenset[str]:
 
 
 def _without_kind(name: str) -> str:
-    """`"province of limburg"` and `"limburg province"` are `"limburg"`; what is nothing but a kind stays."""
+    """`"province of limburg"` and `"limburg province"` are `"limburg"`; a name that is only a kind stays."""
     words = name.split()
     while len(words) > 1 and words[-1] in KINDS_OF_REGION:
         words.pop()

@@ -1,4 +1,4 @@
-"""What a model's response says of a place: JSON, labelled lines, or "city, region, country, lat, lon".
+"""The place in a model's response, written as JSON, labelled lines, or "city, region, country, lat, lon".
 
 The last statement of a field counts, so that thinking aloud neither helps nor hurts. Time is linear in the length, and
 of long responses only the end is read.
@@ -47,7 +47,7 @@ _EDGES = _MARKUP + ".,;:，；。"
 _NOTHING = {"", "-", "?", "n/a", "na", "none", "null"}
 _NOTHING |= {"unknown", "not sure", "unclear", "undetermined", "unspecified"}
 _NOT_A_NUMBER = {"nan", "NaN", "NAN"}
-"""As programs write it; Nan is a city in Thailand."""
+"""The spellings by which programs write a missing value; Nan is a city in Thailand."""
 _SIGN_APART = re.compile(r"^([ \t*_`\"']{0,8})[-−–—] (?=\d)")
 # `latitude 33.87° S`: without a colon, and not `long`, which is a word
 _BARE_DEGREES = re.compile(
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Draft:
-    """An answer while it is read; `lat` and `lon` are text until both are there."""
+    """An answer under construction; `lat` and `lon` are text until both are known."""
 
     fields: dict[str, str]
 
@@ -89,7 +89,7 @@ class _Draft:
 
 
 def parse_answer(text: str) -> Answer:
-    """The place that a response names. Raises nothing, whatever the text."""
+    """The place that a response names; never raises."""
     text = _THINKING.split(text)[-1][-_MAX_CHARS:]
     tagged = _ANSWER_TAG.findall(text)
     text = tagged[-1] if tagged else text
@@ -125,7 +125,7 @@ def _finish(draft: _Draft) -> Answer:
 
 
 def _filled(answer: Answer, other: Answer) -> Answer:
-    """What the labels leave open, from a line."""
+    """An answer with fields that no label gives filled in from a line."""
     return replace(
         answer,
         country=answer.country or other.country,
@@ -148,12 +148,12 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _first_line(text: str) -> str:
-    """Of a value; a label may stand on a line of its own, above it."""
+    """The first line of a value; its label may be on a line above."""
     return next((line for line in text.splitlines()[:3] if line.strip(_EDGES)), "")
 
 
 def _clean(value: str) -> str | None:
-    """Without bullets, bold, quotes; None for `unknown` and the like."""
+    """A value without bullets, bold and quotes; None for `unknown` and the like."""
     bare = _BULLET.sub("", value) if not _COORDINATE_START.match(plain(value).strip(_MARKUP)) else value
     bare = bare.replace("**", "").strip(_EDGES)
     return None if bare.casefold() in _NOTHING or bare in _NOT_A_NUMBER else bare

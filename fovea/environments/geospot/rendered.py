@@ -1,7 +1,7 @@
 """A data set of locator maps, drawn offline: `train.parquet` and `test.parquet`, no place in both.
 
-Countries are drawn in proportion to the square root of the number of their cities, so that the large ones do not drown
-the others. Each row is one city on a map of its own scale; `level` says how much of the world is seen.
+Countries are drawn in proportion to the square root of the number of their cities, so that the large ones do not
+dominate the others. Each row is one city on a map of its own scale; `level` says how much of the world is seen.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Spot:
 
 
 def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> tuple[Path, Path]:
-    """`num_rows` training rows and a tenth as many test rows; the two files. Equal for equal arguments."""
+    """Write `num_rows` training rows and a tenth as many test rows; returns the files, equal for equal arguments."""
     world, spots = load_world(), _spots()
     files = (folder / "train.parquet", folder / "test.parquet")
     for file, size in zip(files, (num_rows, max(num_rows // 10, 1)), strict=True):
@@ -66,7 +66,7 @@ def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) ->
 
 
 def _rows(world: World, spots: Sequence[_Spot], side_px: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
-    """Without end."""
+    """The rows of the data set, without end."""
     by_country: dict[str, list[_Spot]] = {}
     for spot in spots:
         by_country.setdefault(spot.country, []).append(spot)
@@ -116,5 +116,5 @@ def _region_names() -> dict[str, str]:
 
 
 def _is_test(spot: _Spot) -> bool:
-    """By the place, not by chance, so that no seed moves a place from one file to the other."""
+    """Whether a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
     return hashlib.blake2b(str(spot.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE

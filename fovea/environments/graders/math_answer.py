@@ -1,7 +1,7 @@
-r"""Is this the right answer? The boxed answer of a text, and equality as mathematics.
+r"""Mathematical answers: the boxed answer of a response, and its equality with the truth.
 
-Two answers are equal when they read the same after normalisation (`spelling.py`), or when both are formulas
-(`formulas.py`) of equal value. What is no formula is a text (`\angle 1 \cong \angle 4`), and a text
+Two answers are equal when they read the same after normalisation (`math_normalize`), or when both are formulas
+(`math_formula`) of equal value. Anything else is a text (`\angle 1 \cong \angle 4`), and a text
 never equals a number. Every input ends in True or False, within milliseconds: no computer algebra system sees a
 model's text, so there is nothing to interrupt, on whatever thread and in however many workers.
 """
@@ -20,7 +20,7 @@ _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` whose braces close holds; None where there is none. Linear time."""
+    r"""The content of the last `\boxed{...}` whose braces close; None where there is none. Linear time."""
     starts: list[int | None] = []
     found: slice | None = None
     for match in _BOX_OR_BRACE.finditer(text):
@@ -61,7 +61,7 @@ def _equal(one: float | None, other: float | None) -> bool:
 
 
 def _as_text(answer: str) -> str:
-    """Spaces do not tell texts apart; capitals do where they are names, as in `AB`, not in a sentence."""
+    """A text without spaces, and without capitals except in names such as `AB`."""
     squeezed = answer.replace(" ", "")
     return squeezed.casefold() if re.search(r"(?<!\\)\b[A-Za-z]{4}", answer) else squeezed
 
@@ -80,7 +80,7 @@ _COLON_NAME = re.compile(r"^([A-Za-z]) ?: ?(?=[-\d\\])")
 
 
 def _readings(answer: str) -> list[str]:
-    r"""`3 \sqrt{5} \approx 6.71` says both; `x \approx 12` says 12."""
+    r"""The values that an answer gives: both of `3 \sqrt{5} \approx 6.71`, and 12 of `x \approx 12`."""
     parts = _APPROX.split(answer)
     if len(parts) == 2 and not parts[0].strip():
         return [_without_name(parts[1])]
@@ -93,7 +93,7 @@ def _readings(answer: str) -> list[str]:
 
 
 def _rounds_to(exact: str, rounded: str) -> bool:
-    """Only from a form that is no decimal itself: `12.4 = 12` would be two guesses."""
+    """Whether a decimal is the rounded value of an exact form; `12.4 = 12` would be two guesses."""
     digits, values = _DECIMAL.fullmatch(rounded), (formula_value(exact), formula_value(rounded))
     if digits is None or _DECIMAL.fullmatch(exact) or values[0] is None or values[1] is None:
         return False
@@ -101,7 +101,7 @@ def _rounds_to(exact: str, rounded: str) -> bool:
 
 
 def _without_name(answer: str) -> str:
-    r"""`AB = \frac{24}{2} = 12` is 12: names go, and so do formulas that do equal the last one."""
+    r"""The last term of `AB = \frac{24}{2} = 12`, after names and formulas that do equal it."""
     first, *rest = [part.strip() for part in _EQUALS.split(_COLON_NAME.sub(r"\1 = ", answer))]
     if not rest:
         return first
@@ -120,7 +120,7 @@ def _without_name(answer: str) -> str:
 
 
 def _is_plain(part: str) -> bool:
-    """A formula without letters: the value in `12 = x`."""
+    """Whether a text is a formula without letters, such as the value in `12 = x`."""
     return formula_value(without_unit(part)) is not None and not _has_letter(without_unit(part))
 
 
@@ -139,12 +139,12 @@ _SWAPPED = {
     r"\le": r"\ge",
     r"\ge": r"\le",
 }
-"""What each relation reads when its sides are swapped."""
+"""The relation that holds when the sides of each are swapped."""
 _RELATION = re.compile(r"(=|<|>|\\(?:cong|sim|le|ge)(?![A-Za-z]))")
 
 
 def _same_relation(given: str, truth: str) -> bool:
-    """Only one relation between two sides."""
+    """Whether two texts are the same relation; each has exactly one sign between two sides."""
     given_parts, truth_parts = _RELATION.split(given), _RELATION.split(truth)
     if len(given_parts) != 3 or len(truth_parts) != 3:
         return False
@@ -156,7 +156,7 @@ def _same_relation(given: str, truth: str) -> bool:
 
 
 def _same_sides(given: tuple[str, str], truth: tuple[str, str]) -> bool:
-    """Side by side, or after terms have changed sides: `a = 90 - b`."""
+    """Whether the sides are equal, as they are or after terms change sides: `a = 90 - b`."""
     if _same_side(given[0], truth[0]) and _same_side(given[1], truth[1]):
         return True
     return _equal(_difference(given), _difference(truth))
@@ -174,13 +174,13 @@ _ANGLES = re.compile(r"^(?:angles? |\\angle )", re.IGNORECASE)
 
 
 def _same_list(given: str, truth: str) -> bool:
-    """Two lists of names, in any order; numbers and bracketed lists have one."""
+    """Whether two lists are equal: names in any order, numbers and bracketed lists in theirs."""
     items, truth_items = _items(given), _items(truth)
     return items is not None and items == truth_items
 
 
 def _items(answer: str) -> tuple[bool, list[str]] | None:
-    """Whether these are angles, and their names."""
+    """Whether the items of a list are angles, and their names."""
     are_angles = _ANGLES.match(answer) is not None
     items = sorted(_as_text(_ANGLES.sub("", item.strip())) for item in _AND.split(answer))
     is_list = len(items) > 1 and all(items) and not re.search(r"[()\[\]{}]", answer)

@@ -41,7 +41,7 @@ class _NotAFormula(Exception):
 
 
 def formula_value(text: str) -> float | None:
-    """The number that a formula stands for; None for what is no formula of the grammar, or is too large."""
+    """The value of a formula; None for a text outside the grammar, or a value that is too large."""
     try:
         value = _Parser(_TOKEN.findall(text.strip())).ratio()
     except (_NotAFormula, ArithmeticError):
@@ -69,7 +69,7 @@ def _number(token: str) -> float:
 
 
 class _Parser:
-    """Recursive descent; each method reads one construct from where the last one stopped."""
+    """A recursive-descent parser; each method reads one construct, starting where the last one stopped."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -169,7 +169,7 @@ class _Parser:
         return _number(token) + self._fraction_of_mixed(token)
 
     def _argument(self) -> float:
-        r"""What a command or an exponent applies to: a group, a number or a symbol (`\sqrt 3`)."""
+        r"""The argument of a command or an exponent: a group, a number or a symbol (`\sqrt 3`)."""
         if _is_number(self._peek()):
             self._at += 1
             return _number(self._tokens[self._at - 1])

@@ -1,7 +1,7 @@
-r"""One spelling for one thing: answers in LaTeX, Unicode or plain words, made comparable.
+r"""Normalisation of mathematical answers in LaTeX, Unicode or plain words, so that they can be compared.
 
-`normalised` removes what carries no meaning (fonts, spaces, dollar signs, degree signs, a trailing unit) and
-rewrites what has several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
+`normalised` removes everything without meaning (fonts, spaces, dollar signs, degree signs, a trailing unit) and
+rewrites anything with several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _ANSWER_IS = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:)(?: ?:)?|there 
 
 
 def normalised(answer: str) -> str:
-    """The one spelling of an answer, without unit, degree signs and introduction."""
+    """An answer in normal form, without unit, degree signs and introduction."""
     answer = _SMALL_FRACTION.sub(lambda match: f" {match[1].translate(_SMALL)}/{match[2].translate(_SMALL)}", answer)
     answer = _RAISED_DIGITS.sub(_exponent, answer)
     # twice: NFKC makes new symbols (a bold pi becomes a pi), and destroys others (the degree sign's look-alike)
@@ -113,12 +113,12 @@ def normalised(answer: str) -> str:
 
 
 def without_unit(answer: str) -> str:
-    """`36 square feet` is 36."""
+    """A number without its unit: `36 square feet` is 36."""
     return _UNIT.sub("", answer.strip()).strip()
 
 
 def _unwrapped(answer: str) -> str:
-    r"""`\text{...}` and its like replaced by what they hold, from the inside out."""
+    r"""A text with `\text{...}` and similar commands replaced by their content, from the inside out."""
     for _ in range(_MAX_WRAPPERS):
         answer, count = _WRAPPER.subn(r" \1 ", answer)
         if not count:
@@ -127,13 +127,13 @@ def _unwrapped(answer: str) -> str:
 
 
 def _exponent(match: re.Match[str]) -> str:
-    """NFKC would make 24 of a raised 4 behind a 2."""
+    """Superscript digits as an exponent, since NFKC would turn a 2 with a raised 4 into 24."""
     exponent = match.group().replace("⁻", "-").translate(_SMALL)
     return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
 
 
 def _fraction(match: re.Match[str]) -> str:
-    r"""`13.\overline{3}` is 40/3."""
+    r"""A repeating decimal as a fraction: `13.\overline{3}` is 40/3."""
     whole, fixed, repeating = match.groups()
     if len(whole + fixed + repeating) > _MAX_REPEATING:
         return match.group()

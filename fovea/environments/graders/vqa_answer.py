@@ -1,7 +1,7 @@
-r"""Short answers to questions about images: found in a response, spelled one way, compared.
+r"""Short answers to questions about images: found in a response, normalised, compared.
 
 The metric is that of VQA (Antol et al., arXiv 1505.00468; averaged over annotators as in Goyal et al.,
-arXiv 1612.00837). The spelling follows its evaluation code in what that means to do (case, articles, number
+arXiv 1612.00837). The spelling follows its evaluation code in its intent (case, articles, number
 words, punctuation, contractions), and departs from it where it errs: number words beyond ten are numbers,
 `-3` is not 3, `1,000` is 1000 and `1.000` is not, any apostrophe goes, and a choice `A` is no article.
 """
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from fovea.environments.graders.math_answer import last_boxed
 
 MAX_CHARS = 2000
-"""Of an answer that is looked at; a longer one is cut here, and so is wrong unless it is marked as the answer."""
+"""The length to which an answer is cut; a longer one is wrong unless it is marked as the answer."""
 MAX_SENTENCE_WORDS = 20
-"""Of an answer in a sentence; what is longer has to mark its answer."""
+"""The longest sentence that is searched for an answer; a longer one has to mark it."""
 _ENOUGH_AGREE = 3
 
 _TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
@@ -52,8 +52,8 @@ _TWICE = re.compile(r"\W*(\w+) ?\((\w+)\)\W*")
 def found_answer(response: str) -> str:
     r"""The answer in a response, from the most to the least explicit.
 
-    The last closed `\boxed{...}`; the last `<answer>...</answer>`; what follows the last "answer:" or "answer is",
-    up to the end of its line; else all that follows `</think>`.
+    The last closed `\boxed{...}`; the last `<answer>...</answer>`; the text after the last "answer:" or
+    "answer is", up to the end of its line; else the text after `</think>`.
     """
     boxed = last_boxed(response)
     if boxed is not None:
@@ -69,14 +69,14 @@ def found_answer(response: str) -> str:
 
 
 def _last_marked(response: str) -> str | None:
-    """What stands in the last pair of tags. Linear time."""
+    """The text in the last pair of tags. Linear time."""
     tags = list(_TAG.finditer(response))
     pairs = [(opening, closing) for opening, closing in itertools.pairwise(tags) if closing[1] > opening[1]]
     return response[pairs[-1][0].end() : pairs[-1][1].start()] if pairs else None
 
 
 def spelled(answer: str) -> str:
-    """The one spelling of a short answer."""
+    """A short answer in normal form."""
     text = unicodedata.normalize("NFKC", answer[:MAX_CHARS]).casefold()
     text = "".join(_plain_digit(char) for char in text)
     text = _APOSTROPHES.sub("", text)  # every contraction: "don't" and "dont"
@@ -115,7 +115,7 @@ def same_short_answer(given: str, truth: str) -> bool:
 def soft_accuracy(given: str, truths: Sequence[str]) -> float:
     """VQA's accuracy: min(annotators who agree / 3, 1), averaged over all subsets that leave one annotator out.
 
-    Of fewer than four annotators all others have to agree; one annotator's answer is the truth.
+    With fewer than four annotators all others have to agree; a single annotator's answer is the truth.
     """
     agree = [same_short_answer(given, truth) for truth in truths]
     if len(agree) < 2:
@@ -126,9 +126,9 @@ def soft_accuracy(given: str, truths: Sequence[str]) -> float:
 
 
 def yes_or_no(spelled_answer: str) -> str | None:
-    """What a spelled answer says; None where it says neither or both.
+    """The yes or no of a normalised answer; None where it says neither or both.
 
-    The first word says it, or the last one of "the statement is true".
+    It is in the first word, or the last one of "the statement is true".
     """
     first, *others = spelled_answer.split()
     if first in _YES:
@@ -148,12 +148,12 @@ def _equal(one: str, other: str) -> bool:
 
 
 def _hyphen_forms(text: str) -> set[str]:
-    """`t-shirt` is `tshirt` and `t shirt`, which are not each other."""
+    """The forms of a hyphenated word: `t-shirt` equals `tshirt` and `t shirt`, which do not equal each other."""
     return {text, re.sub(r"(?<=[^\W\d])-(?=\w)", "", text), re.sub(r"(?<=[^\W\d])-(?=\w)", " ", text)} - {""}
 
 
 def _without_articles(words: Sequence[str]) -> list[str]:
-    """`a` stays where no noun follows: in `plan A`, and in `A, B`, which picks two."""
+    """The words without articles; `a` is none where no noun follows: in `plan A`, and in `A, B`, which picks two."""
     following = [*words, ""][1:]
     return [
         word
@@ -163,7 +163,7 @@ def _without_articles(words: Sequence[str]) -> list[str]:
 
 
 def _said_once(answer: str) -> str:
-    """`Three (3)` says three."""
+    """An answer without its repetition in parentheses: `Three (3)` says three."""
     twice = _TWICE.fullmatch(answer[:MAX_CHARS])
     return twice[1] if twice is not None and spelled(twice[1]) == spelled(twice[2]) else answer
 
@@ -180,17 +180,17 @@ def _only_number(text: str) -> str:
 
 
 def _plain_digit(char: str) -> str:
-    """Digits of any script as 0 to 9."""
+    """A digit of any script as 0 to 9."""
     return str(unicodedata.decimal(char)) if char.isdecimal() else char
 
 
 def _split_number_words(text: str) -> str:
-    """`twenty-one` as two words."""
+    """A text with `twenty-one` as two words."""
     return re.sub(rf"\b({'|'.join(_TENS)})-(?=(?:{'|'.join(_ONES[1:10])})\b)", r"\1 ", text)
 
 
 def _with_numbers(words: Sequence[str]) -> list[str]:
-    """Number words as digits: `twenty one` is 21, `none` is 0; `two three` stays two numbers."""
+    """The words with numbers as digits: `twenty one` is 21, `none` is 0; `two three` stays two numbers."""
     numbers: list[str] = []
     can_add = False
     for word in words:

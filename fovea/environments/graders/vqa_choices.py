@@ -1,4 +1,4 @@
-"""Multiple choice: options under letters, and which one an answer picks."""
+"""Multiple choice: options under letters, and the option that an answer picks."""
 
 from __future__ import annotations
 

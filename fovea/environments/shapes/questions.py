@@ -1,6 +1,6 @@
 """Questions about scenes that have one answer: about one picture, about two, and about a scene told in words.
 
-The answer is given, since answers take turns; the scene is made for it. Distractors are of shapes not asked for.
+The answer is given, since answers alternate; the scene is made for it. Distractors have shapes not asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_CARD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A question about things that are seen together."""
+    """A question about the things in one picture."""
 
     question: str
     answer: str
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def scene(kind: SceneKind, turn: int, level: int, rng: np.random.Generator) -> Scene:
-    """The question whose answer's turn it is, and what is seen."""
+    """A question with the answer of this turn, and a scene that has it."""
     num_distractors = _num_distractors(level, rng)
     if kind == "counting":
         return _counting(1 + turn % MAX_COUNT, num_distractors, rng)
@@ -51,7 +51,7 @@ def scene(kind: SceneKind, turn: int, level: int, rng: np.random.Generator) -> S
 
 
 def comparison(turn: int, level: int, rng: np.random.Generator) -> Comparison:
-    """Which of two pictures has more of a shape, or whether they have as many."""
+    """A question which of two pictures has more of a shape, or whether they have equally many."""
     answer = COMPARISON_ANSWERS[turn % len(COMPARISON_ANSWERS)]
     shape = _pick(SHAPES, rng)
     fewer, more = sorted(rng.choice(MAX_COUNT + 1, size=2, replace=False).tolist())
@@ -70,7 +70,7 @@ def comparison(turn: int, level: int, rng: np.random.Generator) -> Comparison:
 def in_words(seen: Scene, rng: np.random.Generator) -> str:
     """The question with its scene before it: `Card 7 shows a red circle and a blue square. Is there a circle?`
 
-    The number of the card is to words what noise is to pixels: it tells apart scenes that are otherwise equal.
+    The card number makes otherwise equal scenes distinct, as noise does for pixels.
     """
     names = [f"a {thing.colour} {thing.shape}" for thing in seen.things]
     *rest, last = [names[place] for place in rng.permutation(len(names))]

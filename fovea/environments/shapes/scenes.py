@@ -45,7 +45,7 @@ class _Spot:
 
 
 def draw(things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, free: bool) -> NDArray[np.float32]:
-    """A scene without its noise, on a dark background; `free` places objects anywhere, else on a 3x3 grid."""
+    """The pixels of a scene without noise, on a dark background; `free` places objects anywhere, else on a 3x3 grid."""
     spots = (_free_spots if free else _grid_spots)(len(things), rng)
     scale = side_px / _UNIT_SIDE
     canvas_YXC = _background(side_px, rng)
@@ -56,7 +56,7 @@ def draw(things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, fre
 
 
 def with_noise(canvas_YXC: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.uint8]:
-    """The canvas as a camera would see it."""
+    """The canvas with camera noise."""
     noise_YXC = rng.standard_normal(canvas_YXC.shape, dtype=np.float32) * _NOISE_STD
     return np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
 
@@ -121,12 +121,12 @@ def _paint(canvas_YXC: NDArray[np.float32], shape: Shape, colour_C: NDArray[np.f
 
 
 def _window(centre: float, radius: float, side_px: int) -> slice:
-    """The pixels that an object can touch, its soft edge included."""
+    """The window of pixels that an object can touch, its soft edge included."""
     return slice(max(int(centre - radius) - 1, 0), min(int(centre + radius) + 2, side_px))
 
 
 def _distance(shape: Shape, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float) -> NDArray[np.float32]:
-    """Pixels from the edge of a shape, negative inside."""
+    """The signed distance in pixels from the edge of a shape, negative inside."""
     r = np.float32(radius)
     distance_YX: NDArray[np.float32]
     if shape == "circle":
