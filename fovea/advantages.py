@@ -64,6 +64,7 @@ def _by_groups(
     batch: Batch, penalties: Sequence[NDArray[np.float32]], advantages_of: Callable[[Tensor], Tensor]
 ) -> Batch:
     """Group-baseline advantages: one value per completion, repeated for its tokens."""
+    # the penalty is part of the reward before the baseline is taken, so that the baseline cancels the group's mean KL
     rewards = [sample.reward - float(kl_T.sum()) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     advantages_B = advantages_of(torch.tensor(rewards).view(len(batch.groups), -1)).flatten().tolist()
     values = iter(advantages_B)
@@ -77,6 +78,7 @@ def _by_groups(
 def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch:
     """REINFORCE++ advantages: per token, with a batch-wide baseline."""
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
+    # reversed cumulative sum: the return of a token is its reward plus all later ones, undiscounted
     returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(rewards)
     advantages = iter(_unpadded(reinforce_plus_plus(returns_BT, mask_BT), rewards))
     return replace_samples(batch, lambda sample: replace(sample, advantages_T=next(advantages)))
@@ -91,6 +93,7 @@ def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings:
     advantages_BT, returns_BT = gae(
         _padded(rewards), values_BT, mask_BT, gamma=settings.gamma, gae_lambda=settings.gae_lambda
     )
+    # only the advantages are whitened: the returns are regression targets, in units of the reward
     advantages = _unpadded(whiten(advantages_BT, mask_BT), values)
     returns = _unpadded(returns_BT, values)
     metrics = {

@@ -83,8 +83,8 @@ def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm)
         return list(range(len(rewards_PG)))
     silent = (~signal_P).nonzero()[:, 0]
     worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
-    # lowest rewards first: these groups train for the entropy bonus, which questions nobody answers need most.
-    # Sorted back into step order, so that every minibatch has its share of both.
+    # Groups without signal train for the entropy bonus alone. Lowest rewards first: groups that fail need exploration
+    # more than those that succeed. Sorted back into step order, so that every minibatch has its share of both.
     return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
 
 

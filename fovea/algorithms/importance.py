@@ -39,11 +39,13 @@ def importance_weights(
     the mismatch of engine and trainer: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy
     RL training". `sequence_mask` agrees with the mode of that name in TRL 1.16.
     """
+    # constants of the loss: the gradient flows through the policy loss that they multiply
     log_ratios_A = (old_logprobs_A - rollout_logprobs_A).detach()
     if level == "token":
         ratios_A = ratios(log_ratios_A)
     else:
         ratios_A = spread(ratios(sequence_sums(log_ratios_A, lengths)), lengths)
+    # no lower bound: small weights are safe, only large ones make the variance of the estimate explode
     above_A = ratios_A > cap
     match level:
         case "token" | "sequence":

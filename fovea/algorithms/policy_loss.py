@@ -81,6 +81,7 @@ def cispo_loss(
     `clip_low` of 1 or more means no lower bound, as in the paper's runs. `clipped_*` mark clamped weights whatever the
     sign of A. MiniMax, MiniMax-M1, arXiv 2506.13585, section 3.1.
     """
+    # detached: the ratio is a weight, and the only gradient is that of the log-prob
     ratio_A = ratios(logprobs_A - old_logprobs_A).detach()
     return PolicyLoss(
         loss_A=-ratio_A.clamp(1 - clip_low, 1 + clip_high) * advantages_A * logprobs_A,
@@ -121,6 +122,7 @@ def _clipped(
     clipped_A = -advantages_A * ratio_A.clamp(1 - clip_low, 1 + clip_high)
     loss_A = torch.maximum(plain_A, clipped_A)
     if dual_clip is not None:
+        # for A < 0 the clip leaves -A r unbounded in r: one token that the policy now prefers could dominate the batch
         bounded_A = torch.minimum(loss_A, -advantages_A * dual_clip)
         loss_A = torch.where(advantages_A < 0, bounded_A, loss_A)
     return PolicyLoss(

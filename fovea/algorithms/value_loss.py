@@ -33,6 +33,7 @@ def value_loss(values_A: Tensor, old_values_A: Tensor, returns_A: Tensor, *, cli
         return ValueLoss(loss_A=0.5 * plain_A, clipped_A=torch.zeros_like(plain_A, dtype=torch.bool))
     near_A = torch.clamp(values_A, old_values_A - clip, old_values_A + clip)
     clipped_A = (near_A - returns_A).square()
+    # pessimistic maximum: outside the clip range a value keeps its gradient only if it has moved away from the return
     return ValueLoss(loss_A=0.5 * torch.maximum(plain_A, clipped_A), clipped_A=clipped_A > plain_A)
 
 

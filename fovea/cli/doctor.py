@@ -108,6 +108,7 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
     """The settings of a recipe with `folder` as run folder, and without resume, profiler, TensorBoard and W&B."""
+    # after the user's overrides, so that ours win
     own = [f"run_dir={json.dumps(folder)}", "resume=never", "profile=false"]
     silent = ["log.tensorboard=false", "log.wandb_project=null"]
     config = load_config(recipes, [*overrides, *own, *silent])
@@ -123,6 +124,7 @@ def probe() -> Found:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        # a broken torch can kill the interpreter without a Python exception
         return Found({"torch": f"importing it ended Python with code {done.returncode}: {last}"}, [])
     return Found(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -17,7 +17,8 @@ from fovea.types import Task, Turn
 
 MAX_MAJORITY_ROWS = 5000
 """Training rows sampled from the whole split: enough for stable most frequent answers."""
-_ROWS_AT_ONCE = 256  # a task may hold the bytes of its images
+# tasks may hold the bytes of their images, so that a whole split might not fit in memory
+_ROWS_PER_CHUNK = 256
 
 
 def majority_answers(environment: Environment, train: Sequence[Task]) -> Callable[[Task], str]:
@@ -51,8 +52,8 @@ def baseline_answers(
     size = min(size or len(source), len(source))
     found: dict[str, AnsweredRow] = {}
     with ThreadPoolExecutor(environment.scores_at_once if isinstance(environment, WaitsToScore) else 1) as threads:
-        for start in range(0, size, _ROWS_AT_ONCE):
-            tasks = _tasks(source, range(start, min(start + _ROWS_AT_ONCE, size)))
+        for start in range(0, size, _ROWS_PER_CHUNK):
+            tasks = _tasks(source, range(start, min(start + _ROWS_PER_CHUNK, size)))
             answers = threads.map(lambda task: _scored(environment, task, answer_of(task)), tasks.values())
             for (index, task), answer in zip(tasks.items(), answers, strict=True):
                 found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))

@@ -70,6 +70,7 @@ class Evaluator:
     async def _answers(
         self, source: PromptSource, indices: Sequence[int], sampling: Sampling, n: int, seed: int
     ) -> AsyncIterator[AnsweredRow]:
+        # prompts are rendered one chunk at a time, so that the processed images of a whole split are never in memory
         for start in range(0, len(indices), self._batch_size):
             rows = {index: source.get(index) for index in indices[start : start + self._batch_size]}
             usable = {index: row for index, row in rows.items() if row is not None}

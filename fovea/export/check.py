@@ -87,6 +87,7 @@ def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: boo
 
     With `merged` the folder holds every weight, and each must be equal bit for bit.
     """
+    # cheap and specific checks first: a wrong weight or token is named as such, not as a log-prob difference
     different = None
     if merged:
         different = _different_weights(model.vlm.network, reloaded.network) or _different_prompt(probe, reloaded)
@@ -96,6 +97,7 @@ def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: boo
     if different is None:
         device = next(model.vlm.parameters()).device
         difference = float((our_logprobs(model, probe) - plain_logprobs(reloaded, probe, device)).abs().max())
+        # `not <=` and not `>`: a NaN is a difference
         if not difference <= MAX_LOGPROB_DIFFERENCE[DTYPES[model.config.model.dtype]]:
             different = f"a log-prob of the probe is off by {difference:.3g}"
     if different is not None:

@@ -38,6 +38,7 @@ SLOWER_SIBLINGS = {"laptop", "d", "ti", "mig", "max"}
 
 def known_peak_tflops(device_name: str) -> float | None:
     """Peak TFLOP/s of a device by its CUDA name ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    # whole words, so that "A10" does not match an A100
     words = set(re.split(r"[\s-]+", device_name.lower()))
     if words & SLOWER_SIBLINGS:
         return None

@@ -105,6 +105,7 @@ def page_environment() -> Environment:
 
 
 def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
+    # every file may be missing: the report is also written of an unfinished or crashed run
     summary_path, config_path = run_dir / SUMMARY_FILE, run_dir / CONFIG_FILE
     summary = read_summary(summary_path) if summary_path.exists() else None
     return {
@@ -131,6 +132,7 @@ def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[S
         Stat(
             label=label,
             value=f"{_percent(value)} %",
+            # from mean and n alone, all that summary.json has; too wide for graded accuracies rather than too narrow
             note=f"95 % interval {format_interval(wilson_interval(value, n))}",
         )
         for label, value in stages.items()
