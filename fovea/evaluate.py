@@ -157,6 +157,7 @@ async def ask_target(target: Target, eval_set: EvalSet, overrides: Sequence[str]
     model = open_model(target, eval_set.config, overrides)
     engine = make_engine(_engine_settings(eval_set.config, model), model.parts, model.vlm)
     await SharedWeights(model, engine).push(0)
+    # closed on every way out: the next target's engine needs the memory
     try:
         return await _ask_model(target.name, engine, _source(eval_set, _renderer(eval_set, model)), eval_set, say)
     finally:
