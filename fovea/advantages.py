@@ -1,4 +1,6 @@
-"""From rewards to the advantage of every action, once the log-probs and values that it takes are there.
+"""Advantage estimation for a batch: rewards, KL penalties and values to per-token advantages and returns.
+
+Old and reference log-probs and values must be in the batch already where the algorithm needs them.
 
 Axes: `P` groups, `G` samples of a group, `B` samples, `T` tokens of the longest completion.
 """
@@ -21,15 +23,15 @@ from fovea.config.run import Algorithm
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
-OF_EPISODES: Mapping[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""By `algorithm.advantage`: [P, G] rewards to [P, G] advantages, the same for every token of a completion."""
+GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+"""Estimators with a group baseline by `algorithm.advantage`: [P, G] rewards to [P, G] advantages."""
 
 
 def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[Batch, Metrics]:
-    """The batch with advantages, and with returns where there is a value function; `kl_coef` is the step's own.
+    """The batch with advantages (and returns, for GAE), and metrics of advantages, values and KL penalty.
 
-    A KL in the reward is taken off token by token: where it falls for gae and reinforce++, which judge actions; in sum
-    for the others, which judge completions.
+    `kl_coef` is the current KL coefficient. With `kl_in=reward`, gae and reinforce++ subtract the penalty per token;
+    the group estimators, which rate whole completions, subtract its sum over the completion.
     """
     if not batch.groups:
         return batch, {}
@@ -39,12 +41,12 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
     elif settings.advantage == "reinforce++":
         batch, metrics = _by_actions(batch, penalties), {}
     else:
-        batch, metrics = _by_groups(batch, penalties, OF_EPISODES[settings.advantage]), {}
+        batch, metrics = _by_groups(batch, penalties, GROUP_ESTIMATORS[settings.advantage]), {}
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
 
 
 def _kl_penalties(batch: Batch, settings: Algorithm, kl_coef: float) -> list[NDArray[np.float32]]:
-    """[T] of each sample, what the KL takes off the reward at each token; zeros where it is not in the reward."""
+    """Per-token KL penalties [T] of each sample, to be subtracted from the reward; zeros unless `kl_in=reward`."""
     if settings.kl_in != "reward" or not settings.kl_coef:
         return [np.zeros(len(sample.token_ids_T), dtype=np.float32) for sample in batch.samples]
     return [kl_coef * _kl_to_reference(sample, settings) for sample in batch.samples]
@@ -61,7 +63,8 @@ def _kl_to_reference(sample: Sample, settings: Algorithm) -> NDArray[np.float32]
 def _by_groups(
     batch: Batch, penalties: Sequence[NDArray[np.float32]], advantages_of: Callable[[Tensor], Tensor]
 ) -> Batch:
-    """One advantage per completion, against the others of its group."""
+    """Group-baseline advantages: one value per completion, repeated for its tokens."""
+    # the penalty is part of the reward before the baseline is taken, so that the baseline cancels the group's mean KL
     rewards = [sample.reward - float(kl_T.sum()) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     advantages_B = advantages_of(torch.tensor(rewards).view(len(batch.groups), -1)).flatten().tolist()
     values = iter(advantages_B)
@@ -73,15 +76,16 @@ def _by_groups(
 
 
 def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch:
-    """An advantage for every token, against all others of the step."""
+    """REINFORCE++ advantages: per token, with a batch-wide baseline."""
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
+    # reversed cumulative sum: the return of a token is its reward plus all later ones, undiscounted
     returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(rewards)
     advantages = iter(_unpadded(reinforce_plus_plus(returns_BT, mask_BT), rewards))
     return replace_samples(batch, lambda sample: replace(sample, advantages_T=next(advantages)))
 
 
 def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Algorithm) -> tuple[Batch, Metrics]:
-    """An advantage for every token, by GAE and whitened over the step; and the returns that the values should be."""
+    """GAE advantages per token, whitened over the batch, and returns as value targets."""
     samples = batch.samples
     values = [_values(sample) for sample in samples]
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(samples, penalties, strict=True)]
@@ -89,6 +93,7 @@ def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings:
     advantages_BT, returns_BT = gae(
         _padded(rewards), values_BT, mask_BT, gamma=settings.gamma, gae_lambda=settings.gae_lambda
     )
+    # only the advantages are whitened: the returns are regression targets, in units of the reward
     advantages = _unpadded(whiten(advantages_BT, mask_BT), values)
     returns = _unpadded(returns_BT, values)
     metrics = {
@@ -111,19 +116,19 @@ def _values(sample: Sample) -> NDArray[np.float32]:
 
 
 def _token_rewards(sample: Sample, kl_T: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The reward of the episode sits on its last action."""
+    """Per-token rewards [T]: minus the KL penalty everywhere, plus the episode's reward on the last token."""
     rewards_T = -kl_T
     rewards_T[-1] += sample.reward
     return rewards_T
 
 
 def _padded(rows: Sequence[NDArray[np.float32]]) -> Tensor:
-    """[B, T], zeros at the end of shorter rows."""
+    """Rows padded on the right with zeros, [B, T]."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
 def _mask(rows: Sequence[NDArray[np.float32]]) -> Tensor:
-    """[B, T], True where a row has a token."""
+    """Padding mask [B, T]: True at tokens."""
     return _padded([np.ones(len(row_T), dtype=np.float32) for row_T in rows]).bool()
 
 
@@ -132,7 +137,7 @@ def _unpadded(rows_BT: Tensor, like: Sequence[NDArray[np.float32]]) -> list[NDAr
 
 
 def _statistics(batch: Batch) -> Metrics:
-    """Over the actions trained on."""
+    """Mean, standard deviation and largest absolute value of the advantages over all action tokens."""
     advantages_A = np.concatenate([sample.advantages_T for sample in batch.samples if sample.advantages_T is not None])
     return {
         "advantage/mean": float(advantages_A.mean()),

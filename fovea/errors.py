@@ -1,10 +1,10 @@
-"""The failure policy, stated once.
+"""Exception types and the failure policy.
 
-* What a user can get wrong (a setting, a file, a row) ends in one line: what was seen, why it cannot work, the
-  one thing to change. The command line prints that line; `--debug` adds the traceback.
-* What was dropped on purpose (a bad row, a group without signal) is a counter in the metrics, never silent.
-* What our own code guarantees is an `assert` with the values in its message.
-* Everything else travels: nothing outside this module catches a broad exception.
+* User errors (a setting, a file, a row) are a FoveaError of one line: what was set, why it fails, the fix. The command
+  line prints that line; `--debug` adds the traceback.
+* Whatever is dropped on purpose (a bad row, a group without signal) is counted in the metrics, never silent.
+* Invariants of our own code are `assert` statements with the values in their messages.
+* All other exceptions propagate: nothing outside this module catches `Exception`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,21 +13,21 @@ from typing import Any
 
 
 class FoveaError(Exception):
-    """An error whose text is meant for the user: what was seen, why it fails, the fix."""
+    """Base class of errors whose text is meant for the user: what was set, why it fails, the fix."""
 
 
 class ConfigError(FoveaError, ValueError):
-    """A setting that is unknown, out of range, or at odds with another one."""
+    """A setting that is unknown, out of range, or in conflict with another one."""
 
 
 class DataError(FoveaError, ValueError):
-    """A file, a row or an image that cannot be read as asked."""
+    """A file, a row or an image that cannot be read."""
 
 
 class BadRowError(DataError):
-    """A row that cannot become a prompt; `data.on_bad_row` says what follows.
+    """A row that cannot be turned into a prompt; `data.on_bad_row` decides between stopping and skipping it.
 
-    `reason` is one word for its kind, such as `image_damaged`: what it is counted under. docs/data.md lists them.
+    `reason` is the key that it is counted under, such as `image_damaged`; docs/data.md lists them.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -36,7 +36,7 @@ class BadRowError(DataError):
 
 
 class ModelError(FoveaError, ValueError):
-    """A model folder that cannot be loaded, or a model that is not of a known family."""
+    """A model folder that cannot be loaded, or a model of an unsupported family."""
 
 
 class EngineError(FoveaError, RuntimeError):
@@ -44,28 +44,28 @@ class EngineError(FoveaError, RuntimeError):
 
 
 class TrainError(FoveaError, RuntimeError):
-    """A training step that cannot be taken: a batch that does not fit, a number that is not finite."""
+    """A training step that cannot be completed: a batch that does not fit, non-finite losses or gradients."""
 
 
 class ParityError(FoveaError, RuntimeError):
-    """Engine and trainer do not agree on the log-probs of the same tokens."""
+    """Log-probs of engine and trainer for the same tokens that differ by more than the limit."""
 
 
 class ScoreError(FoveaError, RuntimeError):
-    """A completion that could not be scored: a judge that is away, slow, or says nothing that is a score."""
+    """A completion that could not be scored: a judge that is unreachable, times out, or returns no valid score."""
 
 
 class UnscoredError(ScoreError):
-    """The same where the settings say to leave its group out and to count it."""
+    """A ScoreError that the settings tolerate: the completion's group is left out and counted."""
 
 
 class MissingExtraError(FoveaError, ImportError):
-    """An optional package that a setting needs and that is not installed."""
+    """An optional package that a setting requires is not installed."""
 
 
 @contextmanager
 def named(as_ours: Callable[[Exception], FoveaError]) -> Iterator[None]:
-    """For calls of packages that raise anything: their errors as one of ours, ours as they are."""
+    """Context in which every exception but a FoveaError is converted by `as_ours`, for calls into other packages."""
     try:
         yield
     except FoveaError:
@@ -75,7 +75,8 @@ def named(as_ours: Callable[[Exception], FoveaError]) -> Iterator[None]:
 
 
 def result_or_error(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """For code of the user's, which may raise anything, `SystemExit` too: what it returns, or what it raised."""
+    """The result of `call` or the exception that it raised, whatever its type; for user code."""
+    # BaseException: user code may call sys.exit, which must not end the run without a message
     try:
         return call(), None
     except BaseException as error:
@@ -83,12 +84,12 @@ def result_or_error(call: Callable[[], Any]) -> tuple[Any, BaseException | None]
 
 
 def first_line(error: BaseException) -> str:
-    """`ValueError: what was wrong`, the first line of it."""
+    """Type and first line of an exception, such as `ValueError: bad length`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def broken_checkpoint(error: Exception) -> str:
-    """What is wrong with a checkpoint that cannot be read, and what to do."""
-    reason = str(error).split(". ")[0].split("\n")[0]  # torch explains at length
+    """Error text for a checkpoint that cannot be read: the cause in one line, and the fix."""
+    reason = str(error).split(". ")[0].split("\n")[0]  # torch's messages go on for paragraphs
     return f"this checkpoint cannot be read ({reason}); delete its folder to resume from the one before it"

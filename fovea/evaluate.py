@@ -1,4 +1,4 @@
-"""`fovea eval`: every target is asked the same rows, one target after the other, and graded by the same environment."""
+"""`fovea eval`: several targets answer the same rows, one target after the other, graded by the same environment."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.errors import ConfigError, DataError
-from fovea.evaluation.baselines import fixed_answers, majority_answers
-from fovea.evaluation.comparison import Comparison, Figures, Reading, Row, figures_of
+from fovea.evaluation.baselines import baseline_answers, majority_answers
+from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
 from fovea.evaluation.json_file import write_json
@@ -42,46 +42,48 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """Files that are asked for beside the tables."""
+class OutputFiles:
+    """Optional output files of `fovea eval`, written in addition to the printed tables."""
 
     json_file: Path | None = None
     html_file: Path | None = None
 
 
 def evaluate_targets(
-    words: Sequence[str], overrides: Sequence[str], *, recipe: Path | None, split: Split, written: Written
-) -> list[Figures]:
-    """The command: asks all targets, prints the tables, writes the files."""
+    words: Sequence[str], overrides: Sequence[str], *, recipe: Path | None, split: Split, output_files: OutputFiles
+) -> list[TargetMetrics]:
+    """Evaluate all targets, print the tables and write the output files."""
     targets = parse_targets(words)
     config = shared_settings(targets, recipe, overrides)
     console = Console()
-    rows = Rows.of(config, split, lambda reason: console.print(Text(f"no score, so wrong: {reason}", style="dim")))
-    comparison = compare(targets, rows, overrides, lambda text: console.print(Text(text, style="dim")))
-    figures = figures_of(comparison)
-    title = f"{len(comparison.rows)} {split} rows of {config.environment.name}"
-    for table in tables(figures, f"Accuracy in %, greedy, {title}"):
+    eval_set = EvalSet.of(
+        config, split, lambda reason: console.print(Text(f"not scored, counted as wrong: {reason}", style="dim"))
+    )
+    results = compare(targets, eval_set, overrides, lambda text: console.print(Text(text, style="dim")))
+    metrics = target_metrics(results)
+    title = f"{len(results.rows)} {split} rows of {config.environment.name}"
+    for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
         console.print(table)
-    if written.json_file is not None:
+    if output_files.json_file is not None:
         about = {"environment": config.environment.name, "split": split, "fovea": __version__}
-        write_json(written.json_file, comparison, figures, about, config.model_dump(mode="json"))
-        console.print(Text(f"figures and answers: {written.json_file}"))
-    if written.html_file is not None:
+        write_json(output_files.json_file, results, metrics, about, config.model_dump(mode="json"))
+        console.print(Text(f"metrics and answers: {output_files.json_file}"))
+    if output_files.html_file is not None:
         page = write_evaluation(
-            written.html_file,
-            comparison,
-            figures,
+            output_files.html_file,
+            results,
+            metrics,
             title=title,
-            images_of=lambda row: [rows.open_image(ref) for ref in rows.tasks[row.index].images],
+            images_of=lambda row: [eval_set.open_image(ref) for ref in eval_set.tasks[row.index].images],
             settings=dump_config(config),
         )
         console.print(Text(f"page: {page}"))
-    return figures
+    return metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What all targets are asked."""
+class EvalSet:
+    """The rows that every target is evaluated on, with their environment and settings."""
 
     config: Config
     environment: Environment
@@ -91,15 +93,15 @@ class Rows:
     open_image: OpenImage
 
     @staticmethod
-    def of(config: Config, split: Split, note: Callable[[str], None] = lambda _: None) -> Rows:
-        """The rows that a run with these settings reads: `evaluate.dev_size` of dev, `evaluate.test_size` of others.
+    def of(config: Config, split: Split, note: Callable[[str], None] = lambda _: None) -> EvalSet:
+        """The rows that a run with these settings evaluates on: `evaluate.dev_size` of dev, else `evaluate.test_size`.
 
         `note` is told of answers that the grader leaves without a score.
         """
         made = make_environment(config)
         tasks = made.environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
-        return Rows(
+        return EvalSet(
             config=config,
             environment=made.environment,
             grading=made.grading.for_readings(note),
@@ -109,37 +111,37 @@ class Rows:
         )
 
 
-def compare(targets: Sequence[Target], rows: Rows, overrides: Sequence[str], say: Say) -> Comparison:
-    """All targets' readings over the rows that every one of them could be asked. One model is in memory at a time."""
-    if rows.config.threads is not None:
-        torch.set_num_threads(rows.config.threads)
-    readings = [
-        wait_for(read_target(target, rows, overrides, partial(_say_of, say, target.name))) for target in targets
+def compare(targets: Sequence[Target], eval_set: EvalSet, overrides: Sequence[str], say: Say) -> EvalResults:
+    """Answers of all targets, on the rows that every target answered; one model is in memory at a time."""
+    if eval_set.config.threads is not None:
+        torch.set_num_threads(eval_set.config.threads)
+    answers = [
+        wait_for(ask_target(target, eval_set, overrides, partial(_say_of, say, target.name))) for target in targets
     ]
-    common = set.intersection(*(set(reading.greedy) for reading in readings))
+    common = set.intersection(*(set(each.greedy) for each in answers))
     if not common:
-        raise DataError(f"no row could be asked of every target; of {targets[0].name}: {_reasons(readings[0])}")
-    index_of = {row.id: row.index for row in readings[0].greedy.values() if row.id in common}
-    facts = [_row(rows, index) for index in sorted(index_of.values())]
-    return Comparison(rows=tuple(facts), readings=tuple(readings))
+        raise DataError(f"no row could be put to every target; {targets[0].name}: {_first_reason(answers[0])}")
+    index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
+    rows = [_row(eval_set, index) for index in sorted(index_of.values())]
+    return EvalResults(rows=tuple(rows), targets=tuple(answers))
 
 
 def _say_of(say: Say, name: str, text: str) -> None:
     say(f"{name}: {text}")
 
 
-def _reasons(reading: Reading) -> str:
-    return next(iter(reading.skipped.values()), "every row was read")
+def _first_reason(answers: TargetAnswers) -> str:
+    return next(iter(answers.skipped.values()), "no row was skipped")
 
 
-def _row(rows: Rows, index: int) -> Row:
-    task, key = rows.tasks[index], rows.config.evaluate.image_type_key
+def _row(eval_set: EvalSet, index: int) -> EvalRow:
+    task, key = eval_set.tasks[index], eval_set.config.evaluate.image_type_key
     if key is not None and key not in task.row:
         raise ConfigError(
             f"evaluate.image_type_key={key}, but {task.id} has no such key, only {', '.join(task.row) or 'none'}; "
             "set one that all rows have"
         )
-    return Row(
+    return EvalRow(
         id=task.id,
         index=index,
         kind=task.kind,
@@ -149,36 +151,38 @@ def _row(rows: Rows, index: int) -> Row:
     )
 
 
-async def read_target(target: Target, rows: Rows, overrides: Sequence[str], say: Say) -> Reading:
-    """All that a target says."""
+async def ask_target(target: Target, eval_set: EvalSet, overrides: Sequence[str], say: Say) -> TargetAnswers:
+    """The answers of one target, which is loaded for it and freed again."""
     if isinstance(target, Baseline):
-        return await _read_baseline(target, rows, say)
+        return await _ask_baseline(target, eval_set, say)
     say("loading the model")
-    model = open_model(target, rows.config, overrides)
-    engine = make_engine(_engine_settings(rows.config, model), model.parts, model.vlm)
+    model = open_model(target, eval_set.config, overrides)
+    engine = make_engine(_engine_settings(eval_set.config, model), model.parts, model.vlm)
     await SharedWeights(model, engine).push(0)
+    # closed on every way out: the next target's engine needs the memory
     try:
-        return await _read_model(target.name, engine, _source(rows, _renderer(rows, model)), rows, say)
+        return await _ask_model(target.name, engine, _source(eval_set, _renderer(eval_set, model)), eval_set, say)
     finally:
         await engine.close()
 
 
 def _engine_settings(config: Config, model: OpenedModel) -> Config:
-    """Those of the rows; the model's own say what it is. Nothing is kept for an update that never comes."""
+    """The evaluation's settings with the `model` section of the checkpoint."""
+    # no update follows, so that the engine need not keep activations for reuse
     rollout = config.rollout.model_copy(update={"reuse_gib": 0.0})
     return config.model_copy(update={"model": model.config.model, "rollout": rollout})
 
 
-def _renderer(rows: Rows, model: OpenedModel) -> Renderer:
+def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:
     settings = model.config.model
-    return Renderer(model.parts, rows.open_image, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
+    return Renderer(model.parts, eval_set.open_image, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
 
 
-def _source(rows: Rows, renderer: RendersPrompts) -> PromptSource:
-    data = rows.config.data
+def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
+    data = eval_set.config.data
     return PromptSource(
-        rows.tasks,
-        rows.environment,
+        eval_set.tasks,
+        eval_set.environment,
         renderer,
         max_prompt_tokens=data.max_prompt_tokens,
         on_bad_row=data.on_bad_row,
@@ -186,31 +190,31 @@ def _source(rows: Rows, renderer: RendersPrompts) -> PromptSource:
     )
 
 
-async def _read_model(name: str, engine: Engine, source: PromptSource, rows: Rows, say: Say) -> Reading:
-    config = rows.config
-    evaluator = make_evaluator(config, engine, rows.environment, rows.grading)
-    say(f"{rows.size} rows, greedy")
-    greedy = _by_id(await evaluator.answers(source, rows.size))
+async def _ask_model(name: str, engine: Engine, source: PromptSource, eval_set: EvalSet, say: Say) -> TargetAnswers:
+    config = eval_set.config
+    evaluator = make_evaluator(config, engine, eval_set.environment, eval_set.grading)
+    say(f"{eval_set.size} rows, greedy")
+    greedy = _by_id(await evaluator.answers(source, eval_set.size))
     samples: Mapping[str, AnsweredRow] = {}
     if n := config.evaluate.samples_per_prompt:
-        say(f"{rows.size} rows, {n} answers each at temperature {config.rollout.temperature:g}")
+        say(f"{eval_set.size} rows, {n} answers each at temperature {config.rollout.temperature:g}")
         sampling = rollout_sampling(config)
-        samples = _by_id(await evaluator.answers(source, rows.size, sampling=sampling, n=n, seed=config.seed))
-    shuffled, blank = await _controls(evaluator, source, rows, say) if config.evaluate.image_controls else ({}, {})
-    return Reading(
-        target=name, greedy=greedy, samples=samples, shuffled=shuffled, blank=blank, skipped=dict(source.bad_rows)
+        samples = _by_id(await evaluator.answers(source, eval_set.size, sampling=sampling, n=n, seed=config.seed))
+    shuffled, blank = await _controls(evaluator, source, eval_set, say) if config.evaluate.image_controls else ({}, {})
+    return TargetAnswers(
+        name=name, greedy=greedy, samples=samples, shuffled=shuffled, blank=blank, skipped=dict(source.bad_rows)
     )
 
 
 async def _controls(
-    evaluator: Evaluator, source: PromptSource, rows: Rows, say: Say
+    evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say
 ) -> tuple[Mapping[str, AnsweredRow], Mapping[str, AnsweredRow]]:
-    """The questions with the images of others, and with grey ones; empty where no row has an image."""
-    tasks = [task for task in usable_tasks(source, rows.size) if task.images]
+    """Greedy answers with shuffled images and with blank ones (image ablation); empty where no row has an image."""
+    tasks = [task for task in usable_tasks(source, eval_set.size) if task.images]
     if not tasks:
         return {}, {}
     say(f"{len(tasks)} rows with shuffled images, and with blank ones")
-    changed = (with_shuffled_images(tasks), with_blank_images(tasks, rows.open_image))
+    changed = (with_shuffled_images(tasks), with_blank_images(tasks, eval_set.open_image))
     shuffled, blank = [_by_id(await evaluator.answers(source.with_tasks(each))) for each in changed]
     return shuffled, blank
 
@@ -221,8 +225,8 @@ def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
     return {row.id: row for row in answered}
 
 
-async def _read_baseline(target: Baseline, rows: Rows, say: Say) -> Reading:
-    environment = rows.environment
+async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> TargetAnswers:
+    environment = eval_set.environment
     if target.kind == "majority":
         say("counting the answers of training rows")
         answer_of = majority_answers(environment, environment.tasks("train"))
@@ -230,17 +234,17 @@ async def _read_baseline(target: Baseline, rows: Rows, say: Say) -> Reading:
         answer_of = environment.target
     else:
         answer_of = partial(_constant, target.text)
-    source = _source(rows, NoRenderer())
-    greedy = await fixed_answers(environment, rows.grading, source, rows.size, answer_of)
-    return Reading(target=target.name, greedy=greedy, skipped=dict(source.bad_rows), is_model=False)
+    source = _source(eval_set, _NoRenderer())
+    greedy = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of)
+    return TargetAnswers(name=target.name, greedy=greedy, skipped=dict(source.bad_rows), is_model=False)
 
 
 def _constant(text: str, _task: Task) -> str:
     return text
 
 
-class NoRenderer:
-    """A baseline reads no prompt."""
+class _NoRenderer:
+    """Stands in for a renderer with baselines, which need no token ids."""
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
-        raise AssertionError(f"a baseline was to read the prompt of {where}, {len(messages)} messages")
+        raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")

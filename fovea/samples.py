@@ -1,4 +1,6 @@
-"""From scored groups to samples: what each is worth, and which groups are worth a gradient; every drop is counted.
+"""Training samples from scored groups: rewards, loss weights, and the choice of groups that enter the update.
+
+Every group left out is counted in the metrics.
 
 Axes: `P` groups, `G` episodes of a group, `T` tokens of a completion.
 """
@@ -24,11 +26,10 @@ COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
 def make_batch(
     groups: Sequence[Group], settings: Algorithm, *, max_new_tokens: int, dropped: Sequence[Group] = ()
 ) -> tuple[Batch, Metrics]:
-    """Samples of the groups that the update can learn from.
+    """The batch of all groups with a non-zero gradient, and counts of the groups kept and left out.
 
-    The weights count ALL completions of `groups`: one without signal has no policy gradient, so that leaving it
-    out saves its pass and changes nothing else. What dynamic sampling has `dropped` counts for the comparison of
-    engine and trainer only.
+    `dropped` are the groups that dynamic sampling rejected: they take no part in the loss, and are kept in
+    `Batch.left_out` for the log-prob comparison of engine and trainer only.
     """
     no_weights = [_sample_group(group, *([[0.0] * len(group.episodes)] * 2)) for group in dropped]
     if not groups:
@@ -38,6 +39,8 @@ def make_batch(
         [episode.score.reward + penalty for episode, penalty in zip(group.episodes, row, strict=True)]
         for group, row in zip(groups, penalties, strict=True)
     ]
+    # weights count ALL completions: those of a group without signal have zero advantage, so that leaving the group out
+    # saves its forward and backward pass without changing the gradient
     weights = _weights(groups, settings, max_new_tokens)
     signal_P = has_signal(torch.tensor(rewards))
     kept = _kept(torch.tensor(rewards), signal_P, settings)
@@ -47,7 +50,7 @@ def make_batch(
     with_signal = float(signal_P.sum())
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
     if len(rewards[0]) == 1:
-        # nothing to differ from
+        # "signal" compares episodes of one group; there is none in groups of one
         counts = {}
     if settings.overlong_buffer_frac:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
@@ -66,20 +69,22 @@ def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> floa
 
 
 def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) -> list[list[float]]:
-    """For each group, the weight of each episode's tokens."""
+    """Loss weight of each episode's tokens, per group; normalised over the whole step (`algorithms.aggregation`)."""
     lengths = [len(episode.completion.token_ids_T) for group in groups for episode in group.episodes]
     weights = iter(sample_weights(settings.aggregation, lengths, max_response_tokens=max_new_tokens))
     return [[float(next(weights)) for _ in group.episodes] for group in groups]
 
 
 def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm) -> list[int]:
-    """Groups with signal, then the worst of the others; all where the others have a gradient too."""
-    # whitening and a value function compare across groups, one answer is compared with 0, a KL acts on every token
+    """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
+    # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
+    # function, groups of one) and where a KL term acts on every token
     if rewards_PG.shape[1] == 1 or settings.advantage in ("reinforce++", "gae") or settings.kl_coef:
         return list(range(len(rewards_PG)))
     silent = (~signal_P).nonzero()[:, 0]
     worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
-    # in the order of the step: a minibatch is to have its share of both
+    # Groups without signal train for the entropy bonus alone. Lowest rewards first: groups that fail need exploration
+    # more than those that succeed. Sorted back into step order, so that every minibatch has its share of both.
     return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
 
 
@@ -100,36 +105,36 @@ def _sample(episode: Episode, reward: float, weight: float) -> Sample:
 
 
 def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
-    """The batch with the trainer's log-probs from before the update, one array [T] per sample in order."""
+    """The batch with old log-probs (the trainer's, before the update): one array [T] per sample, in order."""
     values = iter(logprobs)
     return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=next(values)))
 
 
 def has_old_logprobs(batch: Batch) -> bool:
-    """Whether the samples bring log-probs from before the update."""
+    """Whether the samples already hold old log-probs."""
     return any(sample.old_logprobs_T is not None for sample in batch.samples)
 
 
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
-    """The batch with the reference model's log-probs, one array [T] per sample in order."""
+    """The batch with the reference model's log-probs: one array [T] per sample, in order."""
     values = iter(logprobs)
     return replace_samples(batch, lambda sample: replace(sample, reference_logprobs_T=next(values)))
 
 
 def with_values(batch: Batch, values: Sequence[NDArray[np.float32]]) -> Batch:
-    """The batch with what the value function expects, one array [T] per sample in order."""
+    """The batch with the value function's predictions: one array [T] per sample, in order."""
     of_samples = iter(values)
     return replace_samples(batch, lambda sample: replace(sample, values_T=next(of_samples)))
 
 
 def replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
-    """The batch with each of its samples changed, in order."""
+    """The batch with `change` applied to every sample, in order."""
     groups = (replace(group, samples=tuple(map(change, group.samples))) for group in batch.groups)
     return replace(batch, groups=tuple(groups))
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Means over the episodes of a step; accuracies by question type where there are several."""
+    """Mean rewards, accuracies and lengths over the episodes of a step; by question type where there are several."""
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = [len(episode.completion.token_ids_T) for episode in episodes]
     metrics = {
@@ -157,7 +162,7 @@ def _differs(group: Group) -> bool:
 
 
 def _image_metrics(episodes: Sequence[Episode], end: str) -> Metrics:
-    """The mean of every part of every image's share, over the episodes that have it."""
+    """Mean of each named part of each image's reward, over the episodes that have that part."""
     values: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for place, parts in enumerate(episode.score.image_parts, start=1):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.evaluate import Rows
+from fovea.evaluate import EvalSet
 from tests.bad_files import encoded, picture
 from tests.data.web import served
 
@@ -25,7 +25,7 @@ def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) ->
                 "data": {"allow_private_addresses": True, "convert_images": ["cmyk"]},
             }
         )
-        rows = Rows.of(config, "test")
+        rows = EvalSet.of(config, "test")
         images = [rows.open_image(rows.tasks[0].images[0]) for _ in range(2)]
     assert [image.mode for image in images] == ["RGB", "RGB"]
     assert site.asked == ["/printed.jpg"], "a run keeps what a URL has sent"

@@ -1,6 +1,7 @@
-"""How much better an episode is than its group, or an action than its step.
+"""Critic-free advantage estimators (group baselines, REINFORCE++), and DAPO's overlong penalty.
 
-Every function gives advantages of the shape that it takes. PPO's, from a critic, are in `gae.py`.
+Every estimator returns advantages of the shape of its first argument. PPO's estimator, which needs a critic, is in
+`gae.py`.
 
 Axes: `P` groups, `G` episodes of a group; `B` completions, `T` tokens.
 """
@@ -13,33 +14,35 @@ from torch import Tensor
 from fovea.algorithms.gae import whiten
 
 STD_EPSILON = 1e-6
+# In float32 the mean of n rewards of 0.1 is not exactly 0.1. Dividing that rounding error by a standard deviation near
+# zero would turn it into a full-sized advantage, so a group is tested for a spread above this tolerance, not above 0.
 SAME_REWARD = 1e-6
-"""Rewards of a group closer than this are equal: in float32 the mean of n times 0.1 is not 0.1, and that rest divided
-by a standard deviation near zero would be a gradient out of nothing."""
 
 
 def has_signal(rewards_PG: Tensor) -> Tensor:
-    """[P], True where the rewards of a group differ, or are not finite: that must not look like a 0."""
+    """Whether the rewards of each group differ, [P]; also True for a group with a reward that is not finite."""
+    # `not (range <= tolerance)` and not `range > tolerance`: a NaN must reach the loss, which stops the update, rather
+    # than be replaced by an advantage of 0
     return ~(rewards_PG.amax(1) - rewards_PG.amin(1) <= SAME_REWARD)
 
 
 def grpo(rewards_PG: Tensor) -> Tensor:
-    """(R - mean) / (std + 1e-6) over each group, std unbiased; exactly 0 where a group's rewards are equal.
+    """GRPO advantages (R - mean) / (std + 1e-6) per group, std unbiased; exactly 0 where a group's rewards are equal.
 
-    A group of one episode has nothing to be compared with: A = R. Shao et al., DeepSeekMath, arXiv 2402.03300,
-    section 4.1.
+    For groups of one episode A = R. Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.
     """
     if rewards_PG.shape[1] == 1:
+        # a baseline of the episode's own reward would make every advantage 0
         return rewards_PG
     centred_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     return _where_signal(rewards_PG, centred_PG / (rewards_PG.std(1, keepdim=True) + STD_EPSILON))
 
 
 def dr_grpo(rewards_PG: Tensor) -> Tensor:
-    """R - mean over each group; exactly 0 where a group's rewards are equal.
+    """Dr. GRPO advantages R - mean per group, without GRPO's division; exactly 0 where a group's rewards are equal.
 
-    A group of one episode: A = R, as in `grpo`. Liu et al., Dr. GRPO, arXiv 2503.20783, who sum its losses by
-    `seq-mean-token-sum-norm` and leave the KL term out.
+    For groups of one episode A = R, as in `grpo`. Liu et al., arXiv 2503.20783, who combine it with the aggregation
+    `seq-mean-token-sum-norm` and no KL term.
     """
     if rewards_PG.shape[1] == 1:
         return rewards_PG
@@ -47,9 +50,9 @@ def dr_grpo(rewards_PG: Tensor) -> Tensor:
 
 
 def rloo(rewards_PG: Tensor) -> Tensor:
-    """R - mean of the OTHER episodes of the group; exactly 0 where a group's rewards are equal.
+    """Leave-one-out advantages: R minus the mean of the other episodes; exactly 0 where a group's rewards are equal.
 
-    Raises ValueError for groups of one, which have no others. Ahmadian et al., arXiv 2402.14740, section 3.
+    Raises ValueError for groups of one. Ahmadian et al., arXiv 2402.14740, section 3.
     """
     num_episodes = rewards_PG.shape[1]
     if num_episodes == 1:
@@ -61,11 +64,11 @@ def rloo(rewards_PG: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """What each action still gets (the reward, less the KL from there on), whitened over ALL actions of the step.
+    """Undiscounted returns (reward minus KL penalties to come), whitened over all action tokens of the batch.
 
-    Exactly 0 where all returns are equal. A group without signal of its own does get an advantage, by how it did beside
-    the other groups; groups of one are fine. Hu et al., REINFORCE++, arXiv 2501.03262: the general variant, without a
-    group baseline; whitening as in `gae.whiten`.
+    Exactly 0 where all returns are equal. The baseline is the batch, not the group: a group of equal rewards still has
+    an advantage, and groups of one are allowed. Hu et al., REINFORCE++, arXiv 2501.03262, the general variant without
+    a group baseline; whitening as in `gae.whiten`.
     """
     if not has_signal(returns_BT[mask_BT][None])[0]:
         return torch.zeros_like(returns_BT)
@@ -77,10 +80,11 @@ def _where_signal(rewards_PG: Tensor, advantages_PG: Tensor) -> Tensor:
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer_tokens: float, factor: float) -> float:
-    """min(-(length - (max - buffer)) / buffer * factor, 0): 0 up to the buffer, -factor at the limit.
+    """Length penalty that falls linearly from 0 at `max_tokens - buffer_tokens` to -factor at `max_tokens`.
 
-    To be added to the reward. Lengths in tokens, `buffer_tokens` at least 1. Yu et al., DAPO, arXiv 2503.14476,
-    section 3.4, whose last case, a constant beyond the limit, does not occur where generation ends at it.
+    min(-(length - (max - buffer)) / buffer * factor, 0), to be added to the reward. Lengths in tokens, `buffer_tokens`
+    at least 1. Yu et al., DAPO, arXiv 2503.14476, section 3.4; its constant case beyond the limit cannot occur, as
+    generation stops there.
     """
     excess_tokens = length - (max_tokens - buffer_tokens)
     return min(-excess_tokens / buffer_tokens * factor, 0.0)

@@ -1,6 +1,6 @@
-"""How the losses of single actions become the loss of a batch.
+"""Loss aggregation: the weights by which per-token losses sum to the loss of a batch.
 
-Axes: `B` completions of the whole batch: of all its micro-batches and all processes.
+Axes: `B` completions of the global batch, over all micro-batches and processes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from fovea.config.algorithm import Aggregation
 
 
 def sample_weights(mode: Aggregation, lengths_B: Sequence[int], *, max_response_tokens: int) -> NDArray[np.float64]:
-    """[B], w with loss = sum over completions i of w_i times the sum of its actions' losses:
+    """Weights w [B] such that the batch loss is sum_i w_i * (sum of the token losses of completion i):
 
-        token-mean               sum of all losses / all actions
-        seq-mean-token-mean      mean over completions of the mean over a completion's actions
-        seq-mean-token-sum       mean over completions of the sum over a completion's actions
-        seq-mean-token-sum-norm  sum of all losses / (completions * max_response_tokens)
+        token-mean               sum of token losses / number of tokens
+        seq-mean-token-mean      mean over completions of the mean over a completion's tokens
+        seq-mean-token-sum       mean over completions of the sum over a completion's tokens
+        seq-mean-token-sum-norm  sum of token losses / (number of completions * max_response_tokens)
 
-    As the weights are of the whole batch, the gradient does not depend on how it is split. A completion without
-    actions counts as one of the completions and adds nothing. Token mean: Yu et al., DAPO, arXiv 2503.14476; sequence
-    mean: Shao et al., arXiv 2402.03300; the constant norm: Liu et al., Dr. GRPO, arXiv 2503.20783.
+    A completion without tokens counts as a completion and adds nothing. Token mean: Yu et al., DAPO, arXiv
+    2503.14476; sequence mean: Shao et al., arXiv 2402.03300; constant norm: Liu et al., Dr. GRPO, arXiv 2503.20783.
     """
+    # normalised over the global batch, so that the gradient does not depend on the split into micro-batches or ranks
     actions_B = np.array([max(length, 1) for length in lengths_B], dtype=np.float64)
     ones_B = np.ones(len(lengths_B))
     rows = max(len(lengths_B), 1)

@@ -1,4 +1,4 @@
-"""Weights for samples that were drawn by another computation than the one that trains on them.
+"""Truncated importance sampling, which corrects for log-prob differences between rollout engine and trainer.
 
 Axes: `A` action tokens, of any number of completions, one completion after the other.
 """
@@ -19,30 +19,33 @@ Level = Literal["token", "sequence", "sequence_mask"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceWeights:
-    """Of each action, without a gradient, and where the cap took something off."""
+    """Per-token importance weights without gradient."""
 
     weights_A: Tensor
     capped_A: Tensor
+    """True where the ratio was above the cap: truncated, or its completion masked out."""
 
 
 def importance_weights(
     old_logprobs_A: Tensor, rollout_logprobs_A: Tensor, lengths: Sequence[int], *, level: Level, cap: float
 ) -> ImportanceWeights:
-    """What to multiply the policy loss of each action with; no lower bound at any level:
+    """Importance weights for the policy loss of each token, from above only:
 
         token          min(exp(lp_old - lp_rollout), cap)
-        sequence       the product of the ratios over a completion, at most cap, for each of its actions
-        sequence_mask  that product as it is, and 0 for a completion where it is above cap
+        sequence       the product of a completion's token ratios, truncated at cap, on each of its tokens
+        sequence_mask  the same product untruncated, and 0 for a completion where it exceeds cap
 
-    `lengths` are the actions of each completion. Logarithms are clamped to +-20. Truncated importance sampling
-    (Ionides, 2008; for engines that differ from the trainer: Yao et al., 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training"). The mask keeps the ratio of what it keeps, as TRL 1.16's mode of that name.
+    `lengths` is the number of action tokens of each completion; log ratios are clamped to +-20. Ionides, 2008; for
+    the mismatch of engine and trainer: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy
+    RL training". `sequence_mask` agrees with the mode of that name in TRL 1.16.
     """
+    # constants of the loss: the gradient flows through the policy loss that they multiply
     log_ratios_A = (old_logprobs_A - rollout_logprobs_A).detach()
     if level == "token":
         ratios_A = ratios(log_ratios_A)
     else:
         ratios_A = spread(ratios(sequence_sums(log_ratios_A, lengths)), lengths)
+    # no lower bound: small weights are safe, only large ones make the variance of the estimate explode
     above_A = ratios_A > cap
     match level:
         case "token" | "sequence":

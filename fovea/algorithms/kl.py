@@ -1,6 +1,6 @@
-"""Estimates of the KL divergence between two policies from the actions of one, per action (`A`), and its controller.
+"""Monte Carlo estimators of the KL divergence between two policies, and the adaptive KL coefficient.
 
-The actions are those of the policy, and an estimate is of KL(policy || other): Schulman, "Approximating KL
+Each estimates KL(policy || other) per action token (axis `A`) sampled from the policy: Schulman, "Approximating KL
 divergence", 2020 (joschu.net/blog/kl-approx.html).
 """
 
@@ -13,36 +13,39 @@ from torch import Tensor
 
 from fovea.algorithms.ratio import clamp_log
 
+# one token of probability near 0 under the policy would otherwise dominate the mean of k3, which grows as e^x
 MAX_KL = 10.0
+# bound on the relative error of one controller step, as in Ziegler et al.
 MAX_ERROR = 0.2
 
 
 def k1(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """lp - lp_other: unbiased, of either sign. For the reward; as a loss its gradient is 0 on average."""
+    """lp - lp_other: unbiased, of either sign. Suited to the reward: as a loss its expected gradient is 0."""
     return logprobs_A - other_logprobs_A
 
 
 def k2(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """(lp - lp_other)^2 / 2: biased, never negative, and as a loss on-policy its gradient is that of the KL."""
+    """(lp - lp_other)^2 / 2: biased, non-negative. As a loss on-policy its expected gradient is that of the KL."""
     return (logprobs_A - other_logprobs_A).square() / 2
 
 
 def k3(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """e^x - x - 1 with x = lp_other - lp, clamped to +-20 and the result to +-10: unbiased, never negative."""
+    """e^x - x - 1 with x = lp_other - lp clamped to +-20, and the result to at most 10: unbiased, non-negative."""
     x_A = clamp_log(other_logprobs_A - logprobs_A)
     # expm1 keeps the digits that e^x - 1 loses near 0, where rounding would make the estimate negative
     return (x_A.expm1() - x_A).clamp(0.0, MAX_KL)
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
-"""By `algorithm.kl_estimator`."""
+"""Estimators by the value of `algorithm.kl_estimator`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlController:
-    """The coefficient of a KL penalty, moved towards a target KL. Ziegler et al., arXiv 1909.08593, section 2.2.
+    """Adaptive KL coefficient: a proportional controller. Ziegler et al., arXiv 1909.08593, section 2.2.
 
-    `target` is in nats, as `kl` is given; without one the coefficient is constant. `horizon` is in samples.
+    `target` is the target KL in nats; None keeps the coefficient constant. `horizon` is in samples: with
+    the error at its bound, the coefficient changes by about 20 % per horizon.
     """
 
     coef: float
@@ -50,10 +53,10 @@ class KlController:
     horizon: int
 
     def after(self, kl: float, num_samples: int) -> KlController:
-        """coef * (1 + clip(kl/target - 1, -0.2, 0.2) * n/horizon), after a step of n samples with this KL.
+        """The controller after a step of n samples: coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n/horizon.
 
-        Raises ValueError for a KL that is not finite, and for a step so large beside the horizon (five times it) that
-        the coefficient could end at 0 or below.
+        Raises ValueError for a KL that is not finite, and for n of five horizons or more, where the coefficient could
+        become 0 or negative.
         """
         if self.target is None:
             return self

@@ -1,7 +1,9 @@
-"""Policy losses, per action; the caller weighs and sums them over the whole batch (`aggregation.py`).
+"""Policy losses per action token: PPO clip, GSPO, CISPO, SAPO.
 
-Each takes the log-probs now, those before the update, and the advantages; what is constant in them carries no
-gradient. Log ratios are clamped to +-20 throughout.
+Each takes the current log-probs, those from before the update ("old") and the advantages, and returns unreduced losses:
+the caller weights and sums them over the batch (`aggregation.py`). Log ratios are clamped to +-20.
+
+lp is the log-prob, A the advantage, r = exp(lp - lp_old) the importance ratio, sg the stop-gradient.
 
 Axes: `A` action tokens, of any number of completions, one completion after the other; `S` completions.
 """
@@ -19,7 +21,7 @@ from fovea.algorithms.ratio import ratios, sequence_means, spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Loss of each action, its ratio, and where the clip took hold."""
+    """Unreduced policy loss, the detached importance ratio, and where clipping was active."""
 
     loss_A: Tensor
     ratio_A: Tensor
@@ -36,10 +38,10 @@ def clipped_loss(
     clip_high: float,
     dual_clip: float | None,
 ) -> PolicyLoss:
-    """L = max(-A r, -A clamp(r, 1 - low, 1 + high)), and for A < 0 at most -A dual_clip; r = exp(lp - lp_old).
+    """PPO's clipped surrogate: max(-A r, -A clamp(r, 1 - low, 1 + high)); dual clip: at most -A dual_clip if A < 0.
 
-    Schulman et al., arXiv 1707.06347; separate bounds: Yu et al., DAPO, arXiv 2503.14476; the bound for negative
-    advantages: Ye et al., arXiv 1912.09729.
+    Schulman et al., arXiv 1707.06347; asymmetric bounds ("clip higher"): Yu et al., DAPO, arXiv 2503.14476; dual clip:
+    Ye et al., arXiv 1912.09729.
     """
     ratio_A = ratios(logprobs_A - old_logprobs_A)
     return _clipped(ratio_A, advantages_A, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -54,12 +56,13 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """The clipped loss with one ratio per completion: s = exp(mean over its tokens of lp - lp_old).
+    """The clipped surrogate with a sequence-level ratio s = exp(mean over the completion's tokens of lp - lp_old).
 
-    A token's ratio is sg[s] exp(lp - sg[lp]): the value of s, and a gradient to the token's own log-prob, so that
-    under `seq-mean-token-mean` the gradient is that of s itself. `lengths` are the actions of each completion; the
-    bounds are the paper's tiny ones (3e-4 and 4e-4). Zheng et al., GSPO, arXiv 2507.18071, section 4.3.
+    `lengths` is the number of action tokens of each completion. s is a geometric mean and stays close to 1: the
+    paper's clip bounds are 3e-4 and 4e-4. Zheng et al., GSPO, arXiv 2507.18071, section 4.3 (GSPO-token).
     """
+    # sg[s] exp(lp - sg[lp]) has the value of s and the gradient of the token's own log-prob: under the aggregation
+    # seq-mean-token-mean these gradients sum to that of s, and per-token advantages remain possible
     log_ratios_S = sequence_means((logprobs_A - old_logprobs_A).detach(), lengths)
     ratio_A = spread(ratios(log_ratios_S), lengths) * (logprobs_A - logprobs_A.detach()).exp()
     return _clipped(ratio_A, advantages_A, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
@@ -73,11 +76,12 @@ def cispo_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """L = -sg[clamp(r, 1 - low, 1 + high)] A lp: the weight is clipped, and every token keeps its gradient.
+    """CISPO: -sg[clamp(r, 1 - low, 1 + high)] A lp, REINFORCE with a clipped weight; no token loses its gradient.
 
-    `clip_low` of 1 or more is no lower bound, as in the paper's runs. `clipped_*` count clamped weights of either
+    `clip_low` of 1 or more means no lower bound, as in the paper's runs. `clipped_*` mark clamped weights whatever the
     sign of A. MiniMax, MiniMax-M1, arXiv 2506.13585, section 3.1.
     """
+    # detached: the ratio is a weight, and the only gradient is that of the log-prob
     ratio_A = ratios(logprobs_A - old_logprobs_A).detach()
     return PolicyLoss(
         loss_A=-ratio_A.clamp(1 - clip_low, 1 + clip_high) * advantages_A * logprobs_A,
@@ -95,10 +99,10 @@ def sapo_loss(
     temperature_positive: float,
     temperature_negative: float,
 ) -> PolicyLoss:
-    """L = -A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of the clip, with slope 1 at r = 1.
+    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip, with slope 1 at r = 1.
 
-    tau is `temperature_positive` where A > 0 and `temperature_negative` elsewhere (the paper: 1.0 and 1.05); nothing
-    is ever clipped. Gao et al., SAPO, arXiv 2511.20347.
+    tau is `temperature_positive` where A > 0 and `temperature_negative` elsewhere (the paper: 1.0 and 1.05);
+    `clipped_*` are False everywhere. Gao et al., arXiv 2511.20347.
     """
     ratio_A = ratios(logprobs_A - old_logprobs_A)
     tau_A = torch.full_like(advantages_A, temperature_negative).masked_fill(advantages_A > 0, temperature_positive)
@@ -118,11 +122,13 @@ def _clipped(
     clipped_A = -advantages_A * ratio_A.clamp(1 - clip_low, 1 + clip_high)
     loss_A = torch.maximum(plain_A, clipped_A)
     if dual_clip is not None:
+        # for A < 0 the clip leaves -A r unbounded in r: one token that the policy now prefers could dominate the batch
         bounded_A = torch.minimum(loss_A, -advantages_A * dual_clip)
         loss_A = torch.where(advantages_A < 0, bounded_A, loss_A)
     return PolicyLoss(
         loss_A=loss_A,
         ratio_A=ratio_A.detach(),
+        # the clip removes the gradient only where it lowers the objective: below for A < 0, above for A > 0
         clipped_low_A=(ratio_A < 1 - clip_low) & (advantages_A < 0),
         clipped_high_A=(ratio_A > 1 + clip_high) & (advantages_A > 0),
     )

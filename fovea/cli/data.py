@@ -1,7 +1,6 @@
-"""`fovea data NAME`: fetch or render a data set. Every name is a command of its own, with its own options.
+"""`fovea data NAME`: fetch or render a data set; every data set is a subcommand with its own options.
 
-They import what they run when they run, like the commands of cli.py. The files go to the standard output, and what to
-do with them to the standard error.
+Paths of the files are printed to stdout, progress and next commands to stderr. Imports are deferred, as in `main.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from fovea.cli.errors import one_line_errors
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
 
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
 TINY = "recipes/tiny.yaml"
-"""Settings beside a recipe for a real model, which put a tiny one in its place."""
+"""Recipe that, given after another one, replaces its model with a tiny one."""
 
 
 @app.callback()
@@ -32,7 +31,7 @@ def data() -> None:
 def geospot(
     out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/geospot"),
     rows: TrainRows = 20_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of places and scales.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of places and scales.")] = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a map.")] = 64,
 ) -> None:
     """Render locator maps, offline, from GeoNames' cities."""
@@ -47,10 +46,10 @@ def geospot(
 def geo3k(
     out: Annotated[Path, typer.Option(help="Folder of SPLIT.parquet for each split.")] = Path("data/geo3k"),
     source: Annotated[
-        str, typer.Option("--from", metavar="ID|FOLDER", help="Data set of the hub, or a folder of its files.")
+        str, typer.Option("--from", metavar="ID|FOLDER", help="Hugging Face data set id, or a folder with its files.")
     ] = "hiyouga/geometry3k",
     split: Annotated[
-        list[str] | None, typer.Option(metavar="SPLIT", help="Write this one; repeat it. [default: all three]")
+        list[str] | None, typer.Option(metavar="SPLIT", help="Split to write; repeatable. [default: all three]")
     ] = None,
 ) -> None:
     """Fetch Geometry3K from the Hugging Face hub, or from a copy of it: train, validation, test."""
@@ -95,15 +94,15 @@ def caption(
 def shapes(
     out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/shapes"),
     rows: TrainRows = 1_000,
-    seed: Annotated[int, typer.Option(min=0, help="That of the run whose training rows these are.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the run whose training rows to reproduce.")] = 0,
     image_side_px: SideOfScene = 48,
     level: Annotated[
-        list[int] | None, typer.Option(min=1, max=3, help="environment.level; repeat it for environment.levels.")
+        list[int] | None, typer.Option(min=1, max=3, help="environment.level; repeatable, for environment.levels.")
     ] = None,
     comparison_share: Annotated[float, typer.Option(min=0, max=1, help="environment.comparison_share.")] = 0.0,
     text_share: Annotated[float, typer.Option(min=0, max=1, help="environment.text_share.")] = 0.0,
 ) -> None:
-    """Write rows of the demo to files. Training does not need them: recipes/shapes.yaml draws its own."""
+    """Write rows of the demo to files, for inspection. Training does not need them: the recipe generates its own."""
     with one_line_errors():
         from fovea.environments.data_sets.shapes import write_shapes
 
@@ -118,11 +117,13 @@ def shapes(
             text_share=text_share,
         )
         _print(files)
-        typer.echo("to look at, or for use elsewhere: fovea train recipes/shapes.yaml draws its own rows", err=True)
+        typer.echo(
+            "for inspection, or for use elsewhere: fovea train recipes/shapes.yaml generates its own rows", err=True
+        )
 
 
 def _report(name: str, files: Iterable[Path], *beside: str) -> None:
-    """The files, and the commands that train on them; `beside` are recipes that make it a small run."""
+    """Print the files and the commands that train on them, also with the recipes `beside` for a small run."""
     by_split = {file.stem: file for file in _print(files)}
     held_out = by_split.get("test", by_split.get("validation"))
     if "train" not in by_split or held_out is None:
@@ -130,7 +131,7 @@ def _report(name: str, files: Iterable[Path], *beside: str) -> None:
     settings = [
         f"'environment.{split}_files=[{file}]'"
         for split, file in (("train", by_split["train"]), ("test", held_out))
-        if file != Path("data", name, f"{split}.parquet")  # what the recipe says already
+        if file != Path("data", name, f"{split}.parquet")  # the default in the recipe
     ]
     typer.echo(f"train on them: {' '.join(['fovea train', f'recipes/{name}.yaml', *settings])}", err=True)
     if beside:
@@ -139,7 +140,7 @@ def _report(name: str, files: Iterable[Path], *beside: str) -> None:
 
 
 def _print(files: Iterable[Path]) -> list[Path]:
-    """Each when it is finished."""
+    """Print each path as soon as its file is written; returns all of them."""
     written = []
     for file in files:
         typer.echo(file)

@@ -1,7 +1,5 @@
-"""What `fovea doctor` finds: packages and devices, and, for a recipe, whether engine and trainer agree.
-
-No import of torch by this module: a broken one must not break the doctor.
-"""
+"""`fovea doctor`: versions of packages, devices and, given a recipe, the parity gate between engine and trainer."""
+# torch is imported in a subprocess only (PROBE) or by check_parity: a broken installation must not break the doctor
 
 from __future__ import annotations
 
@@ -25,19 +23,19 @@ from fovea.errors import ConfigError
 
 PACKAGES = {
     "torch": "import torch",
+    # `import transformers` alone is lazy and loads nothing
     "transformers": "from transformers import Qwen3VLForConditionalGeneration",
     "peft": "import peft",
 }
-"""What a run needs, and an import that fails where the installation is broken (a bare `import transformers`
-loads nothing)."""
+"""Required packages, each with an import statement that fails where the installation is broken."""
 
 
 class Extra(NamedTuple):
-    """Packages that are installed together, as `fovea[name]`."""
+    """Optional packages that are installed together as `fovea[name]`."""
 
     packages: tuple[str, ...]
     setting: str
-    """What needs them."""
+    """The setting that needs them."""
 
 
 EXTRAS = {
@@ -65,19 +63,19 @@ if "torch" not in broken:
         devices.append(f"cuda:{index} {of.name}, {of.total_memory / 2**30:.0f} GiB")
 print(json.dumps({"broken": broken, "devices": devices}))
 """
-"""Runs in a process of its own, so that a broken installation cannot break the doctor."""
+"""Script of the subprocess that imports PACKAGES and lists CUDA devices, printed as JSON."""
 
 
 class Found(NamedTuple):
-    """What the probe prints."""
+    """The output of PROBE."""
 
     broken: dict[str, str]
-    """Package to error."""
+    """Error text by package whose import failed."""
     devices: list[str]
 
 
 def findings(found: Found) -> dict[str, str]:
-    """A line for each thing that a run may need."""
+    """Status text by package or device, in the order in which they are printed."""
     lines = {"fovea": __version__, "python": platform.python_version()}
     lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
     lines["devices"] = ", ".join(["cpu", *found.devices])
@@ -89,12 +87,12 @@ def findings(found: Found) -> dict[str, str]:
 
 
 def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
-    """Print the gate's reading of a recipe's engine and trainer; False when it is past the limit.
+    """Run the parity gate on a recipe's engine and trainer and print the result; False when it fails.
 
-    The run is built in a folder that goes when it is done.
+    The run is built in a temporary folder, which is deleted afterwards.
     """
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
-        config = _leaving_nothing(recipes, overrides, folder)
+        config = _without_side_effects(recipes, overrides, folder)
         from fovea.build.run import build
         from fovea.run.lifecycle import measure_parity
         from fovea.run.parity import parity_table, why_it_stops
@@ -108,23 +106,25 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
     return reading.passed
 
 
-def _leaving_nothing(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
-    """The settings of a recipe, in another folder and without what a run tells others."""
+def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
+    """The settings of a recipe with `folder` as run folder, and without resume, profiler, TensorBoard and W&B."""
+    # after the user's overrides, so that ours win
     own = [f"run_dir={json.dumps(folder)}", "resume=never", "profile=false"]
     silent = ["log.tensorboard=false", "log.wandb_project=null"]
     config = load_config(recipes, [*overrides, *own, *silent])
     if config.parity.prompts == 0:
-        raise ConfigError("parity.prompts=0 leaves the doctor nothing to look at; add parity.prompts=4")
+        raise ConfigError("parity.prompts=0 leaves the parity gate without prompts; add parity.prompts=4")
     return config
 
 
 def probe() -> Found:
-    """What a process of its own finds."""
+    """Versions and devices as a subprocess finds them."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(PACKAGES)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        # a broken torch can kill the interpreter without a Python exception
         return Found({"torch": f"importing it ended Python with code {done.returncode}: {last}"}, [])
     return Found(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -1,4 +1,4 @@
-"""The way out of every command: one line and an exit code."""
+"""Error handling shared by all commands: one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.errors import FoveaError
 
 @contextmanager
 def one_line_errors(*, debug: bool = False) -> Iterator[None]:
-    """What the user can mend (code 2) and Ctrl-C (code 130) end a command in one line; `debug` adds the traceback."""
+    """Turn errors that the user can fix (exit code 2) and Ctrl-C (130) into one line; `debug` adds the traceback."""
     try:
         yield
     except FoveaError as error:
@@ -29,5 +29,5 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
-        typer.echo("stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one", err=True)
+        typer.echo("stopped by Ctrl-C; resume=auto continues from the last checkpoint, if there is one", err=True)
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""The command `fovea eval`; what it runs is imported when it runs, because torch takes seconds."""
+"""The command `fovea eval`. Imports are deferred, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fovea.cli.errors import one_line_errors
 from fovea.errors import ConfigError
 
 TARGETS_HELP = (
-    "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), or a baseline: majority (the "
-    "commonest answer in training, by question type), gold (the truth), constant:TEXT."
+    "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), or a baseline: majority (the most "
+    "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 
@@ -22,34 +22,36 @@ def evaluate(
     words: Annotated[list[str], typer.Argument(metavar="TARGET... [KEY=VALUE]...", help=TARGETS_HELP)],
     recipe: Annotated[
         Path | None,
-        typer.Option(metavar="RECIPE", help="Which rows; default: those of the first target that is a run of ours."),
+        typer.Option(
+            metavar="RECIPE", help="Rows and grader; default: the settings of the first target that is a run."
+        ),
     ] = None,
-    split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Rows of which split.")] = "test",
+    split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split to evaluate on.")] = "test",
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write figures and every answer to this file.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write metrics and every answer to this file.")
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of hits and misses.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with metrics and example rows.")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Ask several targets the same rows, with the same grader, side by side.
+    """Evaluate several targets side by side, on the same rows with the same grader.
 
     Examples: fovea eval runs/shapes majority --html eval.html; fovea eval Qwen/Qwen3-VL-2B-Instruct runs/geo3k
     exported/geo3k evaluate.samples_per_prompt=8 rollout.temperature=0.8.
     """
     with one_line_errors(debug=debug):
         targets, overrides = sort_words(words)
-        from fovea.evaluate import Written, evaluate_targets
+        from fovea.evaluate import OutputFiles, evaluate_targets
         from fovea.utils.malloc import keep_freed_memory
 
         keep_freed_memory()
-        written = Written(json_file=json_file, html_file=html_file)
-        evaluate_targets(targets, overrides, recipe=recipe, split=split, written=written)
+        output_files = OutputFiles(json_file=json_file, html_file=html_file)
+        evaluate_targets(targets, overrides, recipe=recipe, split=split, output_files=output_files)
 
 
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Targets and settings; ConfigError without a target."""
+    """The words split into targets and settings; ConfigError without a target."""
     overrides = [word for word in words if SETTING.match(word) and not Path(word).exists()]
     targets = [word for word in words if word not in overrides]
     if not targets:

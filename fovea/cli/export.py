@@ -1,4 +1,4 @@
-"""The command `fovea export`; what it runs is imported when it runs, because torch takes seconds."""
+"""The command `fovea export`. Imports are deferred, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from fovea.cli.errors import one_line_errors
 
-WORDS_HELP = "Settings of the run that are others now, such as model.path=NEW/FOLDER or model.device=cpu."
+WORDS_HELP = "Settings of the run to override, such as model.path=NEW/FOLDER or model.device=cpu."
 
 
 def export(
@@ -18,17 +18,18 @@ def export(
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=WORDS_HELP)] = None,
     *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a folder that does not exist, or an empty one.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; new or empty.")],
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="The LoRA adapter in peft's format, not the merged model.")
+        bool,
+        typer.Option("--adapter-only", help="Export the LoRA adapter in peft's format instead of the merged model."),
     ] = False,
     push: Annotated[
         str | None,
-        typer.Option(metavar="ORG/NAME", help="Then upload it to this hub repository (a new one is private)."),
+        typer.Option(metavar="ORG/NAME", help="Upload the folder to this hub repository (a new one is private)."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Write a trained model as a Hugging Face folder, and check it by loading it again.
+    """Export a trained model as a Hugging Face folder, and verify it by loading it again.
 
     Example: fovea export runs/geo3k/checkpoints/step-500 --out exported/geo3k.
     """
@@ -45,6 +46,6 @@ def export(
             f"{done.max_logprob_difference:.1e} at most"
         )
         if done.left_out:
-            typer.echo(f"left out, as no part of the model: {', '.join(done.left_out)}")
+            typer.echo(f"not exported (value function): {', '.join(done.left_out)}")
         if push is not None:
             typer.echo(push_folder(done.folder, push))

@@ -1,4 +1,4 @@
-"""The command `fovea grade`; what it runs is imported when it runs."""
+"""The command `fovea grade`. Imports are deferred, as in `main.py`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fovea.environments.graders.base import Gradable
 def grade(
     env: Annotated[Gradable, typer.Argument(metavar="ENV", help="geo3k, vqa, caption, geospot or shapes.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help="Rows with `prediction` (the whole response) and `truth`.")
+        Path, typer.Argument(metavar="FILE.jsonl", help="Rows with `prediction` (the whole completion) and `truth`.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the rows there and the summary to stdout; default: rows to stdout."),
+        typer.Option(metavar="FILE", help="Write rows to FILE and the summary to stdout; default: rows to stdout."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Score a file of answers as a run would: the same rows with `score`, `parts` and `reason`, and a summary last.
+    """Score a file of answers as a run would: adds `score`, `parts` and `reason` to every row, and prints a summary.
 
-    The summary is a line of JSON; without --out it goes to stderr, so that stdout holds rows alone. A row that cannot
-    be graded gets the score null and is counted by reason. Exit code 2 when that is every row.
+    The summary is one line of JSON; without --out it goes to stderr, so that stdout holds only rows. A row that cannot
+    be graded has the score null and is counted by reason. Exit code 2 if no row can be graded.
     """
     with one_line_errors(debug=debug):
         from fovea.evaluation.grade_file import check_files, grade_file

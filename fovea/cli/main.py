@@ -1,7 +1,7 @@
-"""The command line; `eval`, `export` and `grade` have files of their own.
+"""The `fovea` command line; `data`, `eval`, `export` and `grade` have files of their own.
 
-`train` and `report` import what they run when they run: torch takes seconds, and `--help` must not. These and one in
-doctor.py are the only imports inside functions besides those of builders/ (tests/test_imports.py holds it).
+Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
+Besides cli/, only build/ may do so (tests/test_imports.py checks it).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(grade)
 
-WORDS_HELP = "YAML files of settings (later ones win), then single settings over them; a value is YAML."
+WORDS_HELP = "YAML files of settings (later ones win), and single settings, which win over files; values are YAML."
 
 
 def main() -> None:
@@ -60,8 +60,8 @@ def fovea(
 
 
 @app.command(
-    add_help_option=False,  # its own --help also explains the keys beside it
-    context_settings={"ignore_unknown_options": True},  # so that --rollout.top_p=1 gets an answer of ours
+    add_help_option=False,  # our own --help also explains the keys given with it
+    context_settings={"ignore_unknown_options": True},  # so that --rollout.top_p=1 gets our error message
     epilog="`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
 )
 def train(
@@ -69,10 +69,10 @@ def train(
     words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     show_help: Annotated[
-        bool, typer.Option("--help", help="Show this message, or explain the KEYs beside it.")
+        bool, typer.Option("--help", help="Show this message, or explain the KEYs given with it.")
     ] = False,
 ) -> None:
-    """Train as a recipe says.
+    """Train a model with the settings of a recipe.
 
     Examples: fovea train recipes/shapes.yaml seed=1 warmup=null; fovea train recipes/geo3k.yaml
     model.path=models/Qwen3-VL-2B-Instruct 'environment.train_files=[train.parquet]'.
@@ -94,12 +94,12 @@ def train(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; the run may still be going.")],
 ) -> None:
     """Write report.html (and the reward curve) of a run."""
     with one_line_errors():
         if not run.is_dir():
-            raise DataError(f"{run}: no such run folder; `fovea train` names the one it makes (run_dir)")
+            raise DataError(f"{run}: no such run folder; `fovea train` prints the folder of a run (run_dir)")
         from fovea.report.html import write_report
 
         typer.echo(write_report(run))
@@ -110,14 +110,15 @@ def config(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PREFIX|RECIPE|KEY=VALUE", help="Keys or sections, such as rollout; the rest as for train."
+            metavar="PREFIX|RECIPE|KEY=VALUE",
+            help="Keys or sections, such as rollout; recipes and settings as for train.",
         ),
     ] = None,
 ) -> None:
-    """List every setting with type, default and meaning; with a recipe, show what a run of it would use, as YAML.
+    """List every setting with type, default and meaning; with a recipe, show the resolved settings as YAML.
 
-    Examples: fovea config rollout; fovea config recipes/shapes.yaml algorithm.name=gspo; the same with `algorithm`
-    behind it, for that section alone.
+    Examples: fovea config rollout; fovea config recipes/shapes.yaml algorithm.name=gspo; the same followed by
+    `algorithm`, for that section alone.
     """
     with one_line_errors():
         prefixes = [word for word in words or [] if not _is_path(word) and "=" not in word]
@@ -133,14 +134,14 @@ def doctor(
     words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Show versions, devices and optional packages, and what to install; with a recipe, pass its parity gate too.
+    """Show versions, devices and optional packages, and what to install; with a recipe, run its parity gate too.
 
-    The gate draws completions with the recipe's engine and scores them with its trainer: exit code 1 when they are
-    further apart than parity.max_abs_logprob_diff. Nothing is written to the run folder.
+    The gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit code 1
+    when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
     """
     with one_line_errors(debug=debug):
         sorted_words = sort_words(words, command="doctor") if words else None
-        typer.echo("looking (this imports torch) ...", err=True)
+        typer.echo("checking (this imports torch) ...", err=True)
         found = probe()
         for name, text in findings(found).items():
             typer.echo(f"{name:<14}{text}")
@@ -150,12 +151,12 @@ def doctor(
 
 
 def explain(prefix: str) -> str:
-    """The settings at or below `prefix`, two lines each."""
+    """Help text of the settings at or below `prefix`, two lines each."""
     return "\n".join(f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix))
 
 
 def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], list[str]]:
-    """Recipes and overrides; whatever is neither is told what it may have been meant as."""
+    """The words split into recipes and overrides; ConfigError, with the likely intent, for a word that is neither."""
     recipes, overrides = [], []
     for word in words:
         key, equals, _ = word.partition("=")

@@ -1,4 +1,4 @@
-"""One completion with its score, as reports and evaluations keep it."""
+"""A scored completion as reports and evaluations keep it: text and score, without token ids or log-probs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fovea.types import Episode, FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
-    """One completion and what the environment said of it."""
+    """The text of one completion and its score by the environment (fields as in `types.Score`)."""
 
     text: str
     reward: float
@@ -21,7 +21,7 @@ class SampledAnswer:
 
 
 def sampled_answer(episode: Episode) -> SampledAnswer:
-    """What is kept of an episode."""
+    """The text and score of an episode."""
     return SampledAnswer(
         text=episode.completion.text,
         reward=episode.score.reward,

@@ -1,4 +1,4 @@
-"""Targets that are no model: what a figure is worth is how far it is above theirs."""
+"""Baselines for `fovea eval` that need no model: the majority answer, the gold answer, a constant."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from fovea.evaluation.evaluator import AnsweredRow
 from fovea.types import Task, Turn
 
 MAX_MAJORITY_ROWS = 5000
-"""Enough to know the most frequent answers; they are drawn from the whole split."""
-_ROWS_AT_ONCE = 256  # a task may hold the bytes of its images
+"""Training rows sampled from the whole split: enough for stable most frequent answers."""
+# tasks may hold the bytes of their images, so that a whole split might not fit in memory
+_ROWS_PER_CHUNK = 256
 
 
 def majority_answers(environment: Environment, train: Sequence[Task]) -> Callable[[Task], str]:
-    """The answer most frequent in training among tasks of the same kind; of all, for a kind that training lacks.
+    """A function from a task to the most frequent training answer of its kind; over all kinds for an unseen one.
 
-    Rows that cannot be read are passed over. DataError when none can.
+    Bad rows are skipped; DataError where all are bad.
     """
     seen: dict[str, Counter[str]] = defaultdict(Counter)
-    # drawn, not every so many: the kinds of rows often take turns
+    # a random sample and not every k-th row: data sets often cycle through their kinds
     for index in random.Random(0).sample(range(len(train)), min(len(train), MAX_MAJORITY_ROWS)):
         try:
             task = train[index]
@@ -37,27 +38,27 @@ def majority_answers(environment: Environment, train: Sequence[Task]) -> Callabl
     overall = sum(seen.values(), Counter[str]())
     if not overall:
         raise DataError(
-            "no training row can be read, so that there is no majority answer; leave the target majority out"
+            "no training row can be read, so that there is no majority answer; leave out the target majority"
         )
     return lambda task: seen.get(task.kind, overall).most_common(1)[0][0]
 
 
-async def fixed_answers(
-    environment: Environment, grading: Grading, source: PromptSource, size: int | None, say: Callable[[Task], str]
+async def baseline_answers(
+    environment: Environment, grading: Grading, source: PromptSource, size: int | None, answer_of: Callable[[Task], str]
 ) -> dict[str, AnsweredRow]:
-    """The answers of `say` to each of the first `size` rows, scored as a model's would be."""
+    """The answers of `answer_of` to each of the first `size` rows, scored as a model's would be."""
     size = min(size or len(source), len(source))
     found: dict[str, AnsweredRow] = {}
-    for start in range(0, size, _ROWS_AT_ONCE):
-        tasks = _tasks(source, range(start, min(start + _ROWS_AT_ONCE, size)))
-        answers = await _scored(environment, grading, [(task, say(task)) for task in tasks.values()])
+    for start in range(0, size, _ROWS_PER_CHUNK):
+        tasks = _tasks(source, range(start, min(start + _ROWS_PER_CHUNK, size)))
+        answers = await _scored(environment, grading, [(task, answer_of(task)) for task in tasks.values()])
         for (index, task), answer in zip(tasks.items(), answers, strict=True):
             found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
     return found
 
 
 def _tasks(source: PromptSource, indices: Iterable[int]) -> dict[int, Task]:
-    """Those of these rows that can be read."""
+    """Tasks of the rows that can be read, by index."""
     read = ((index, source.read(index, partial(source.tasks.__getitem__, index))) for index in indices)
     return {index: task for index, task in read if task is not None}
 

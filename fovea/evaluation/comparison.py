@@ -1,4 +1,4 @@
-"""Several targets on the same rows: what each said, and the figures made of it."""
+"""Answers of several targets to the same rows, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -20,101 +20,103 @@ from fovea.evaluation.statistics import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A row, as far as it is the same for every target."""
+class EvalRow:
+    """One row of the evaluation set: the facts that are the same for every target."""
 
     id: str
     index: int
-    """In its split."""
+    """Position in its split."""
     kind: str
     question: str
     truth: str
     image_type: str | None = None
-    """What the row says under evaluate.image_type_key; None: no such key is set."""
+    """The row's value of `evaluate.image_type_key`; None where that is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """All that one target said, by the id of the row."""
+class TargetAnswers:
+    """All answers of one target, by row id."""
 
-    target: str
+    name: str
     greedy: Mapping[str, AnsweredRow]
     samples: Mapping[str, AnsweredRow] = field(default_factory=dict)
-    """Several sampled answers to each row; empty where none were asked for."""
+    """Several sampled answers per row; empty with `evaluate.samples_per_prompt=0`."""
     shuffled: Mapping[str, AnsweredRow] = field(default_factory=dict)
-    """Greedy answers with another row's images; without the rows that have none, or nobody to swap with."""
+    """Greedy answers with another row's images; rows without images, or without a partner to swap with, are absent."""
     blank: Mapping[str, AnsweredRow] = field(default_factory=dict)
+    """Greedy answers with grey images."""
     skipped: Mapping[int, str] = field(default_factory=dict)
-    """Index and reason of the rows that this target could not be asked."""
+    """Reason by index of the rows that this target could not answer."""
     is_model: bool = True
-    """Baselines are none."""
+    """False for baselines."""
 
-    def accuracy(self, row: Row) -> float:
+    def accuracy(self, row: EvalRow) -> float:
         return self.greedy[row.id].answers[0].accuracy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Readings, and the rows that all of them have."""
+class EvalResults:
+    """Answers of all targets, and the rows that every target answered."""
 
-    rows: tuple[Row, ...]
-    readings: tuple[Reading, ...]
+    rows: tuple[EvalRow, ...]
+    targets: tuple[TargetAnswers, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looks:
-    """Whether the images matter: greedy accuracy with the true ones, another row's, and grey ones, on rows with images.
+class ImageAblation:
+    """Greedy accuracy with the true images, another row's (shuffled) and grey ones (blank), on rows with images.
 
-    A control has fewer rows than there are where a row has nobody to swap with; its difference pairs the rows it has.
+    The shuffled control lacks rows without a partner to swap with; its difference is over the rows that it has.
     """
 
     true: Estimate
     shuffled: Estimate
     blank: Estimate
     lost_by_shuffling: Difference
-    """True minus shuffled."""
+    """Accuracy with the true images minus that with shuffled ones, paired by row."""
     lost_by_blanking: Difference
+    """The same for blank images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What is reported of one target."""
+class TargetMetrics:
+    """Metrics of one target. All but `pass_at` and `majority` are of greedy answers."""
 
     target: str
     accuracy: Estimate
-    """Of greedy answers, as everything below but `pass_at` and `majority`."""
     by_kind: Mapping[str, Estimate]
     by_image_type: Mapping[str, Estimate]
     """Empty without evaluate.image_type_key."""
     versus_first: Difference | None
-    """Of this target to the first one; None for the first one itself."""
+    """Accuracy minus that of the first target; None for the first target itself."""
     versus_first_by_kind: Mapping[str, Difference]
     pass_at: Mapping[int, Estimate]
-    """By k; empty where nothing was sampled."""
+    """pass@k by k; empty without sampled answers."""
     majority: Estimate | None
-    looks: Looks | None
-    """None where no control was read."""
+    """Accuracy of the majority vote over the sampled answers; None without them."""
+    image_ablation: ImageAblation | None
+    """None where no control was run."""
     rows_skipped: int
 
 
-def figures_of(comparison: Comparison) -> list[Figures]:
-    """The figures of every target, over the rows that all of them have."""
-    first = comparison.readings[0]
-    return [_figures(reading, None if reading is first else first, comparison.rows) for reading in comparison.readings]
+def target_metrics(results: EvalResults) -> list[TargetMetrics]:
+    """Metrics of every target over the rows that all of them answered."""
+    first = results.targets[0]
+    return [_target_metrics(target, None if target is first else first, results.rows) for target in results.targets]
 
 
-def _figures(reading: Reading, first: Reading | None, rows: Sequence[Row]) -> Figures:
-    def accuracies(of: Sequence[Row]) -> Estimate:
-        return estimate([reading.accuracy(row) for row in of])
+def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Sequence[EvalRow]) -> TargetMetrics:
+    def accuracies(of: Sequence[EvalRow]) -> Estimate:
+        return estimate([target.accuracy(row) for row in of])
 
-    def difference(of: Sequence[Row]) -> Difference:
-        assert first is not None, "the first target is compared with nobody"
-        return paired_difference([first.accuracy(row) for row in of], [reading.accuracy(row) for row in of])
+    def difference(of: Sequence[EvalRow]) -> Difference:
+        assert first is not None, "the first target is the reference of all differences"
+        return paired_difference([first.accuracy(row) for row in of], [target.accuracy(row) for row in of])
 
     by_kind = grouped(rows, lambda row: row.kind)
-    sampled = [reading.samples[row.id].answers for row in rows if row.id in reading.samples]
-    return Figures(
-        target=reading.target,
+    sampled = [target.samples[row.id].answers for row in rows if row.id in target.samples]
+    return TargetMetrics(
+        target=target.name,
         accuracy=accuracies(rows),
         by_kind={kind: accuracies(of) for kind, of in by_kind.items()},
         by_image_type={name: accuracies(of) for name, of in grouped(rows, lambda row: row.image_type).items()},
@@ -122,14 +124,14 @@ def _figures(reading: Reading, first: Reading | None, rows: Sequence[Row]) -> Fi
         versus_first_by_kind={kind: difference(of) for kind, of in by_kind.items()} if first else {},
         pass_at=_pass_at(sampled),
         majority=estimate([majority(answers).accuracy for answers in sampled]) if sampled else None,
-        looks=_looks(reading, rows) if reading.shuffled or reading.blank else None,
-        rows_skipped=len(reading.skipped),
+        image_ablation=_image_ablation(target, rows) if target.shuffled or target.blank else None,
+        rows_skipped=len(target.skipped),
     )
 
 
-def grouped(rows: Sequence[Row], key: Callable[[Row], str | None]) -> dict[str, list[Row]]:
-    """Rows by what `key` says of them, sorted; those of which it says None are in no group."""
-    groups: dict[str, list[Row]] = defaultdict(list)
+def grouped(rows: Sequence[EvalRow], key: Callable[[EvalRow], str | None]) -> dict[str, list[EvalRow]]:
+    """Rows grouped by `key`, groups in sorted order; rows whose key is None are left out."""
+    groups: dict[str, list[EvalRow]] = defaultdict(list)
     for row in rows:
         name = key(row)
         if name is not None:
@@ -143,17 +145,17 @@ def _pass_at(sampled: Sequence[Sequence[SampledAnswer]]) -> dict[int, Estimate]:
     return {k: estimate([best_of(k, of_row) for of_row in scores]) for k in ks}
 
 
-def _looks(reading: Reading, rows: Sequence[Row]) -> Looks:
+def _image_ablation(target: TargetAnswers, rows: Sequence[EvalRow]) -> ImageAblation:
     def control(answered: Mapping[str, AnsweredRow]) -> tuple[Estimate, Difference]:
         paired = [row for row in rows if row.id in answered]
         changed = [answered[row.id].answers[0].accuracy for row in paired]
-        return estimate(changed), paired_difference(changed, [reading.accuracy(row) for row in paired])
+        return estimate(changed), paired_difference(changed, [target.accuracy(row) for row in paired])
 
-    with_images = [row for row in rows if row.id in reading.shuffled or row.id in reading.blank]
-    shuffled, lost_by_shuffling = control(reading.shuffled)
-    blank, lost_by_blanking = control(reading.blank)
-    return Looks(
-        true=estimate([reading.accuracy(row) for row in with_images]),
+    with_images = [row for row in rows if row.id in target.shuffled or row.id in target.blank]
+    shuffled, lost_by_shuffling = control(target.shuffled)
+    blank, lost_by_blanking = control(target.blank)
+    return ImageAblation(
+        true=estimate([target.accuracy(row) for row in with_images]),
         shuffled=shuffled,
         blank=blank,
         lost_by_shuffling=lost_by_shuffling,

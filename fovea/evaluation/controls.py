@@ -1,4 +1,4 @@
-"""The controls that tell seeing from guessing, and the count of images on both sides of a split."""
+"""Image ablations (shuffled and blank images), and the count of test images that also occur in training."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ GREY = 128
 
 
 def usable_tasks(source: PromptSource, size: int) -> list[Task]:
-    """The tasks of the first `size` rows, without those that are bad."""
+    """Tasks of the first `size` rows, bad rows left out."""
     rows = (source.get(index) for index in range(size))
     return [row.task for row in rows if row is not None]
 
 
 def with_shuffled_images(tasks: Sequence[Task], seed: int = 0) -> list[Task]:
-    """Tasks with the images of another one of their kind and number of images.
+    """Tasks with their images replaced by those of another task of the same kind and number of images.
 
-    A task for which no other has different images is left out: with its own it would be no control.
+    A task without a partner whose images differ is left out.
     """
     pools: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for task in tasks:
@@ -40,6 +40,7 @@ def _shuffled(pool: Sequence[Task], seed: int) -> Iterator[Task]:
     order = list(pool)
     random.Random(seed).shuffle(order)
     for place, task in enumerate(order):
+        # every task has its successor's images; the one after that where a data set shares one picture between rows
         others = (order[(place + step) % len(order)] for step in range(1, len(order)))
         other = next((other for other in others if not _same_images(task, other)), None)
         if other is not None:
@@ -47,13 +48,13 @@ def _shuffled(pool: Sequence[Task], seed: int) -> Iterator[Task]:
 
 
 def _same_images(first: Task, second: Task) -> bool:
-    """Rows of a data set often share a picture."""
+    """Whether two tasks have the same images, by identity or content of their sources."""
     pairs = zip(first.images, second.images, strict=True)
     return all(a.source is b.source or np.array_equal(np.asarray(a.source), np.asarray(b.source)) for a, b in pairs)
 
 
 def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task]:
-    """Every task with grey images of the same sizes."""
+    """Tasks with their images replaced by grey ones of the same size."""
     return [replace(task, images=tuple(_blank(image, open_image) for image in task.images)) for task in tasks]
 
 
@@ -63,7 +64,7 @@ def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
 
 
 def count_shared_images(test: PromptSource, train: PromptSource, open_image: OpenImage) -> int:
-    """Test rows with an image that some training row also has, pixel for pixel; bad rows have none."""
+    """Number of test rows with an image that is pixel for pixel also in a training row; bad rows count as none."""
     hashes_of_test = list(_hashes_by_row(test, open_image))
     shared = set().union(*hashes_of_test) & set().union(*_hashes_by_row(train, open_image))
     return sum(bool(hashes & shared) for hashes in hashes_of_test)

@@ -1,4 +1,4 @@
-"""Every question of a source, asked of an engine and scored: what the loop reads, and what `fovea eval` reads."""
+"""Evaluation of an engine on the rows of a prompt source; the training loop and `fovea eval` both use it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fovea.types import Evaluation, Metrics, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredRow:
-    """One row of a source and what was said to it."""
+    """The scored answers to one row of a source."""
 
     id: str
-    """Of its task."""
+    """Task id."""
     index: int
-    """In the source."""
+    """Position in the source."""
     kind: str
     answers: tuple[SampledAnswer, ...]
 
 
 class Evaluator:
-    """Asks an engine every question of a source, greedily unless it is told to sample."""
+    """Generates and scores answers to all prompts of a source, by greedy decoding unless sampling is given."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Evaluator:
         self._batch_size = batch_size
 
     async def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
-        """Greedy accuracies by question type over the first `size` rows that are usable."""
+        """Greedy accuracies by question type over the first `size` rows; bad rows are skipped."""
         accuracies: dict[str, list[float]] = defaultdict(list)
         rows = await self.answers(source, size)
         for row in rows:
@@ -66,13 +66,14 @@ class Evaluator:
         n: int = 1,
         seed: int = 0,
     ) -> list[AnsweredRow]:
-        """n answers to each of the first `size` rows that are usable; greedy without `sampling`."""
+        """`n` scored answers to each of the first `size` rows, bad rows skipped; greedy without `sampling`."""
         indices = range(min(size or len(source), len(source)))
         return [row async for row in self._answers(source, indices, sampling or self._greedy, n, seed)]
 
     async def _answers(
         self, source: PromptSource, indices: Sequence[int], sampling: Sampling, n: int, seed: int
     ) -> AsyncIterator[AnsweredRow]:
+        # prompts are rendered one chunk at a time, so that the processed images of a whole split are never in memory
         for start in range(0, len(indices), self._batch_size):
             rows = {index: source.get(index) for index in indices[start : start + self._batch_size]}
             usable = {index: row for index, row in rows.items() if row is not None}

@@ -1,4 +1,4 @@
-"""Answers in a JSONL file, scored as a run scores them; one line is in memory at a time."""
+"""`fovea grade`: scoring of the answers in a JSONL file, streamed line by line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fovea.environments.graders.by_name import grader_of
 from fovea.errors import BadRowError, ConfigError, DataError
 
 MAX_LISTED_LINES = 10
-"""Of the rows that could not be graded for one reason."""
+"""Line numbers listed for each reason that rows could not be graded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class Ungraded:
 
 
 @dataclass(slots=True, kw_only=True)
-class Summary:
-    """What a file came to."""
+class GradeSummary:
+    """Counts and mean score of a graded file."""
 
     rows: int = 0
     graded: int = 0
     mean_score: float | None = None
-    """Over the graded rows."""
+    """Mean over the graded rows; None without any."""
     ungraded: dict[str, Ungraded] = field(default_factory=dict)
-    """By reason; the words of docs/data.md."""
+    """By reason: one of those that docs/data.md lists."""
 
     def add_score(self, score: float) -> None:
         mean = self.mean_score or 0.0
@@ -50,10 +50,10 @@ class Summary:
             same.first_lines.append(line)
 
 
-def grade_file(name: Gradable, file: Path, write: Callable[[bytes], object]) -> Summary:
-    """Score every row and hand it on as a line of JSON; DataError at the end where none could be graded."""
-    grade = grader_of(name, _good_rows(file))
-    summary = Summary()
+def grade_file(name: Gradable, file: Path, write: Callable[[bytes], object]) -> GradeSummary:
+    """Score every row and pass it to `write` as a line of JSON; DataError at the end where no row could be graded."""
+    grade = grader_of(name, _readable_rows(file))
+    summary = GradeSummary()
     problem = "it has no rows"
     for number, line in _lines(file):
         row: dict[str, object] = {}
@@ -74,48 +74,49 @@ def grade_file(name: Gradable, file: Path, write: Callable[[bytes], object]) -> 
 
 
 def check_files(name: Gradable, file: Path, out: Path | None) -> None:
-    """ConfigError for files that would be spoilt or cannot be read as often as needed."""
+    """ConfigError where the input is missing, would be overwritten, or must be read twice and cannot be."""
     if not file.exists():
         raise ConfigError(f"{file}: no such file; give a JSONL file of rows with prediction and truth")
     if out is not None and out.exists() and out.samefile(file):
         raise ConfigError(f"--out {out} is the file that is graded; name another one")
     if name == "caption" and not file.is_file():
-        raise ConfigError(f"{file} is no regular file, but captions are read twice; save them to one first")
+        raise ConfigError(f"{file} is not a regular file, and grading captions reads it twice; save it to a file first")
 
 
 def row_of(line: bytes, where: str) -> dict[str, object]:
-    """A line as an object; BadRowError where it is none."""
+    """A line parsed as a JSON object; BadRowError where it is not one."""
     try:
         row = json.loads(line.decode("utf-8-sig"), parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise bad_row(where, f"no JSON ({str(error).partition(':')[0]})", "row_unreadable") from error
+        raise bad_row(where, f"not JSON ({str(error).partition(':')[0]})", "row_unreadable") from error
     if not isinstance(row, dict):
         raise bad_row(where, f"JSON of type {type(row).__name__}, not an object", "row_unreadable")
     return row
 
 
 def _finite(number: str) -> float:
-    """NaN and Infinity are no JSON, and 1e999 would be written as one of them."""
+    """A finite float from a JSON number; ValueError for NaN and Infinity, which JSON does not have."""
+    # 1e999 is a JSON number, but parses to infinity
     value = float(number)
     if not math.isfinite(value):
-        raise ValueError(f"{number} is no number of JSON")
+        raise ValueError(f"{number} is not a finite JSON number")
     return value
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; empty ones are no rows."""
+    """Line numbers and lines, blank lines skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
 
 
-def _good_rows(file: Path) -> Iterator[dict[str, object]]:
+def _readable_rows(file: Path) -> Iterator[dict[str, object]]:
     for number, line in _lines(file):
         try:
             yield row_of(line, f"line {number}")
         except BadRowError:
-            continue  # counted when the rows are graded
+            continue  # counted later, when the rows are graded
 
 
 def _prediction(row: dict[str, object], where: str) -> str:
@@ -128,10 +129,10 @@ def _prediction(row: dict[str, object], where: str) -> str:
 
 
 def _without_advice(error: DataError) -> str:
-    """No run is going on that could skip rows."""
+    """The error's text without the hint at `data.on_bad_row`, a setting of training runs."""
     return str(error).removesuffix(f"; {ON_BAD_ROW}")
 
 
 def _as_line(row: dict[str, object]) -> bytes:
-    # half a character (a lone surrogate) has no bytes, but its escape is JSON's own
+    # a lone surrogate cannot be encoded as UTF-8, but JSON has an escape for it
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

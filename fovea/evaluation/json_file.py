@@ -1,4 +1,4 @@
-"""A comparison as JSON: the figures, and every answer to every row."""
+"""The JSON file of `fovea eval --json`: metrics of every target, and every answer to every row."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.comparison import Comparison, Figures, Reading, Row
+from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics
 from fovea.utils.files import json_number, write_atomically
 
 
 def write_json(
     path: Path,
-    comparison: Comparison,
-    figures: Sequence[Figures],
+    results: EvalResults,
+    metrics: Sequence[TargetMetrics],
     about: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> None:
-    """`about` says which rows; accuracies are in 0..1, null where there is none."""
+    """Write results and metrics to `path`; `about` says which rows. Accuracies are in 0..1, null where undefined."""
     content = {
         **about,
-        "targets": [asdict(each) for each in figures],
-        "skipped": {reading.target: _skipped(reading) for reading in comparison.readings},
-        "rows": [_row(row, comparison.readings) for row in comparison.rows],
+        "targets": [asdict(each) for each in metrics],
+        "skipped": {target.name: _skipped(target) for target in results.targets},
+        "rows": [_row(row, results.targets) for row in results.rows],
         "settings": settings,
     }
-    # a data set's text may hold half a surrogate pair: ASCII can write that
+    # ASCII, because text of a data set may hold lone surrogates, which UTF-8 cannot encode and an escape can
     write_atomically(path, (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode("ascii"))
 
 
-def _row(row: Row, readings: Sequence[Reading]) -> dict[str, Any]:
-    return asdict(row) | {"answers": {reading.target: _answers(reading, row.id) for reading in readings}}
+def _row(row: EvalRow, targets: Sequence[TargetAnswers]) -> dict[str, Any]:
+    return asdict(row) | {"answers": {target.name: _answers(target, row.id) for target in targets}}
 
 
-def _answers(reading: Reading, row_id: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {"greedy": _answer(reading.greedy[row_id].answers[0])}
-    if row_id in reading.samples:
-        answers["samples"] = list(map(_answer, reading.samples[row_id].answers))
-    for name, answered in (("shuffled_images", reading.shuffled), ("blank_images", reading.blank)):
+def _answers(target: TargetAnswers, row_id: str) -> dict[str, Any]:
+    answers: dict[str, Any] = {"greedy": _answer(target.greedy[row_id].answers[0])}
+    if row_id in target.samples:
+        answers["samples"] = list(map(_answer, target.samples[row_id].answers))
+    for name, answered in (("shuffled_images", target.shuffled), ("blank_images", target.blank)):
         if row_id in answered:
             answers[name] = _answer(answered[row_id].answers[0])
     return answers
@@ -57,12 +57,12 @@ def _answer(answer: SampledAnswer) -> dict[str, Any]:
     }
 
 
-def _skipped(reading: Reading) -> list[dict[str, Any]]:
-    return [{"index": index, "reason": reason} for index, reason in sorted(reading.skipped.items())]
+def _skipped(target: TargetAnswers) -> list[dict[str, Any]]:
+    return [{"index": index, "reason": reason} for index, reason in sorted(target.skipped.items())]
 
 
 def _finite(value: Any) -> Any:
-    """The tree with null for what JSON cannot hold, and texts for keys."""
+    """The tree with null for non-finite numbers, and keys as strings."""
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, Mapping):

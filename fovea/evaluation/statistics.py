@@ -1,4 +1,4 @@
-"""Confidence intervals, the best of several answers, and the most frequent one."""
+"""Confidence intervals, pass@k and majority vote."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from fovea.evaluation.answer import SampledAnswer
 Z_95 = 1.959964
 """97.5 % point of the standard normal distribution."""
 
+# the ends of an interval then vary by about 0.01 of its width from seed to seed
 NUM_RESAMPLES = 10_000
-"""Moves an end of an interval by about 0.01 of its width from seed to seed."""
-AT_ONCE = 500
-"""Resamples whose counts are in memory together."""
+RESAMPLES_PER_CHUNK = 500
+"""Bound on the resamples in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over rows with its 95 % interval."""
+    """A mean over rows with its 95 % confidence interval."""
 
     mean: float
     low: float
     high: float
     n: int
-    """Rows."""
+    """Number of rows."""
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean of values in 0..1 with a bootstrap interval.
-
-    Values that are all 0 or all 1 say nothing by resampling: there it is the score interval (`wilson_interval`).
-    """
+    """Mean of values in 0..1 with its bootstrap confidence interval; the Wilson interval where all are 0 or all 1."""
     mean = float(np.mean(values)) if values else math.nan
     low, high = bootstrap_interval(values, seed)
+    # resamples of equal values are all equal: the bootstrap interval has width 0 however small n is
     if low == high and mean in (0, 1):
         low, high = wilson_interval(mean, len(values))
     return Estimate(mean=mean, low=low, high=high, n=len(values))
@@ -46,28 +44,26 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Mean of `second - first` over the same rows, with its 95 % interval."""
+    """Mean paired difference `second - first` over the same rows, with its 95 % confidence interval."""
 
     mean: float
     low: float
     high: float
     n: int
     better: int
-    """Rows where the second is better."""
+    """Number of rows where the second is better."""
     worse: int
-    """Rows where it is worse."""
+    """Number of rows where the second is worse."""
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    """The paired bootstrap: a resample takes a row with both of its values, and so one of their differences.
-
-    Differences that are all equal say nothing by resampling: there as many rows may be otherwise as the score interval
-    of none among n allows.
-    """
+    """Mean difference with its paired bootstrap interval: rows are resampled with both of their values."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     mean = float(np.mean(differences)) if differences else math.nan
     low, high = bootstrap_interval(differences, seed)
     if low == high:
+        # all differences are equal, and the bootstrap interval has width 0. Widen it by the share of differing rows
+        # that is consistent with having seen 0 in n: the upper end of the Wilson interval
         unseen = wilson_interval(0.0, len(differences))[1]
         low, high = max(-1.0, low - unseen), min(1.0, high + unseen)
     return Difference(
@@ -81,57 +77,62 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile interval of the mean: Efron and Tibshirani, An Introduction to the Bootstrap (1993), 13.3.
+    """95 % percentile bootstrap interval of the mean, (nan, nan) for no values.
 
-    How often each distinct value is in a resample of n is multinomial, so that only these counts are drawn.
+    Efron and Tibshirani, An Introduction to the Bootstrap (1993), 13.3.
     """
     n = len(values)
     if n == 0:
         return math.nan, math.nan
     distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
     rng = np.random.default_rng(seed)
-    means = [rng.multinomial(n, counts / n, AT_ONCE) @ distinct / n for _ in range(NUM_RESAMPLES // AT_ONCE)]
+    # The counts of the distinct values in a resample are multinomial. Accuracies have few distinct values, so that
+    # drawing their counts costs far less than drawing n rows.
+    chunks = range(NUM_RESAMPLES // RESAMPLES_PER_CHUNK)
+    means = [rng.multinomial(n, counts / n, RESAMPLES_PER_CHUNK) @ distinct / n for _ in chunks]
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return float(low), float(high)
 
 
 def best_of(k: int, scores: Sequence[float]) -> float:
-    """Unbiased estimate of the best score of k answers, from n >= k of them.
+    """Unbiased estimate of the expected best score of k answers, from n >= k of them; pass@k for scores of 0 and 1.
 
-    The mean over all subsets of size k: with s_1 <= ... <= s_n it is the sum of s_i C(i - 1, k - 1) / C(n, k). For
-    scores of 0 and 1, c of them 1, that is pass@k = 1 - C(n - c, k) / C(n, k) of Chen et al., arXiv 2107.03374.
+    The mean of the maximum over all subsets of size k: for s_1 <= ... <= s_n, sum_i s_i C(i - 1, k - 1) / C(n, k). With
+    c scores of 1 and the rest 0 it equals 1 - C(n - c, k) / C(n, k), pass@k of Chen et al., arXiv 2107.03374. Raises
+    ValueError unless 1 <= k <= n.
     """
     n = len(scores)
     if not 1 <= k <= n:
-        raise ValueError(f"the best of {k} answers cannot be told from {n}")
+        raise ValueError(f"the best of {k} answers cannot be estimated from {n}; take k from 1 to {n}")
     weighted = (score * math.comb(i, k - 1) for i, score in enumerate(sorted(scores)))
     return sum(weighted) / math.comb(n, k)
 
 
 def budgets(n: int) -> list[int]:
-    """The k of pass@k for n answers: powers of two, and n."""
+    """The values of k that pass@k is reported for, given n answers: powers of two up to n, and n."""
     return sorted({2**power for power in range(n.bit_length())} | {n}) if n else []
 
 
 def majority(answers: Sequence[SampledAnswer]) -> SampledAnswer:
-    """The answer given most often; of several, the one drawn first, which favours none."""
-    votes = Counter(vote(answer.text) for answer in answers)  # keeps the order in which they were first seen
+    """The most frequent answer by majority vote; ties go to the answer drawn first."""
+    # sampling order is random, so that this tie-break favours no answer; Counter keeps the order of first occurrence
+    votes = Counter(vote(answer.text) for answer in answers)
     elected = max(votes, key=votes.__getitem__)
     return next(answer for answer in answers if vote(answer.text) == elected)
 
 
 def vote(text: str) -> str:
-    """What two answers must share to count as one: the last box, else the whole text; spaces and case aside."""
+    """Normalised answer for majority voting: the last `\\boxed{}`, else the whole text; case and spacing folded."""
     boxed = last_boxed(text)
     return " ".join((text if boxed is None else boxed).split()).casefold()
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence interval of the mean of independent values in 0..1; (0, 1) if too few to say.
+    """95 % confidence interval of the mean of independent values in 0..1; (0, 1) for fewer than two.
 
-    Values that are all 0 or 1: `wilson_interval`. Others: mean +- z s / sqrt(n) with the sample deviation s
-    (of n - 1), the interval of the central limit theorem (NIST/SEMATECH e-Handbook of Statistical Methods,
-    1.3.5.2, with z for t), cut to 0..1.
+    The Wilson interval where every value is 0 or 1; otherwise the normal approximation mean +- z s / sqrt(n) with the
+    unbiased sample deviation s, clipped to 0..1 (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2, with z
+    for t).
     """
     n, mean = len(values), sum(values) / max(len(values), 1)
     if all(value in (0, 1) for value in values):
@@ -144,11 +145,11 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
-    """95 % score interval of a fraction of n trials; (0, 1) for n = 0.
+    """95 % Wilson score interval of a proportion of n trials; (0, 1) for n = 0.
 
-    Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927) 209-212;
-    advised for every n by Brown, Cai and DasGupta, Statistical Science 16 (2001) 101-133. For the mean of
-    values between 0 and 1 it is too wide rather than too narrow, as their variance is at most p (1 - p).
+    Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927) 209-212; recommended by
+    Brown, Cai and DasGupta, Statistical Science 16 (2001) 101-133. Conservative for the mean p of values between 0
+    and 1, whose variance is at most p (1 - p).
     """
     if n == 0:
         return 0.0, 1.0
@@ -159,6 +160,6 @@ def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
 
 
 def format_interval(interval: tuple[float, float]) -> str:
-    """In percent: `[94, 97]`."""
+    """A fraction interval as text in percent, such as `[94, 97]`."""
     low, high = interval
     return f"[{100 * low:.0f}, {100 * high:.0f}]"

@@ -1,4 +1,4 @@
-"""The figures of several targets as tables for the terminal."""
+"""Terminal tables of the metrics of several targets."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from fovea.evaluation.comparison import Figures
+from fovea.evaluation.comparison import TargetMetrics
 from fovea.evaluation.statistics import Difference, Estimate, format_interval
 
 Cell = Estimate | Difference | None
 
 
-def tables(figures: Sequence[Figures], title: str) -> list[Table]:
-    """Everything that was read, in percent with 95 % intervals; a table of what was not read is left out."""
-    kinds = _by_group(figures, "question type", lambda each: each.by_kind)
-    types = _by_group(figures, "image type", lambda each: each.by_image_type)
+def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
+    """Tables of accuracies in percent with 95 % intervals; tables without content are left out."""
+    kinds = _by_group(metrics, "question type", lambda each: each.by_kind)
+    types = _by_group(metrics, "image type", lambda each: each.by_image_type)
     return [
-        _accuracies(figures, title),
-        *([kinds] if len(figures[0].by_kind) > 1 else []),
-        *([types] if figures[0].by_image_type else []),
-        *([_sampled(figures)] if any(each.pass_at for each in figures) else []),
-        *([_looks(figures)] if any(each.looks for each in figures) else []),
+        _accuracies(metrics, title),
+        *([kinds] if len(metrics[0].by_kind) > 1 else []),
+        *([types] if metrics[0].by_image_type else []),
+        *([_sampled(metrics)] if any(each.pass_at for each in metrics) else []),
+        *([_image_ablation(metrics)] if any(each.image_ablation for each in metrics) else []),
     ]
 
 
-def _accuracies(figures: Sequence[Figures], title: str) -> Table:
-    caption = "Intervals: bootstrap over rows; of the difference, over pairs (the same row, both targets)."
+def _accuracies(metrics: Sequence[TargetMetrics], title: str) -> Table:
+    caption = "95 % bootstrap intervals over rows; of the difference, paired by row."
     table = Table(title=Text(title), title_justify="left", caption=caption, caption_justify="left")
     headers = ["accuracy", "n", "skipped"]
-    if len(figures) > 1:
-        headers += [f"minus {figures[0].target}", "better on", "worse on"]
+    if len(metrics) > 1:
+        headers += [f"minus {metrics[0].target}", "better on", "worse on"]
     _columns(table, "target", headers)
-    for each in figures:
+    for each in metrics:
         cells = [cell(each.accuracy), Text(str(each.accuracy.n)), Text(str(each.rows_skipped))]
-        if len(figures) > 1:
+        if len(metrics) > 1:
             difference = each.versus_first
             counts = [str(difference.better), str(difference.worse)] if difference else ["", ""]
             cells += [cell(difference), *map(Text, counts)]
@@ -44,36 +44,40 @@ def _accuracies(figures: Sequence[Figures], title: str) -> Table:
     return table
 
 
-def _by_group(figures: Sequence[Figures], header: str, groups: Callable[[Figures], Mapping[str, Estimate]]) -> Table:
+def _by_group(
+    metrics: Sequence[TargetMetrics], header: str, groups: Callable[[TargetMetrics], Mapping[str, Estimate]]
+) -> Table:
     table = Table(title=f"Accuracy by {header}", title_justify="left")
-    _columns(table, header, [*(each.target for each in figures), "n"])
-    for name, of_first in groups(figures[0]).items():
-        table.add_row(Text(name), *(cell(groups(each).get(name)) for each in figures), str(of_first.n))
+    _columns(table, header, [*(each.target for each in metrics), "n"])
+    for name, of_first in groups(metrics[0]).items():
+        table.add_row(Text(name), *(cell(groups(each).get(name)) for each in metrics), str(of_first.n))
     return table
 
 
-def _sampled(figures: Sequence[Figures]) -> Table:
-    ks = sorted({k for each in figures for k in each.pass_at})
+def _sampled(metrics: Sequence[TargetMetrics]) -> Table:
+    ks = sorted({k for each in metrics for k in each.pass_at})
     table = Table(title="Sampled answers: pass@k and majority vote", title_justify="left")
     _columns(table, "target", [*(f"pass@{k}" for k in ks), f"majority of {ks[-1]}"])
-    for each in figures:
+    for each in metrics:
         if each.pass_at:
             table.add_row(Text(each.target), *(cell(each.pass_at.get(k)) for k in ks), cell(each.majority))
     return table
 
 
-def _looks(figures: Sequence[Figures]) -> Table:
-    caption = "Rows with images. What shuffling and blanking lose is what the images gave."
-    table = Table(title="Does it look?", title_justify="left", caption=caption, caption_justify="left")
+def _image_ablation(metrics: Sequence[TargetMetrics]) -> Table:
+    caption = "Rows with images. The accuracy lost by shuffling or blanking them is what the images contribute."
+    table = Table(
+        title="Image ablation (shuffled, blank)", title_justify="left", caption=caption, caption_justify="left"
+    )
     _columns(table, "target", ["true images", "shuffled", "blank", "lost by shuffling", "lost by blanking"])
-    for each in figures:
-        if looks := each.looks:
+    for each in metrics:
+        if ablation := each.image_ablation:
             values: list[Cell] = [
-                looks.true,
-                looks.shuffled,
-                looks.blank,
-                looks.lost_by_shuffling,
-                looks.lost_by_blanking,
+                ablation.true,
+                ablation.shuffled,
+                ablation.blank,
+                ablation.lost_by_shuffling,
+                ablation.lost_by_blanking,
             ]
             table.add_row(Text(each.target), *map(cell, values))
     return table
@@ -91,7 +95,7 @@ def cell(value: Cell) -> Text:
 
 
 def percent_text(value: Cell) -> str:
-    """`87.5 [83, 91]`; a difference has signs, and a decimal more: `+3.8 [+0.4, +7.2]`."""
+    """An estimate as `87.5 [83, 91]`, a difference as `+3.8 [+0.4, +7.2]`, in percent; empty where undefined."""
     if value is None or math.isnan(value.mean):
         return ""
     if isinstance(value, Estimate):

@@ -1,4 +1,4 @@
-"""Whether an exported folder, loaded again, is the model of its checkpoint."""
+"""Verification of an export: the reloaded folder against the checkpoint, by weights, inputs and log-probs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from fovea.models.trainable import merged_weights
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Prompt
 
+# A different summation order moves a log-prob by 1e-5 in float32 and by some 0.05 in bfloat16; a misplaced weight or a
+# differently processed image moves it by whole units.
 MAX_LOGPROB_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Of one token. Another order of sums moves a log-prob of float32 by 1e-5, of bfloat16 by some 0.05; a weight in the
-wrong place, or an image read otherwise, moves it by whole units."""
+"""Largest allowed log-prob difference of one token, by weight dtype."""
 PROBE_QUESTION = "What is in this picture, and how many of them are there?"
 PROBE_ANSWER = "Two red circles and a square: \\boxed{3}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A prompt with a picture and an answer to it, by which two models are compared."""
+    """A prompt with an image, and an answer, on which the log-probs of two models are compared."""
 
     prompt: Prompt
     token_ids_T: NDArray[np.int64]
 
 
 def make_probe(parts: ModelParts, settings: Model) -> Probe:
-    """Noise of a fixed seed, of a size that the image processor has to change."""
+    """A probe with a noise image of fixed seed."""
+    # no multiple of the patch size, so that the image processor has to resize and its settings are tested too
     side = 3 * parts.image_processor.patch_size * parts.image_processor.merge_size
     noise = np.random.default_rng(0).integers(0, 256, (side + 3, 2 * side - 5, 3), dtype=np.uint8)
     renderer = Renderer(parts, _from_array, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
@@ -56,7 +58,7 @@ def _from_array(ref: ImageRef) -> Image:
 
 @torch.no_grad()
 def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
-    """Log-probs [T] as the trainer computes them."""
+    """Log-probs [T] of the probe's answer by the trainer's forward pass."""
     device = next(model.vlm.parameters()).device
     row = pack_row([probe.prompt], [[probe.token_ids_T]], device)
     return model.vlm(row, temperature=1.0, chunk_tokens=row.num_actions).logprobs_A.cpu()  # type: ignore[no-any-return]
@@ -64,7 +66,7 @@ def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
 
 @torch.no_grad()
 def plain_logprobs(parts: ModelParts, probe: Probe, device: torch.device) -> Tensor:
-    """Log-probs [T] by the network's own forward, positions and masks left to it."""
+    """Log-probs [T] of the probe's answer by transformers' forward pass, which makes positions and masks itself."""
     ids = torch.from_numpy(np.concatenate([probe.prompt.token_ids_L, probe.token_ids_T]))[None].to(device)
     network: Any = parts.network.to(device)  # type: ignore[arg-type]
     logits = network(
@@ -81,10 +83,11 @@ def plain_logprobs(parts: ModelParts, probe: Probe, device: torch.device) -> Ten
 
 
 def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: bool) -> float:
-    """The largest difference of a log-prob; ModelError that says what of a reloaded folder is not as in the checkpoint.
+    """Largest log-prob difference between checkpoint and reloaded folder; ModelError naming what differs.
 
-    `merged`: the folder holds every weight, and each must be equal to the last bit.
+    With `merged` the folder holds every weight, and each must be equal bit for bit.
     """
+    # cheap and specific checks first: a wrong weight or token is named as such, not as a log-prob difference
     different = None
     if merged:
         different = _different_weights(model.vlm.network, reloaded.network) or _different_prompt(probe, reloaded)
@@ -94,11 +97,12 @@ def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: boo
     if different is None:
         device = next(model.vlm.parameters()).device
         difference = float((our_logprobs(model, probe) - plain_logprobs(reloaded, probe, device)).abs().max())
+        # `not <=` and not `>`: a NaN is a difference
         if not difference <= MAX_LOGPROB_DIFFERENCE[DTYPES[model.config.model.dtype]]:
             different = f"a log-prob of the probe is off by {difference:.3g}"
     if different is not None:
         raise ModelError(
-            f"the exported model, loaded again, is not that of the checkpoint: {different}; nothing was written. This "
+            f"the exported model, loaded again, differs from the checkpoint: {different}; nothing was written. This "
             "is a bug: please report it with the run's config.yaml"
         )
     return difference
@@ -120,4 +124,4 @@ def _different_prompt(probe: Probe, reloaded: ModelParts) -> str | None:
         "pixels of an image": (probe.prompt.images[0].pixels_NC, again.prompt.images[0].pixels_NC),
     }
     different = next((name for name, pair in pairs.items() if not np.array_equal(*pair)), None)
-    return None if different is None else f"the {different} are others"
+    return None if different is None else f"the {different} differ"

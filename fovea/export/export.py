@@ -1,6 +1,6 @@
-"""`fovea export`: a step of a run as a Hugging Face folder that plain transformers (or peft) loads.
+"""`fovea export`: a checkpoint as a Hugging Face folder that transformers (or peft, for an adapter) loads.
 
-The folder is written beside, loaded again and compared with the checkpoint; only then does it get its name.
+The folder is written under a temporary name, loaded again and compared with the checkpoint before it is renamed.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from fovea.run.checkpoint import STATE
 CARD_FILE = "README.md"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
-_OF_IMAGES_AND_VIDEOS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+_SHARED_PROCESSOR_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written and how it was checked."""
+    """The folder that was written and the result of its verification."""
 
     folder: Path
     adapter_only: bool
     max_logprob_difference: float
-    """Largest difference between a log-prob of the checkpoint and of the folder loaded again, on a probe."""
+    """Largest log-prob difference between the checkpoint and the reloaded folder, on a probe."""
     left_out: tuple[str, ...]
-    """Files and tensors of the checkpoint that are no part of the model: those of a value function."""
+    """Files and tensors of the checkpoint that are not exported: those of a value function."""
 
 
 def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Sequence[str] = ()) -> Exported:
-    """Write the model of a run or checkpoint to `out`; ConfigError when that folder holds anything.
+    """Write the model of a run or checkpoint to the folder `out`.
 
-    `overrides` change the run's settings: where the base model is now, on which device to work.
-    ModelError when the folder, loaded again, is not the model of the checkpoint: then nothing is left there.
+    `overrides` replace settings of the run, such as the path of the base model or the device. ConfigError when `out` is
+    not empty; ModelError when the reloaded folder differs from the checkpoint, in which case nothing is written.
     """
     _check_empty(out)
     target = find_checkpoint(source)
@@ -62,7 +62,7 @@ def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Se
     if adapter_only:
         _check_adapter(model, target)
     probe = make_probe(model.parts, model.config.model)
-    with _written_beside(out) as folder:
+    with _renamed_on_success(out) as folder:
         write = write_adapter if adapter_only else write_model
         write(folder, model)
         reload = reload_adapter if adapter_only else reload_model
@@ -76,28 +76,28 @@ def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Se
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload a folder to a hub repository, made private where it does not exist; returns its address."""
+    """Upload a folder to a hub repository and return its URL; a new repository is created private."""
     try:
         api = HfApi()
         url = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by fovea export")
-    except (OSError, ValueError) as error:  # all of huggingface_hub's errors are one of these
+    except (OSError, ValueError) as error:  # base classes of all errors of huggingface_hub
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"--push {repo}: {reason}; {folder} is complete: upload it by `hf upload {repo} {folder}`"
+            f"--push {repo}: {reason}; {folder} is complete: upload it with `hf upload {repo} {folder}`"
         ) from error
     return str(url)
 
 
 def check_repo(repo: str) -> None:
-    """ConfigError for a name that no hub would take, before any work is done."""
+    """ConfigError for an invalid repository name, raised before any work is done."""
     if not REPOSITORY_ID.fullmatch(repo):
-        raise ConfigError(f"--push {repo}: that is no name of a hub repository; give ORG/NAME")
+        raise ConfigError(f"--push {repo}: not a valid repository name; use ORG/NAME")
 
 
 def _check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: it exists and is not an empty folder; give another one")
+        raise ConfigError(f"--out {out}: it exists and is not an empty folder; use another one")
 
 
 def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
@@ -107,14 +107,14 @@ def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
         )
     if model.config.model.tiny is not None:
         raise ConfigError(
-            f"--adapter-only, but the model under the adapter of {target.name} was made on the spot (model.tiny) and "
-            "is in no folder; leave --adapter-only out"
+            f"--adapter-only, but the model under the adapter of {target.name} was created by model.tiny and is in "
+            "no folder that an adapter could refer to; leave --adapter-only out"
         )
 
 
 @contextmanager
-def _written_beside(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` if all goes well, and is gone if not."""
+def _renamed_on_success(out: Path) -> Iterator[Path]:
+    """A temporary folder, renamed to `out` when the block succeeds and deleted when it raises."""
     out = out.absolute()
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -127,13 +127,13 @@ def _written_beside(out: Path) -> Iterator[Path]:
 
 
 def write_model(folder: Path, model: OpenedModel) -> None:
-    """Weights with adapters merged, config, tokenizer with the chat template, image processor."""
+    """Write weights with adapters merged, config, tokenizer with the chat template, and image processor."""
     plain = plain_network(model.vlm.network)
     plain.save_pretrained(folder)
     parts, settings = model.parts, model.config.model
     parts.tokenizer.chat_template = parts.chat_template
     parts.tokenizer.save_pretrained(folder)
-    # images of the size that the model was trained on, whoever loads it
+    # the pixel limits of training, so that inference elsewhere sees images of the same size
     limits = pixel_limits(parts.image_processor.size, settings.min_pixels, settings.max_pixels)
     own = {key: x for key, x in parts.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
     type(parts.image_processor).from_dict(own | {"size": limits}).save_pretrained(folder)
@@ -141,29 +141,27 @@ def write_model(folder: Path, model: OpenedModel) -> None:
 
 
 def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Mapping[str, Any]) -> None:
-    """That of the base folder, else the family's own with this model's patches.
-
-    Without one AutoProcessor makes a video processor of the image processor: of Qwen2-VL's class, whatever the model,
-    and with the pixels of one image as the limit of a whole video.
-    """
+    """Write the video processor of the base folder, else one of the family's class with this model's patch sizes."""
+    # Without this file AutoProcessor derives a video processor from the image processor: of Qwen2-VL's class, whatever
+    # the model, and with the pixel limit of one image for a whole video.
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
         shutil.copyfile(base, folder / VIDEO_PROCESSOR_FILE)
         return
     kind = "Qwen3VLVideoProcessor" if config_of(model.vlm.network).model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
-    shared = {key: image_processor[key] for key in _OF_IMAGES_AND_VIDEOS}
+    shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
     written = json.dumps({"video_processor_type": kind, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
 
 
 def plain_network(network: PreTrainedModel) -> PreTrainedModel:
-    """transformers' own module around the merged weights, which are not copied where there is no adapter."""
-    # through a dict: that of the network names our attention, which no other program knows
+    """A plain transformers module with the merged weights; weights without an adapter are shared, not copied."""
+    # a config rebuilt from its dict drops the name of our attention implementation, which transformers does not know
     config = type(config_of(network)).from_dict(config_of(network).to_dict())
     with torch.device("meta"):
         plain: PreTrainedModel = type(network)(config)
     loaded = plain.load_state_dict(dict(merged_weights(network)), strict=False, assign=True)
-    # a tied head comes with the embedding
+    # a tied lm_head gets its weight from the embedding
     assert set(loaded.missing_keys) <= {"lm_head.weight"}, loaded
     assert not loaded.unexpected_keys, loaded
     plain.tie_weights()
@@ -172,13 +170,13 @@ def plain_network(network: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_adapter(folder: Path, model: OpenedModel) -> None:
-    """The adapter in peft's format; tokenizer and image processor are those of its base."""
+    """Write the LoRA adapter in peft's format; tokenizer and image processor remain those of the base model."""
     settings, layers = model.config.model, lora_layers(model.vlm.network)
     assert settings.lora is not None, "the run has no adapter"
     LoraConfig(
         r=settings.lora.rank,
         lora_alpha=settings.lora.alpha,
-        # by their full names: words alone would also match layers of the vision tower
+        # full module names: suffixes such as q_proj would also match layers of the vision tower
         target_modules=sorted(layers),
         lora_dropout=0.0,
         bias="none",
@@ -196,12 +194,12 @@ def write_adapter(folder: Path, model: OpenedModel) -> None:
 
 
 def reload_model(folder: Path, model: OpenedModel) -> ModelParts:
-    """As anybody would: by the Auto classes of transformers."""
+    """The exported folder loaded by transformers' Auto classes."""
     return load_pretrained(Model(path=str(folder), dtype=model.config.model.dtype))
 
 
 def reload_adapter(folder: Path, model: OpenedModel) -> ModelParts:
-    """The base model anew, with the adapter put on by peft."""
+    """The base model, loaded afresh, with the exported adapter applied by peft."""
     base = load_pretrained(model.config.model)
     adapted: Any = PeftModel.from_pretrained(base.network, str(folder))
     return replace(base, network=adapted)
@@ -224,7 +222,7 @@ def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> s
 
 
 def step_of(target: CheckpointTarget) -> int:
-    """RL steps that a checkpoint has taken."""
+    """Number of RL steps of a checkpoint."""
     try:
         return int(json.loads((target.folder / STATE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""README.md of an exported folder: what the model is, how it was trained, how to load it.
+"""Model card (README.md) of an exported folder: base model, training, results, how to load it.
 
-Names of question types and texts of settings may come from a data set: none of them may end a table or a code block.
+Question types and settings may hold text from a data set, and are escaped so that none ends a table or a code block.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the card tells."""
+    """The facts that a model card states."""
 
     name: str
     step: int
     config: Config
     summary: SummaryJson | None
-    """Of a finished run."""
+    """None unless the run has finished."""
     adapter_only: bool
     model_class: str
     max_logprob_difference: float
@@ -37,13 +37,13 @@ class Card:
 
 
 def model_card(card: Card) -> str:
-    """Markdown with the front matter that the hub reads."""
+    """The model card as Markdown with YAML front matter for the hub."""
     blocks = [
         _front_matter(card),
         f"# {_plain(card.name)}",
-        _what_it_is(card),
+        _description(card),
         _how_to_load(card),
-        _figures(card),
+        _results(card),
         "## Recipe\n\nThe settings of the run, which are also in `recipe.yaml`:",
         _fenced(dump_config(card.config), "yaml"),
     ]
@@ -60,24 +60,24 @@ def _front_matter(card: Card) -> str:
 
 
 def _hub_base(config: Config) -> str | None:
-    """The base model, if the hub knows it by this name."""
+    """The base model's hub id; None for a local folder or a tiny model."""
     path = config.model.path
     return path if path is not None and REPOSITORY_ID.fullmatch(path) and not Path(path).exists() else None
 
 
-def _what_it_is(card: Card) -> str:
+def _description(card: Card) -> str:
     config = card.config
     lines = [
         f"{'A LoRA adapter' if card.adapter_only else 'A vision-language model'} after {card.step} steps of "
         f"{config.algorithm.name.upper()} on the environment `{config.environment.name}`, trained with Fovea "
-        f"{__version__}. It began as {_base(config)}.",
+        f"{__version__}. Base model: {_base(config)}.",
     ]
     if config.model.lora is not None and not card.adapter_only:
         lines.append("It was trained as a LoRA adapter, which is merged into these weights.")
     if card.left_out:
         lines.append(
-            f"The checkpoint also holds a value function ({', '.join(card.left_out)}), which PPO needs and answers do "
-            "not: it is left out here."
+            f"The checkpoint also holds a value function ({', '.join(card.left_out)}), which only PPO training "
+            "needs: it is not exported."
         )
     lines.append(
         "The folder was loaded again after it was written: log-probs of a probe with an image differ from those of the "
@@ -89,12 +89,12 @@ def _what_it_is(card: Card) -> str:
 def _base(config: Config) -> str:
     model = config.model
     if model.tiny is not None:
-        return f"a tiny {model.tiny.family} made from nothing"
+        return f"a tiny {model.tiny.family} with random weights"
     return _plain(str(model.path)) + (f" at revision {_plain(model.revision)}" if model.revision else "")
 
 
 def _how_to_load(card: Card) -> str:
-    folder = json.dumps(card.name)  # a text of Python too, on one line
+    folder = json.dumps(card.name)  # a JSON string is a Python literal too, on one line
     load = f'model = {card.model_class}.from_pretrained({folder}, dtype="auto")'
     if card.adapter_only:
         load = (
@@ -112,22 +112,22 @@ def _how_to_load(card: Card) -> str:
     return "## Loading it\n\n" + _fenced(f"{imports}\n\n{load}{processors}", "python")
 
 
-def _figures(card: Card) -> str:
+def _results(card: Card) -> str:
     summary = card.summary
     if summary is None:
-        return "## Figures\n\nThe run had not finished when this step was exported, so that it has no final figures."
+        return "## Results\n\nThe run had not finished when this step was exported, so that there are no final results."
     rows = [
         f"| {_plain(kind)} | {_percent(row['warmup'])} | {_percent(row['final'])} "
         f"{format_interval(wilson_interval(row['final'], row['n']))} | {row['n']} |"
         for kind, row in summary["by_type"].items()
     ]
     steps = summary["steps"]
-    whose = "" if steps == card.step else f" They are those of the run's end, step {steps}, and not of this step."
+    whose = "" if steps == card.step else f" They are of the run's last step, {steps}, and not of this checkpoint."
     accuracy = summary["accuracy"]
     lines = [
-        "## Figures",
+        "## Results",
         "",
-        "Greedy accuracy on held-out rows in percent, with 95 % score intervals, after seed "
+        "Greedy accuracy on held-out rows in percent, with 95 % Wilson intervals, after seed "
         f"{summary['seed']} of the recipe below.{whose} Before training: {_percent(accuracy['before'])}; after: "
         f"{_percent(accuracy['final'])}; with another row's images: {_percent(summary['shuffled_images'])}; with blank "
         f"ones: {_percent(summary['blank_images'])}.",
@@ -140,16 +140,16 @@ def _figures(card: Card) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "not read" if value is None else f"{100 * value:.1f}"
+    return "not evaluated" if value is None else f"{100 * value:.1f}"
 
 
 def _plain(text: str) -> str:
-    """One line that Markdown shows as it is."""
+    """Text on one line with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|~!&$])", r"\\\1", " ".join(text.split()))
 
 
 def _fenced(text: str, language: str) -> str:
-    """A code block whose fence is longer than any in the text."""
+    """A code block whose fence is longer than any run of backticks in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -1,4 +1,4 @@
-"""docs/metrics.md, made of `fovea.metrics.names`: `python -m fovea.metrics.docs > docs/metrics.md`."""
+"""Generator of docs/metrics.md from `fovea.metrics.names`: `python -m fovea.metrics.docs > docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fovea.metrics.names import CHAPTERS, Chapter, Metric
 HEAD = """\
 # Metrics
 
-What `metrics.jsonl` holds for every step, and TensorBoard and W&B with it. This page is made of
+The metrics that are logged at every step to `metrics.jsonl`, TensorBoard and W&B. This page is generated from
 [`fovea/metrics/names.py`](../fovea/metrics/names.py) by `python -m fovea.metrics.docs > docs/metrics.md`:
 change it there.
 
-A metric that a step has nothing to say of is not in its line. A value that is not finite is null. "Healthy" is what to
-expect of a run that goes well, not a promise: what counts is a change that you did not cause.
+A metric that does not apply to a step is absent from its line. A value that is not finite is null. "Healthy" is what to
+expect of a run that goes well, not a promise: look for changes that you did not cause.
 """
 
 
 def metrics_page() -> str:
-    """The whole page."""
+    """The Markdown text of docs/metrics.md."""
     return "\n".join([HEAD, *map(_chapter, CHAPTERS)])
 
 

@@ -1,6 +1,6 @@
-"""What a run writes down at every step, and how it measures its own time and memory.
+"""Metric sinks (JSONL, TensorBoard), and timers and memory counters for the phases of a step.
 
-Keys are paths: `reward`, `groups/with_signal`, `seconds/rollout`, `accuracy/dev/count`.
+Metric names are paths: `reward`, `groups/with_signal`, `seconds/rollout`, `accuracy/dev/count`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 class Sink(Protocol):
-    """Where metrics go. A sink is made for a run that goes on after `resume_step` (0: a new run)."""
+    """A destination of metrics, opened for a run that resumes after `resume_step` (0: a new run)."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """Hands the metrics of each step to every sink."""
+    """Writes the metrics of each step to every sink."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -57,9 +57,9 @@ class MetricsLog:
 
 
 class JsonlSink:
-    """metrics.jsonl: one JSON object per step, `{"step": 7, "reward": 0.5, ...}`; NaN and infinity are null.
+    """Writer of metrics.jsonl: one JSON object per step, `{"step": 7, "reward": 0.5, ...}`, null for NaN and infinity.
 
-    A resumed run first drops the lines after its checkpoint, so that each step stands there once.
+    A resumed run first drops the lines after its checkpoint, so that every step occurs once.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
@@ -69,7 +69,9 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert "step" not in metrics, f"`step` is the line's own key, but it is in the metrics of step {step}"
+        assert "step" not in metrics, (
+            f"`step` is reserved for the step number, but the metrics of step {step} hold it too"
+        )
         row = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
@@ -79,10 +81,10 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Event files that `tensorboard --logdir` reads."""
+    """Writer of TensorBoard event files."""
 
     def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
-        # TensorBoard hides what an earlier run wrote from purge_step on
+        # TensorBoard discards events of the interrupted run from purge_step on
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -94,16 +96,17 @@ class TensorBoardSink:
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
-    """The steps of metrics.jsonl with `step` among the keys and NaN for null; empty if there is no file."""
+    """The lines of metrics.jsonl, `step` included, with NaN for null; empty if there is no file."""
     return [row for _, row in _complete_lines(run_dir / METRICS_FILE)]
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
-    """A last line without its newline was cut short by a crash, or is being written now: it is left out."""
+    """Complete lines of metrics.jsonl as text and parsed."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
+            # a last line without newline was cut off by a crash, or is being written right now
             if line.endswith("\n"):
                 yield line, _parse(line, where=f"{path} line {number}")
 
@@ -114,16 +117,16 @@ def _parse(line: str, *, where: str) -> Metrics:
         return {"step": row.pop("step")} | row
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{where} is {line[:60]!r}, which is no JSON object of numbers with a step; delete that line"
+            f"{where} is {line[:60]!r}, which is not a JSON object of numbers with a step; delete that line"
         ) from error
 
 
 class Phases:
-    """Time and memory of the named parts of a step: `with phases("rollout"): ...`.
+    """Wall time and memory of the phases of a step: `with phases("rollout"): ...`.
 
-    Seconds of a phase that is entered again add up. CUDA work that was started but not awaited counts for the phase
-    that waits for it. Memory is the most that CUDA held within the phase, or, without CUDA, what the process held
-    at its end; that of a phase with others inside, or entered again, is the most of all.
+    Seconds of a phase entered several times add up. There is no CUDA synchronisation: asynchronous kernels count for
+    the phase that waits for them. Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident
+    memory at its end; for a phase that is nested around others, or entered again, the maximum of all.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -138,20 +141,21 @@ class Phases:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         try:
-            with record_function(name):  # its name in a trace; microseconds where there is none
+            with record_function(name):  # names the phase in profiler traces; costs microseconds without a profiler
                 yield
         finally:
             self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
+            # entering an inner phase resets CUDA's peak counter, so that the outer phase has to take the inner maxima
             inside = [gib for phase, gib in self._gib.items() if phase not in before]
             self._gib[gib_key] = max(_phase_gib(), self._gib.get(gib_key, 0.0), *inside)
 
     def seconds(self) -> Metrics:
-        """`{"seconds/rollout": 0.031, ...}` since the last call."""
+        """Seconds per phase since the last call: `{"seconds/rollout": 0.031, ...}`."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def gib(self) -> Metrics:
-        """`{"memory/rollout_gib": 0.9, ...}` since the last call."""
+        """GiB per phase since the last call: `{"memory/rollout_gib": 0.9, ...}`."""
         gib, self._gib = self._gib, {}
         return gib
 
@@ -159,19 +163,20 @@ class Phases:
 def _phase_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
-    pages = Path("/proc/self/statm")  # Linux; elsewhere the peak of the process stands in
+    pages = Path("/proc/self/statm")  # Linux only; elsewhere the peak of the process is the best proxy
     if not pages.exists():
         return peak_rss_gib()
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def peak_memory() -> Metrics:
-    """Most memory that this process ever held."""
+    """Peak resident memory of this process, as a metric."""
     return {"memory/peak_rss_gib": peak_rss_gib()}
 
 
 def peak_rss_gib() -> float:
-    """Of this process. Not from getrusage where Linux tells it: there a process begins with the peak of its parent."""
+    """Peak resident memory of this process in GiB."""
+    # VmHWM where there is one: on Linux ru_maxrss is inherited over fork and exec, and starts at the parent's peak
     status = Path("/proc/self/status")
     if status.exists():
         lines = status.read_text().splitlines()

@@ -1,9 +1,9 @@
-"""Where a step's time goes: `profile=true` times a few warm steps by phase and traces the one after them.
+"""Profiling with `profile=true`: phase times of a few warm steps, then a torch profiler trace of one step.
 
-The trace (profile/trace.json.gz; chrome://tracing and Perfetto read it) holds one step, since every operator is an
-event: a 28-layer model that draws 512 tokens makes some hundred thousand. The table (profile/phases.txt) is of steps
-without the tracer, which slows small operators down.
+profile/trace.json.gz opens in chrome://tracing and Perfetto; profile/phases.txt holds the tables.
 """
+# One step is traced, because every operator is an event: a 28-layer model that generates 512 tokens makes some hundred
+# thousand. Phase times come from other steps, because the tracer slows small operators down.
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ PROFILE_FOLDER = "profile"
 TRACE_FILE = "trace.json.gz"
 PHASES_FILE = "phases.txt"
 WARM_STEPS = 3
-"""Steps of a process that are left out: allocators and caches fill up."""
+"""Steps skipped at the start of the process, while allocators and caches warm up."""
 TIMED_STEPS = 3
 TOP_OPERATORS = 20
 FILE_WIDTH = 110
+# minimum width: rich wraps a title that is wider than its table
 TABLE_WIDTH = 40
-"""At least: rich breaks a title that is wider than its table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """Means over some steps."""
+    """Time and memory of one phase, means over the timed steps."""
 
     name: str
     seconds: float
     share: float
-    """Of the whole step."""
+    """Fraction of the whole step."""
     gib: float | None
-    """As `fovea.metrics.log.Phases` counts it; None for what lies between the phases."""
+    """Memory as defined by `fovea.metrics.log.Phases`; None for the time between phases."""
 
 
 class StepProfile:
-    """A context around every step, and a sink of its metrics; writes its files once, when it has seen enough."""
+    """Context manager around every step, and metric sink, that writes the profile once the traced step is over."""
 
     def __init__(
         self, run_dir: Path, *, start_step: int, max_steps: int, say: Callable[[RenderableType], None]
     ) -> None:
-        """Steps count from `start_step`, which this process takes first, and end before `max_steps`."""
+        """`start_step` is the first step of this process; the run ends before `max_steps`."""
         self._folder = run_dir / PROFILE_FOLDER
         self._traced = traced_step(start_step, max_steps)
-        # the traced step stands in where the run is too short for others
+        # a run that is too short for untraced steps reports the phases of the traced one
         self._timed = timed_steps(start_step, self._traced) or [self._traced]
         self._say = say
         self._rows: list[Metrics] = []
@@ -64,7 +64,7 @@ class StepProfile:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Traces the step if it is the one."""
+        """Context of a step; runs the profiler in the traced one."""
         if step != self._traced:
             yield
             return
@@ -75,17 +75,17 @@ class StepProfile:
         self._operators = operator_table(profiler.key_averages())
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step that was taken (here they count from 1)."""
+        """Collect the metrics of a finished step (counted from 1 here), and write the files after the traced one."""
         if step - 1 in self._timed:
             self._rows.append(dict(metrics))
         if step - 1 == self._traced:
-            assert self._operators is not None, f"step {step} was to be traced, and was not"
+            assert self._operators is not None, f"step {step} should have been traced"
             tables = (self._phase_table(), self._operators)
             write_atomically(self._folder / PHASES_FILE, as_text(tables).encode())
             self._written = True
 
     def close(self) -> None:
-        """Says what was found and where."""
+        """Print the phase table and the paths of the files."""
         if self._written:
             self._say(self._phase_table())
             self._say(f"profile: {self._folder / PHASES_FILE}, {self._folder / TRACE_FILE}")
@@ -98,17 +98,17 @@ class StepProfile:
 
 
 def traced_step(start_step: int, max_steps: int) -> int:
-    """The first step after the warm and timed ones, or the last of a shorter run."""
+    """Index of the step to trace: the first after the warm-up and timed steps, or the last of a shorter run."""
     return min(start_step + WARM_STEPS + TIMED_STEPS, max_steps - 1)
 
 
 def timed_steps(start_step: int, traced: int) -> list[int]:
-    """Those right before the traced one, without the first of the process."""
+    """Indices of the steps to time: up to TIMED_STEPS right before the traced one, never the first of the process."""
     return list(range(max(start_step + 1, traced - TIMED_STEPS), traced))
 
 
 def phase_times(rows: Sequence[Mapping[str, float]]) -> list[PhaseTime]:
-    """Phases of the steps' metrics, longest first; then what lies between them, and the whole step."""
+    """Mean phase times, longest first; then the time between phases, and the whole step."""
     seconds = _means(rows, "seconds/")
     gib = _means(rows, "memory/", "_gib")
     whole = seconds.pop("step")
@@ -129,7 +129,7 @@ def _means(rows: Sequence[Mapping[str, float]], prefix: str, suffix: str = "") -
 
 
 def phase_table(times: Sequence[PhaseTime], title: str) -> Table:
-    """One line per phase; the last is the sum of those before it."""
+    """The phase times as a table; the last line is the sum of those above."""
     table = _table(title, "phase", "ms", "share", "GiB")
     for time in times:
         gib = "" if time.gib is None else f"{time.gib:.2f}"
@@ -138,7 +138,7 @@ def phase_table(times: Sequence[PhaseTime], title: str) -> Table:
 
 
 def operator_table(events: Sequence[Any]) -> Table:
-    """The operators that took longest themselves; a phase stands for its time outside of operators."""
+    """Table of the operators with the largest self time; a phase's entry is its time outside of operators."""
     events = [event for event in events if event.device_type.name == "CPU" or not event.is_user_annotation]
     device_us = sum(event.self_device_time_total for event in events)
     cpu_us = sum(event.self_cpu_time_total for event in events)
@@ -154,7 +154,7 @@ def operator_table(events: Sequence[Any]) -> Table:
 
 
 def as_text(tables: Sequence[Table]) -> str:
-    """Plain text, for a file."""
+    """Tables rendered as plain text."""
     console = Console(file=io.StringIO(), width=FILE_WIDTH, color_system=None)
     for table in tables:
         console.print(table)

@@ -1,6 +1,6 @@
-"""How fast a step was, and which share of the machine's peak its update reached.
+"""Throughput of a step and model FLOPs utilisation (MFU) of its update.
 
-A step's arithmetic comes from the policy (`update_tflop`): by the model's sizes, images included, not by its kernels.
+FLOPs come from the policy (`update_tflop`): they are counted from the model's sizes, images included, not from kernels.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "RTX 4090": 165.2,  # Ada architecture paper, appendix A: float32 sums
     "RTX 3090": 71,  # Ampere GA102 architecture paper, appendix A: float32 sums
 }
-"""Dense matrix products in bfloat16, by words of the name that CUDA gives a device; NVIDIA's own figures, without 2:4
-sparsity."""
+"""Dense bfloat16 tensor-core peak in TFLOP/s (NVIDIA's data sheets, without 2:4 sparsity), by words of the device name
+that CUDA reports."""
+# a device name with one of these words is another product than the one in the table, or a slice of it
 SLOWER_SIBLINGS = {"laptop", "d", "ti", "mig", "max"}
-"""A word of these makes it another device than the one in the table, or a part of it."""
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Of a device as CUDA names it ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    """Peak TFLOP/s of a device by its CUDA name ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    # whole words, so that "A10" does not match an A100
     words = set(re.split(r"[\s-]+", device_name.lower()))
     if words & SLOWER_SIBLINGS:
         return None
     fitting = [name for name in DENSE_BF16_TFLOPS if set(name.lower().split()) <= words]
+    # "H100 PCIe" before "H100": the entry with the most words wins
     most_precise = max(fitting, key=lambda name: len(name.split()), default=None)
     return None if most_precise is None else DENSE_BF16_TFLOPS[most_precise]
 
 
 def rates(groups: Sequence[Group], metrics: Mapping[str, float], peak_tflops: float | None) -> Metrics:
-    """Of the whole step: completions and their tokens a second. Of its update: arithmetic, as a share of the peak too.
+    """Completions and tokens per second of the step; TFLOP/s of the update, and its MFU where the peak is known.
 
-    `metrics` has the seconds of the phases, and `update_tflop` where the policy counts.
+    `metrics` holds the seconds of the phases, and `update_tflop` where the policy counts FLOPs.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     tokens = sum(len(episode.completion.token_ids_T) for episode in episodes)

@@ -19,10 +19,9 @@ RUN_ID_FILE = "wandb_run_id.txt"
 
 
 class WandbSink:
-    """Logs to one run whose id lies in the run folder, so that a resumed run goes on in the same curves.
+    """Logger to one W&B run, whose id is kept in the run folder, so that a resumed run continues the same curves.
 
-    Curves are drawn over our own `step`: W&B's counter refuses values that it has seen. What a stopped run
-    logged after its checkpoint stays there and is logged a second time.
+    Steps that an interrupted run logged after its last checkpoint stay, and are logged a second time.
     """
 
     def __init__(
@@ -42,6 +41,7 @@ class WandbSink:
             dir=str(run_dir),
             config=dict(settings or {}),
         )
+        # our own `step` as x axis: W&B's step counter only grows, and would reject the steps repeated after a resume
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The learning curve of a run as a picture."""
+"""reward_curve.png: reward and dev accuracy of a run by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_COLOUR = "#404040"
 
 
 def draw_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Reward of each step (faint) with its running mean; below it the dev accuracies, if there are any."""
+    """Plot the reward of each step (faint) with its running mean and, below it, dev accuracy where it was evaluated."""
     panels = [key for key in ("reward", "accuracy/dev") if any(key in row for row in metrics)]
     figure = Figure(figsize=(6.4, 1.2 + 2.3 * max(len(panels), 1)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
@@ -40,7 +40,7 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Mean of the last `window` values (fewer at the start); NaN counts as absent."""
+    """Mean of the last `window` values (fewer at the start), NaN ignored."""
     present = np.isfinite(values)
     sums = np.cumsum(np.where(present, values, 0.0))
     counts = np.cumsum(present)
@@ -58,7 +58,7 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[NDArray[n
 def _draw_reward(panel: Axes, steps: NDArray[np.float64], rewards: NDArray[np.float64]) -> None:
     window = int(np.clip(len(rewards) // 25, 1, 50))
     panel.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=0.8, label="each step")
-    mean, start = running_mean(rewards, window), window // 2  # a mean of very few steps is noise
+    mean, start = running_mean(rewards, window), window // 2  # the first means are over too few steps to show
     panel.plot(steps[start:], mean[start:], color=REWARD_COLOUR, linewidth=2, label=f"mean of {window} steps")
     set_title(panel, "Mean reward of the sampled answers")
     panel.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=TEXT_COLOUR)
@@ -66,8 +66,8 @@ def _draw_reward(panel: Axes, steps: NDArray[np.float64], rewards: NDArray[np.fl
 
 def _draw_accuracy(panel: Axes, steps: NDArray[np.float64], accuracies: NDArray[np.float64]) -> None:
     (line,) = panel.plot(steps, 100 * accuracies, color=ACCURACY_COLOUR, marker="o", markersize=4)
-    line.set_clip_on(False)  # the last reading lies on the edge
-    set_title(panel, "Accuracy on dev in %, greedy")
+    line.set_clip_on(False)  # the last evaluation lies on the edge of the plot
+    set_title(panel, "Accuracy on dev in %, greedy decoding")
 
 
 def set_title(panel: Axes, text: str) -> None:

@@ -1,7 +1,7 @@
-"""report.html: one file that shows what a run did, made from the run folder alone.
+"""report.html: a self-contained page about one run, rendered from its run folder.
 
-Prompts, answers and truths were written by a model or come from a data set: all text is escaped by Jinja, and
-a Content-Security-Policy forbids scripts and every outside request, should an escape ever be missed.
+Prompts, answers and gold answers are untrusted text, from a model or a data set: Jinja escapes all of it, and a
+Content-Security-Policy forbids scripts and outside requests as a second line of defence.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SMALL_IMAGE_PX = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A number with its name, as text."""
+class Stat:
+    """A labelled number, formatted for display."""
 
     label: str
     value: str
@@ -40,8 +40,8 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypeRow:
-    """The accuracies of one question type; fractions in 0..1."""
+class KindAccuracy:
+    """Accuracies of one question type, as fractions in 0..1."""
 
     name: str
     warmup: float | None
@@ -55,8 +55,8 @@ class TypeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseRow:
-    """The time that a phase took over all steps."""
+class PhaseTotal:
+    """The time of one phase, summed over all steps."""
 
     name: str
     seconds: float
@@ -66,7 +66,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStep:
-    """The records of one step; `when` is early, middle or late."""
+    """The sample records of one step; `when` is early, middle or late."""
 
     when: str
     step: int
@@ -74,19 +74,19 @@ class SampleStep:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes reward_curve.png and report.html from what the run folder holds so far."""
+    """Write reward_curve.png and report.html of a run, finished or not; returns the path of report.html."""
     metrics = read_metrics(run_dir)
     if metrics:
         draw_curve(metrics, run_dir / CURVE_FILE)
     page = page_environment().get_template("report.html.j2").render(_content(run_dir, metrics))
     path = run_dir / REPORT_FILE
-    # a data set's text may hold half a surrogate pair, which no encoding can write
+    # text of a data set may hold lone surrogates, which UTF-8 cannot encode
     write_atomically(path, page.encode("utf-8", errors="replace"))
     return path
 
 
 def page_environment() -> Environment:
-    """Everything is escaped; the filters are those of the pages."""
+    """The Jinja environment of Fovea's pages: autoescaping, undefined names are errors, shared filters."""
     environment = Environment(
         loader=PackageLoader("fovea", "report"),
         autoescape=True,
@@ -105,32 +105,34 @@ def page_environment() -> Environment:
 
 
 def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
+    # every file may be missing: the report is also written of an unfinished or crashed run
     summary_path, config_path = run_dir / SUMMARY_FILE, run_dir / CONFIG_FILE
     summary = read_summary(summary_path) if summary_path.exists() else None
     return {
         "name": run_dir.resolve().name,
         "summary": summary,
-        "figures": _headline(summary, metrics),
-        "types": _type_rows(summary) if summary else [],
+        "headline": _headline(summary, metrics),
+        "types": _kind_accuracies(summary) if summary else [],
         "last_step": int(metrics[-1]["step"]) if metrics else 0,
         "curve": (run_dir / CURVE_FILE).read_bytes() if metrics else None,
-        "phases": _phase_rows(metrics),
-        "machine": _machine_figures(metrics),
+        "phases": _phase_totals(metrics),
+        "machine": _machine_stats(metrics),
         "samples": _sample_steps(run_dir),
         "config": config_path.read_text(encoding="utf-8") if config_path.exists() else None,
     }
 
 
-def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[Figure]:
+def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[Stat]:
     if summary is None:
-        return _reward_figures(metrics)
+        return _reward_stats(metrics)
     accuracy, n = summary["accuracy"], sum(row["n"] for row in summary["by_type"].values())
     before = "before warm-up" if accuracy["warmup"] is not None else "before RL"
     stages = {before: accuracy["before"], "after warm-up": accuracy["warmup"], "after RL": accuracy["final"]}
     return [
-        Figure(
+        Stat(
             label=label,
             value=f"{_percent(value)} %",
+            # from mean and n alone, all that summary.json has; too wide for graded accuracies rather than too narrow
             note=f"95 % interval {format_interval(wilson_interval(value, n))}",
         )
         for label, value in stages.items()
@@ -138,32 +140,32 @@ def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[F
     ]
 
 
-def _reward_figures(metrics: Sequence[Metrics]) -> list[Figure]:
+def _reward_stats(metrics: Sequence[Metrics]) -> list[Stat]:
     rewards = _values(metrics, "reward")
     if not rewards:
         return []
     tenth = math.ceil(len(rewards) / 10)
     note = f"mean of {tenth} step{'s' if tenth > 1 else ''}"
     return [
-        Figure(label="reward at the start", value=f"{fmean(rewards[:tenth]):.3f}", note=note),
-        Figure(label="reward now", value=f"{fmean(rewards[-tenth:]):.3f}", note=note),
+        Stat(label="reward at the start", value=f"{fmean(rewards[:tenth]):.3f}", note=note),
+        Stat(label="reward now", value=f"{fmean(rewards[-tenth:]):.3f}", note=note),
     ]
 
 
-def _type_rows(summary: SummaryJson) -> list[TypeRow]:
-    rows = [_type_row(name, **figures) for name, figures in summary["by_type"].items()]
+def _kind_accuracies(summary: SummaryJson) -> list[KindAccuracy]:
+    rows = [_kind_accuracy(name, **values) for name, values in summary["by_type"].items()]
     if [row.name for row in rows] != ["all"]:
         accuracy, n = summary["accuracy"], sum(row.n for row in rows)
-        rows.append(_type_row("all", warmup=accuracy["warmup"], final=accuracy["final"], n=n))
+        rows.append(_kind_accuracy("all", warmup=accuracy["warmup"], final=accuracy["final"], n=n))
     return rows
 
 
-def _type_row(name: str, *, warmup: float | None, final: float, n: int) -> TypeRow:
-    return TypeRow(name=name, warmup=warmup, final=final, n=n, interval=wilson_interval(final, n))
+def _kind_accuracy(name: str, *, warmup: float | None, final: float, n: int) -> KindAccuracy:
+    return KindAccuracy(name=name, warmup=warmup, final=final, n=n, interval=wilson_interval(final, n))
 
 
-def _phase_rows(metrics: Sequence[Metrics]) -> list[PhaseRow]:
-    """Longest first; what `seconds/step` holds beyond the named phases is "other"."""
+def _phase_totals(metrics: Sequence[Metrics]) -> list[PhaseTotal]:
+    """Totals of the phases, longest first; the part of `seconds/step` outside all phases is "other"."""
     totals: Metrics = {}
     for row in metrics:
         for key, value in row.items():
@@ -175,28 +177,28 @@ def _phase_rows(metrics: Sequence[Metrics]) -> list[PhaseRow]:
         totals["other"] = step - named
     whole = max(step, named)
     return [
-        PhaseRow(name=name, seconds=s, mean_ms=1000 * s / len(metrics), share=s / whole if whole else 0.0)
+        PhaseTotal(name=name, seconds=s, mean_ms=1000 * s / len(metrics), share=s / whole if whole else 0.0)
         for name, s in sorted(totals.items(), key=lambda pair: -pair[1])
     ]
 
 
-def _machine_figures(metrics: Sequence[Metrics]) -> list[Figure]:
-    """Peaks of memory and the means of the last tenth of the steps."""
-    figures = []
+def _machine_stats(metrics: Sequence[Metrics]) -> list[Stat]:
+    """Peak memory, and throughput and answer length as means over the last tenth of the steps."""
+    stats = []
     for key, label in {
         "memory/peak_rss_gib": "peak memory",
         "memory/step_gib": "memory of a step, on the GPU where there is one",
     }.items():
         if values := _values(metrics, key):
-            figures.append(Figure(label=label, value=f"{max(values):.2f} GiB"))
+            stats.append(Stat(label=label, value=f"{max(values):.2f} GiB"))
     late = metrics[-math.ceil(len(metrics) / 10) :] if metrics else []
     for key, label in {
         "tokens_per_second": "tokens/s",
-        "response_tokens_mean": "tokens of an answer",
+        "response_tokens_mean": "tokens per answer",
     }.items():
         if values := _values(late, key):
-            figures.append(Figure(label=label, value=_count(fmean(values)), note="in the last tenth of steps"))
-    return figures
+            stats.append(Stat(label=label, value=_count(fmean(values)), note="in the last tenth of steps"))
+    return stats
 
 
 def _sample_steps(run_dir: Path) -> list[SampleStep]:
@@ -217,7 +219,8 @@ def _png_uri(png: bytes) -> str:
 
 
 def _is_small(png: bytes) -> bool:
-    """By the width in the PNG header."""
+    """Whether the image is narrower than SMALL_IMAGE_PX."""
+    # bytes 16 to 19 of a PNG file are the width in its IHDR chunk
     return int.from_bytes(png[16:20]) < SMALL_IMAGE_PX
 
 

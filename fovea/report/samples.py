@@ -1,6 +1,6 @@
-"""Prompts, images and sampled answers of some steps, kept in the run folder for the report.
+"""Sample records: prompts, images and sampled answers of some steps, stored in the run folder for the report.
 
-samples/step-000050.jsonl has one record per line; samples/images/<hash>.png has each image once.
+samples/step-000050.jsonl holds one record per line; samples/images/<hash>.png holds each image once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fovea.types import Group
 from fovea.utils.files import from_json_number, json_number, write_atomically
 
 MAX_SIDE_PX = 768
-"""Larger images are kept at this size: they are for looking at."""
+"""Larger images are stored at this size, enough for display."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class SampleRecord:
     truth: str
     kind: str
     images: tuple[bytes | None, ...] = ()
-    """PNG files, see `png_bytes`; None where the file of one that was written is gone."""
+    """PNG files (see `png_bytes`); None where an image file has been deleted from the run folder."""
     answers: tuple[SampledAnswer, ...]
 
 
@@ -56,7 +56,7 @@ def _sample_record(group: Group, num_answers: int, open_image: OpenImage) -> Sam
 
 
 def png_bytes(image: Image.Image) -> bytes:
-    """The image as a PNG file, scaled down to MAX_SIDE_PX if it is larger."""
+    """The image as the bytes of a PNG file, downscaled to MAX_SIDE_PX if it is larger."""
     small = image.convert("RGB")
     small.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX))
     buffer = io.BytesIO()
@@ -65,7 +65,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> None:
-    """A step that is written again, as after a resume, replaces what was there."""
+    """Write the records of one step; records of an earlier attempt at it (before a resume) are replaced."""
     lines = []
     for record in records:
         names = [_write_image(run_dir, image) for image in record.images if image is not None]
@@ -74,12 +74,12 @@ def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> 
 
 
 def sample_steps(run_dir: Path) -> list[int]:
-    """The steps of which samples were kept, in order."""
+    """Steps with sample records, in ascending order."""
     return sorted(int(path.stem.removeprefix("step-")) for path in _folder(run_dir).glob("step-*.jsonl"))
 
 
 def read_samples(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, tuple[SampleRecord, ...]]:
-    """The records by step, in order; of all steps, or of those asked for."""
+    """Sample records by step, in ascending order; of all steps unless `steps` is given."""
     chosen = sample_steps(run_dir) if steps is None else sorted(steps)
     return {step: _read_step(run_dir, step) for step in chosen}
 
@@ -155,7 +155,7 @@ def _answer_from_json(row: Mapping[str, Any]) -> SampledAnswer:
         reward=from_json_number(row["reward"]),
         accuracy=from_json_number(row["accuracy"]),
         parts=_parts_from_json(row["parts"]),
-        image_parts=tuple(map(_parts_from_json, row.get("image_parts", ()))),  # older records have none
+        image_parts=tuple(map(_parts_from_json, row.get("image_parts", ()))),  # records of older runs lack image_parts
         finish="stop" if row["finish"] == "stop" else "length",
     )
 

@@ -1,4 +1,4 @@
-"""The figures of a finished run: accuracies before and after, what the text alone gives, the time it took."""
+"""Summary of a finished run: accuracies before and after training, image ablations, wall time."""
 
 from __future__ import annotations
 
@@ -20,53 +20,59 @@ from fovea.utils.files import write_atomically
 SUMMARY_FILE = "summary.json"
 
 
-class StageAccuracy(TypedDict):
+class TrainingAccuracy(TypedDict):
+    """Accuracies along a run; null where it had no such evaluation."""
+
     before: float | None
     warmup: float | None
     final: float
 
 
 class TypeAccuracy(TypedDict):
+    """Accuracies of one question type over `n` rows."""
+
     warmup: float | None
     final: float
     n: int
 
 
-class StageSeconds(TypedDict):
+class TrainingSeconds(TypedDict):
+    """Wall time of warm-up, RL and the whole run."""
+
     warmup: float
     rl: float
     total: float
 
 
 class SummaryJson(TypedDict):
-    """summary.json. Accuracies are in 0..1; null where a stage did not run."""
+    """The content of summary.json. Accuracies are in 0..1, null where that evaluation was not run."""
 
-    accuracy: StageAccuracy
+    accuracy: TrainingAccuracy
     by_type: dict[str, TypeAccuracy]
     shuffled_images: float | None
     blank_images: float | None
     duplicates_across_splits: int | None
-    seconds: StageSeconds
+    seconds: TrainingSeconds
     steps: int
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All evaluations are greedy and on the same held-out rows."""
+    """Final evaluations and times of a run. Evaluations decode greedily, on the same held-out rows."""
 
     before: Evaluation | None
-    """Of the model as it was made or loaded."""
+    """The initial model."""
     warmup: Evaluation | None
-    """After the supervised warm-up."""
+    """After the supervised warm-up; None without one."""
     final: Evaluation
     """After RL."""
     shuffled_images: Evaluation | None
-    """After RL, every question asked with another question's image."""
+    """After RL, with every question's images replaced by another question's."""
     blank_images: Evaluation | None
-    """After RL, every question asked with a blank image."""
+    """After RL, with every question's images replaced by blank ones."""
     duplicates_across_splits: int | None
-    """Test images that are also in the training split; None: not counted."""
+    """Number of test rows with an image that the training split also has; None where not counted."""
     warmup_seconds: float
     rl_seconds: float
     total_seconds: float
@@ -106,27 +112,27 @@ def read_summary(path: Path) -> SummaryJson:
         first = error.errors()[0]
         raise DataError(
             f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; delete the file, "
-            "and the report will do without it"
+            "and the report leaves the summary out"
         ) from error
 
 
 def summary_table(summary: Summary) -> Table:
-    """Accuracies in percent with 95 % intervals, by question type and stage."""
+    """Accuracies in percent with 95 % intervals, by question type: before training, after warm-up, after RL."""
     table = _table("Accuracy on held-out images in %, with 95 % intervals", _caption(summary))
     return _fill(table, summary.final, _stages(summary))
 
 
 def controls_table(summary: Summary) -> Table | None:
-    """The trained model with right and wrong images, by question type; None where no control was read."""
+    """Image ablation of the trained model, by question type; None where no control was run."""
     controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
     columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
     if len(columns) == 1:
         return None
     caption = (
-        "Shuffled: each question with another question's image; blank: with an empty one. "
-        "Both show what the trained model gets from the text alone."
+        "Shuffled: each question with another question's images; blank: with grey ones. "
+        "Both show the accuracy that the text alone gives."
     )
-    return _fill(_table("After RL, with which images", caption), summary.final, columns)
+    return _fill(_table("Image ablation (shuffled, blank), after RL", caption), summary.final, columns)
 
 
 def _table(title: str, caption: str) -> Table:
@@ -134,7 +140,7 @@ def _table(title: str, caption: str) -> Table:
 
 
 def _fill(table: Table, rows: Evaluation, columns: Mapping[str, Evaluation]) -> Table:
-    """A row for each question type of `rows`, and one for all."""
+    """The table with a line for each question type of `rows` and one for all together."""
     table.add_column("question type")
     for header in (*columns, "n"):
         table.add_column(header, justify="right")

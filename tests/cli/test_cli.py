@@ -111,7 +111,7 @@ def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -
     stand_in(monkeypatch, press_ctrl_c)
     result = fovea("train", recipe)
     assert result.exit_code == 130
-    assert result.stderr == "stopped by Ctrl-C; resume=auto goes on from the last checkpoint, if there is one\n"
+    assert result.stderr == "stopped by Ctrl-C; resume=auto continues from the last checkpoint, if there is one\n"
 
 
 @pytest.mark.slow

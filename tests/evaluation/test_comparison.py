@@ -1,4 +1,4 @@
-"""Figures of several targets from readings made by hand."""
+"""Metrics of several targets, from answers written by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.comparison import Comparison, Reading, Row, figures_of
+from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_json
 from fovea.evaluation.statistics import bootstrap_interval
@@ -20,9 +20,9 @@ from fovea.evaluation.tables import percent_text, tables
 KINDS = ["count", "colour", "count", "colour"]
 
 
-def row(index: int) -> Row:
+def row(index: int) -> EvalRow:
     image_type = "photo" if index < 3 else "drawing"
-    return Row(
+    return EvalRow(
         id=f"test/{index}", index=index, kind=KINDS[index], question="q", truth=str(index), image_type=image_type
     )
 
@@ -36,21 +36,21 @@ def answered(values: dict[int, float | Sequence[float]]) -> dict[str, AnsweredRo
     return found
 
 
-def comparison() -> Comparison:
-    first = Reading(target="base", greedy=answered({0: 1, 1: 0, 2: 0, 3: 1}))
-    second = Reading(
-        target="trained",
+def results() -> EvalResults:
+    first = TargetAnswers(name="base", greedy=answered({0: 1, 1: 0, 2: 0, 3: 1}))
+    second = TargetAnswers(
+        name="trained",
         greedy=answered({0: 1, 1: 1, 2: 0, 3: 1}),
         samples=answered({0: [1, 1], 1: [0, 1], 2: [0, 0], 3: [0, 0]}),
         shuffled=answered({0: 0, 1: 0, 2: 1}),
         blank=answered({0: 0, 1: 0, 2: 0, 3: 1}),
         skipped={4: "row 4 has no image"},
     )
-    return Comparison(rows=tuple(map(row, range(4))), readings=(first, second))
+    return EvalResults(rows=tuple(map(row, range(4))), targets=(first, second))
 
 
 def test_accuracies_are_by_kind_and_by_image_type() -> None:
-    base, trained = figures_of(comparison())
+    base, trained = target_metrics(results())
     assert (base.accuracy.mean, trained.accuracy.mean) == (0.5, 0.75)
     assert {kind: x.mean for kind, x in trained.by_kind.items()} == {"colour": 1.0, "count": 0.5}
     assert {name: (x.mean, x.n) for name, x in trained.by_image_type.items()} == {
@@ -61,7 +61,7 @@ def test_accuracies_are_by_kind_and_by_image_type() -> None:
 
 
 def test_targets_are_compared_with_the_first_in_pairs() -> None:
-    base, trained = figures_of(comparison())
+    base, trained = target_metrics(results())
     assert base.versus_first is None
     assert base.versus_first_by_kind == {}
     assert trained.versus_first is not None
@@ -72,7 +72,7 @@ def test_targets_are_compared_with_the_first_in_pairs() -> None:
 
 
 def test_sampled_answers_give_pass_at_k_and_a_vote() -> None:
-    base, trained = figures_of(comparison())
+    base, trained = target_metrics(results())
     assert base.pass_at == {}
     assert base.majority is None
     assert {k: x.mean for k, x in trained.pass_at.items()} == {1: 3 / 8, 2: 0.5}
@@ -82,38 +82,38 @@ def test_sampled_answers_give_pass_at_k_and_a_vote() -> None:
 
 def test_what_a_control_loses_is_told_on_the_rows_it_has() -> None:
     """Shuffled: rows 0 to 2, true (1, 1, 0), changed (0, 0, 1)."""
-    base, trained = figures_of(comparison())
-    assert base.looks is None
-    looks = trained.looks
-    assert looks is not None
-    assert (looks.true.mean, looks.shuffled.mean, looks.blank.mean) == (0.75, pytest.approx(1 / 3), 0.25)
-    assert (looks.lost_by_shuffling.mean, looks.lost_by_shuffling.n) == (pytest.approx(1 / 3), 3)
-    assert (looks.lost_by_shuffling.better, looks.lost_by_shuffling.worse) == (2, 1)
-    assert looks.lost_by_blanking.mean == 0.5
+    base, trained = target_metrics(results())
+    assert base.image_ablation is None
+    ablation = trained.image_ablation
+    assert ablation is not None
+    assert (ablation.true.mean, ablation.shuffled.mean, ablation.blank.mean) == (0.75, pytest.approx(1 / 3), 0.25)
+    assert (ablation.lost_by_shuffling.mean, ablation.lost_by_shuffling.n) == (pytest.approx(1 / 3), 3)
+    assert (ablation.lost_by_shuffling.better, ablation.lost_by_shuffling.worse) == (2, 1)
+    assert ablation.lost_by_blanking.mean == 0.5
 
 
 def test_tables_say_what_was_read_and_nothing_else() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
-    for table in tables(figures_of(comparison()), "Accuracy of 4 rows"):
+    for table in tables(target_metrics(results()), "Accuracy of 4 rows"):
         console.print(table)
     text = console.export_text()
-    for heading in ("Accuracy of 4 rows", "minus base", "question type", "image type", "pass@2", "Does it look?"):
+    for heading in ("Accuracy of 4 rows", "minus base", "question type", "image type", "pass@2", "Image ablation"):
         assert heading in text, heading
     assert "+25.0" in text
-    plain = Comparison(rows=comparison().rows, readings=comparison().readings[:1])
-    assert len(tables(figures_of(plain), "x")) == 3, "accuracy, question types, image types"
+    plain = EvalResults(rows=results().rows, targets=results().targets[:1])
+    assert len(tables(target_metrics(plain), "x")) == 3, "accuracy, question types, image types"
 
 
 def test_percent_texts() -> None:
-    _, trained = figures_of(comparison())
+    _, trained = target_metrics(results())
     assert percent_text(trained.by_kind["colour"]) == "100.0 [34, 100]"
     assert percent_text(trained.versus_first) == "+25.0 [+0.0, +75.0]"
     assert percent_text(None) == ""
 
 
 def test_json_holds_figures_and_every_answer(tmp_path: Path) -> None:
-    path, both = tmp_path / "eval.json", comparison()
-    write_json(path, both, figures_of(both), {"split": "test"}, {"seed": 0})
+    path, both = tmp_path / "eval.json", results()
+    write_json(path, both, target_metrics(both), {"split": "test"}, {"seed": 0})
     content = json.loads(path.read_text())
     assert content["split"] == "test"
     assert content["targets"][1]["accuracy"]["mean"] == 0.75

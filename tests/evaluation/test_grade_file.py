@@ -189,7 +189,7 @@ def test_files_that_cannot_serve(tmp_path: Path) -> None:
     assert "no such file" in grade("geo3k", file).stderr
     file.write_text('{"prediction": "5", "truth": "5"}\n', encoding="utf-8")
     assert "is the file that is graded" in grade("geo3k", file, "--out", str(file)).stderr
-    assert "captions are read twice" in grade("caption", Path("/dev/null")).stderr
+    assert "grading captions reads it twice" in grade("caption", Path("/dev/null")).stderr
     assert file.read_text(encoding="utf-8").startswith("{")
 
 

@@ -23,7 +23,7 @@ from fovea.build.targets import find_checkpoint, open_checkpoint, parse_target, 
 from fovea.cli.main import app
 from fovea.config.run import Config
 from fovea.errors import ConfigError, ModelError
-from fovea.evaluate import Rows, compare
+from fovea.evaluate import EvalSet, compare
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
 from fovea.export import export as export_module
 from fovea.export.check import check, make_probe
@@ -124,8 +124,8 @@ def read(target: str, split: str, *overrides: str) -> list[AnsweredRow]:
     """By the command's own way."""
     found = parse_target(target)
     config = shared_settings([found], None, overrides)
-    rows = Rows.of(config, split)  # type: ignore[arg-type]
-    return list(compare([found], rows, overrides, lambda _: None).readings[0].greedy.values())
+    rows = EvalSet.of(config, split)  # type: ignore[arg-type]
+    return list(compare([found], rows, overrides, lambda _: None).targets[0].greedy.values())
 
 
 def logits(parts: ModelParts, network: Any) -> Tensor:
@@ -232,7 +232,7 @@ def test_the_card_tells_recipe_and_figures(lora: Trained, merged: Path, tmp_path
     assert "It was trained as a LoRA adapter, which is merged into these weights." in card
     assert "samples_per_prompt: 4" in card
     export(lora.folder / "checkpoints" / "step-2", tmp_path / "early")
-    assert "those of the run's end, step 4, and not of this step" in (tmp_path / "early" / "README.md").read_text()
+    assert "of the run's last step, 4, and not of this checkpoint" in (tmp_path / "early" / "README.md").read_text()
 
 
 def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
     with pytest.raises(ModelError, match=f"the weight {name} has other values; nothing was written"):
         check(model, broken, probe, merged=True)
     other_template = replace(reload_model(merged, model), chat_template="{{ messages[0].role }}<|image_pad|>")
-    with pytest.raises(ModelError, match="the tokens of a prompt are others"):
+    with pytest.raises(ModelError, match="the tokens of a prompt differ"):
         check(model, other_template, probe, merged=True)
     with torch.no_grad():
         broken.network.get_input_embeddings().weight.mul_(-1)
@@ -288,13 +288,13 @@ def test_nothing_is_left_when_the_check_fails(lora: Trained, tmp_path: Path, mon
 
 def test_what_cannot_be_exported_is_said_in_a_line(lora: Trained, full: Trained, tmp_path: Path) -> None:
     (tmp_path / "something").touch()
-    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; give another one"):
+    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; use another one"):
         export(lora.folder, tmp_path)
     with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\); leave --adapter-only out"):
         export(full.folder, tmp_path / "out", adapter_only=True)
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
         export(lora.base.parent, tmp_path / "out")
-    with pytest.raises(ConfigError, match="--push a/b/c: that is no name of a hub repository; give ORG/NAME"):
+    with pytest.raises(ConfigError, match="--push a/b/c: not a valid repository name; use ORG/NAME"):
         check_repo("a/b/c")
 
 
@@ -319,7 +319,7 @@ def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch:
 
 
 def test_a_hub_out_of_reach_is_one_line_that_names_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it by `hf upload"):
+    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
         push(tmp_path, "me/model")
 
 
@@ -332,13 +332,13 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
         app, ["eval", *targets, *settings, "--json", str(files[0]), "--html", str(files[1]), "--debug"]
     )
     assert done.exit_code == 0, done.output
-    assert "Does it look?" in done.stdout
+    assert "Image ablation" in done.stdout
     content = json.loads(files[0].read_text())
     run, exported, majority, gold = content["targets"]
     assert {**run, "target": ""} == {**exported, "target": "", "versus_first": None, "versus_first_by_kind": {}}
     assert set(run["pass_at"]) == {"1", "2", "3"}
-    assert run["looks"]["shuffled"]["n"] == 12
-    assert (gold["accuracy"]["mean"], majority["looks"], len(content["rows"])) == (1.0, None, 12)
+    assert run["image_ablation"]["shuffled"]["n"] == 12
+    assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
     assert "data:image/png;base64," in files[1].read_text()
     taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])
     assert taken.exit_code == 2

@@ -58,15 +58,18 @@ def test_the_front_matter_is_what_the_hub_reads() -> None:
 
 def test_figures_of_the_run() -> None:
     text = card(summary=summary("counting"))
-    assert "| counting | not read | 50.0 [15, 85] | 4 |" in text
-    assert "Before training: not read; after: 50.0; with another row's images: 25.0; with blank ones: not read." in text
+    assert "| counting | not evaluated | 50.0 [15, 85] | 4 |" in text
+    assert (
+        "Before training: not evaluated; after: 50.0; with another row's images: 25.0; with blank ones: not evaluated."
+        in text
+    )
     assert "step 7, and not of this step" not in text
-    assert "are those of the run's end, step 7, and not of this step" in card(summary=summary("counting"), step=5)
+    assert "are of the run's last step, 7, and not of this checkpoint" in card(summary=summary("counting"), step=5)
 
 
 def test_nothing_that_others_wrote_is_markdown() -> None:
     text = card(summary=summary(NASTY), name=NASTY)
-    (line,) = [line for line in text.splitlines() if "not read | 50.0" in line]
+    (line,) = [line for line in text.splitlines() if "not evaluated | 50.0" in line]
     assert line.replace("\\|", "").count("|") == 5
     loading = re.search(r"^````python\n(.*?)^````$", text, re.DOTALL | re.MULTILINE)
     assert loading is not None, "a fence that is longer than the one in the name"

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.comparison import Comparison, Reading, Row, figures_of
+from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.report.evaluation import MAX_SHOWN, outcomes, write_evaluation
 from fovea.report.samples import png_bytes
@@ -18,7 +18,7 @@ from tests.report.test_html import ATTACK, ATTACKS, Page
 RED = Image.new("RGB", (48, 48), (200, 30, 30))
 
 
-def reading(target: str, rights: list[float], text: str = "said", is_model: bool = True) -> Reading:
+def answers_of(target: str, rights: list[float], text: str = "said", is_model: bool = True) -> TargetAnswers:
     greedy = {
         f"test/{i}": AnsweredRow(
             id=f"test/{i}",
@@ -28,24 +28,24 @@ def reading(target: str, rights: list[float], text: str = "said", is_model: bool
         )
         for i, x in enumerate(rights)
     }
-    return Reading(target=target, greedy=greedy, samples=greedy, shuffled=greedy, blank=greedy, is_model=is_model)
+    return TargetAnswers(name=target, greedy=greedy, samples=greedy, shuffled=greedy, blank=greedy, is_model=is_model)
 
 
-def rows(n: int, text: str = "How many?") -> tuple[Row, ...]:
+def rows(n: int, text: str = "How many?") -> tuple[EvalRow, ...]:
     return tuple(
-        Row(id=f"test/{i}", index=i, kind=f"{text} {i % 2}", question=text, truth=text, image_type=text)
+        EvalRow(id=f"test/{i}", index=i, kind=f"{text} {i % 2}", question=text, truth=text, image_type=text)
         for i in range(n)
     )
 
 
 def write(folder: Path, text: str) -> Page:
-    readings = (reading(f"{text} one", [1, 0, 1, 0], text), reading(f"{text} two", [1, 1, 0, 0], text))
-    comparison = Comparison(rows=rows(4, text), readings=readings)
+    targets = (answers_of(f"{text} one", [1, 0, 1, 0], text), answers_of(f"{text} two", [1, 1, 0, 0], text))
+    results = EvalResults(rows=rows(4, text), targets=targets)
     folder.mkdir()
     page = write_evaluation(
         folder / "page.html",
-        comparison,
-        figures_of(comparison),
+        results,
+        target_metrics(results),
         title=text,
         images_of=lambda _: [RED],
         settings=f"note: {text}",
@@ -77,8 +77,8 @@ def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:
 def test_rows_of_every_kind_are_shown_and_not_too_many() -> None:
     """20 hits, of two kinds in turn; a baseline that is always wrong has no say."""
     of_kinds = [replace(row, kind="rare" if row.index == 19 else "common") for row in rows(20)]
-    readings = (reading("model", [1.0] * 20), reading("constant:x", [0.0] * 20, is_model=False))
-    (hits,) = outcomes(Comparison(rows=tuple(of_kinds), readings=readings), lambda _: [])
+    targets = (answers_of("model", [1.0] * 20), answers_of("constant:x", [0.0] * 20, is_model=False))
+    (hits,) = outcomes(EvalResults(rows=tuple(of_kinds), targets=targets), lambda _: [])
     assert (hits.title, hits.count, len(hits.shown)) == ("Hits", 20, MAX_SHOWN)
     assert [shown.row.kind for shown in hits.shown].count("rare") == 1
     assert [target for target, _ in hits.shown[0].answers] == ["model", "constant:x"]

@@ -127,11 +127,11 @@ def test_a_young_run_shows_its_reward(tmp_path: Path) -> None:
 def test_headline_and_types_with_intervals(tmp_path: Path) -> None:
     write_summary(tmp_path / "summary.json", SUMMARY)
     text = Page(write_report(tmp_path)).text
-    assert "1,200 RL steps, seed 3; warm-up 20 s, RL 100 s, 130 s in all" in text
+    assert "1,200 RL steps, seed 3; warm-up 20 s, RL 100 s, 130 s in total" in text
     assert "before warm-up 0.0 % 95 % interval [0, 16]" in text
     assert "after warm-up 50.0 % 95 % interval [30, 70] after RL 90.0 % 95 % interval [70, 97]" in text
     assert "count 40.0 80.0 [49, 94] 10 colour 60.0 100.0 [72, 100] 10 all 50.0 90.0 [70, 97] 20" in text
-    assert "gets 33.3 % right with another question's image: this much" in text
+    assert "gets 33.3 % right with another question's image: that accuracy" in text
     assert "Test images found in the training split: 2 ." in text
 
 
@@ -151,9 +151,9 @@ def test_phases_and_memory(tmp_path: Path) -> None:
     text = Page(write_report(fill(tmp_path, "score"))).text
     assert "peak memory 1.50 GiB" in text
     assert "memory of a step, on the GPU where there is one 0.75 GiB" in text
-    phases = text[text.index("phase s in all") :]
+    phases = text[text.index("phase total s") :]
     assert phases.startswith(
-        "phase s in all ms a step share update 5.0 500.0 50.0 % rollout 2.5 250.0 25.0 % "
+        "phase total s ms per step share update 5.0 500.0 50.0 % rollout 2.5 250.0 25.0 % "
         "score 1.2 125.0 12.5 % other 1.2 125.0 12.5 %"
     )
 
@@ -167,7 +167,7 @@ def test_early_middle_and_late_samples(tmp_path: Path) -> None:
     ]
     assert "Truth: How many? of step 3" in page.text
     assert "reward 0.75 , accuracy 1, How many? of step 3 0.5, format 0.25" in page.text
-    assert "(nothing) reward not finite , accuracy 0, cut off" in page.text
+    assert "(nothing) reward not finite , accuracy 0, truncated" in page.text
     pictures = [image["src"] for image in page.attributes("img") if image.get("class") == "small"]
     assert [base64.b64decode(source.partition(",")[2]) for source in pictures] == [PNG] * 3
 

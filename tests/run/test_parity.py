@@ -277,5 +277,5 @@ def test_the_doctor_wants_something_to_look_at(recipe: Path) -> None:
     code, _, errors = doctor("parity.prompts=0")
     assert code == 2
     assert errors.splitlines()[-1] == (
-        "error: parity.prompts=0 leaves the doctor nothing to look at; add parity.prompts=4"
+        "error: parity.prompts=0 leaves the parity gate without prompts; add parity.prompts=4"
     )
