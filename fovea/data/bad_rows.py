@@ -13,6 +13,7 @@ from pathlib import Path
 from fovea.data.order import Place
 from fovea.errors import BadRowError, DataError
 from fovea.types import Metrics
+from fovea.utils.files import write_atomically
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 OTHER = "other"
@@ -54,5 +55,5 @@ class BadRows:
 
     def _keep_first(self, file: Path, num_lines: int) -> None:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_lines]
-        file.write_text("".join(lines), encoding="utf-8")
+        write_atomically(file, "".join(lines).encode())
         self._reasons = {row["key"]: row["reason"] for row in map(json.loads, lines)}
