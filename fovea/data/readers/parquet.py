@@ -1,4 +1,4 @@
-"""Parquet files, decoded one row group at a time and only when asked for."""
+"""Parquet files, decoded on access and one row group at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class GroupCache:
 
 
 class ParquetTable:
-    """One file. `setting` is the one that named it."""
+    """The rows of one Parquet file; DataError, naming `setting`, where it cannot be read.
+
+    A file with large row groups is copied into the folder `copies` once, in small ones.
+    """
 
     def __init__(self, path: Path, *, setting: str, cache: GroupCache, copies: Path) -> None:
         self.name, self.folder = path.name, str(path.parent)
