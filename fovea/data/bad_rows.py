@@ -1,7 +1,7 @@
-"""The rows that a run has dropped: each once, under its reason, in memory and in `bad_rows.jsonl` of the run folder.
+"""Bad rows of a run, each listed once with its reason, in memory and in `bad_rows.jsonl` of the run folder.
 
-The file grows by a line per row. A checkpoint keeps the number of lines, so that a resumed run drops what was found
-after it, and counts as if it had never stopped.
+The file grows by a line per row. A checkpoint stores the number of lines; a resumed run deletes the later ones and
+counts as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 from fovea.data.order import Place
 from fovea.errors import BadRowError, DataError
 from fovea.types import Metrics
+from fovea.utils.files import write_atomically
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 OTHER = "other"
-"""Reason of an environment's errors that name none."""
+"""The reason of errors that an environment raised without one."""
 
 
 class BadRows:
-    """The list of one run, which all its splits share; without a folder it is kept in memory alone."""
+    """The bad rows of a run, shared by all its splits; kept in memory only where there is no folder."""
 
     def __init__(self, folder: Path | None = None, *, resume_at: int = 0) -> None:
         self._file = folder / BAD_ROWS_FILE if folder else None
@@ -35,7 +36,7 @@ class BadRows:
         return len(self._reasons)
 
     def add(self, place: Place, error: DataError) -> None:
-        """Note a row, unless it is known."""
+        """List a row with its error, unless it is listed already."""
         if place.key in self._reasons:
             return
         reason = error.reason if isinstance(error, BadRowError) else OTHER
@@ -46,7 +47,7 @@ class BadRows:
                 file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> Metrics:
-        """Counts so far, of all and by reason."""
+        """Number of bad rows so far, in total and by reason."""
         counts = {
             f"data/rows_skipped/{reason}": float(n) for reason, n in sorted(Counter(self._reasons.values()).items())
         }
@@ -54,5 +55,5 @@ class BadRows:
 
     def _keep_first(self, file: Path, num_lines: int) -> None:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_lines]
-        file.write_text("".join(lines), encoding="utf-8")
+        write_atomically(file, "".join(lines).encode())
         self._reasons = {row["key"]: row["reason"] for row in map(json.loads, lines)}

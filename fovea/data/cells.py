@@ -1,7 +1,7 @@
-"""The cells of a row that hold images, in whatever form data sets keep them.
+"""Image cells of a row, in the forms that data sets use, as references to images.
 
-Nothing is opened here; a cell only becomes an `ImageRef`. What it may point at is decided here, though: a data set
-that somebody else wrote must not reach for other files of this machine.
+Nothing is opened here. A path must lead into the folder of its data file: a data set that somebody else wrote must not
+read other files of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SKIP = "or set data.on_bad_row=skip"
 
 
 def image_refs(*cells: object, where: str, folder: str | Path) -> tuple[ImageRef, ...]:
-    """The images of a row's cells, counted from 1 over all of them.
+    """Return references to the images of a row's cells, numbered from 1 over all cells; BadRowError naming `where`.
 
     A cell is one image or a list of them; None is no image. An image is encoded bytes, also as a numpy array, a
     {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
@@ -102,6 +102,7 @@ def _located(path: str, where: str, folder: str) -> str:
 
 
 def _below_folder(folder: str, path: str) -> str | None:
+    """The full path of a path below a folder; None where the path leads out of it."""
     root = os.path.realpath(folder)
     try:
         full = os.path.realpath(os.path.join(root, path))
@@ -111,7 +112,7 @@ def _below_folder(folder: str, path: str) -> str | None:
 
 
 def _below_url(folder: str, path: str) -> str | None:
-    """Beside a remote data file; `..` and absolute paths would be other people's files."""
+    """The URL of a path below the URL of a folder; None where the path leads out of it."""
     base = folder.rstrip("/") + "/"
     if is_url(path):
         return path if path.startswith(base) and ".." not in path.split("/") else None

@@ -1,8 +1,8 @@
-"""The only opener of images: every source becomes a fully decoded RGB picture or a one-line BadRowError.
+"""Opening images: every source becomes a fully decoded RGB picture or a BadRowError.
 
-It checks the size of the file before reading it and the number of pixels in the header before decoding
-them (a file of 40 kB can claim a gigapixel). Alpha goes on white. Nothing is repaired: half a file is an error,
-not half an image, and what would have to be converted is refused unless `data.convert_images` names it.
+The size of a file is checked before it is read, and the number of pixels in its header before they are decoded (a file
+of 40 kB can claim a gigapixel). Transparent pixels are shown on white. Nothing is repaired: half a file is an error,
+not half an image, and an image that needs a conversion is refused unless `data.convert_images` names it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fovea.errors import BadRowError
 from fovea.types import ImageRef
 
 Fetch: TypeAlias = Callable[[str, str], bytes]
-"""(URL, what an error calls the image) to what is there."""
+"""A function from a URL, and the name of the image in errors, to the content there."""
 OpenImage: TypeAlias = Callable[[ImageRef], Image.Image]
-"""`open_image` with its limits bound, or a stand-in."""
+"""A function that opens an image: `open_image` with its limits bound, or a stand-in."""
 
 # Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -60,7 +60,7 @@ _UPRIGHT = {
 _BITS_TAG = 258
 # marker of the sizes in a JPEG 2000 code stream, and where behind it the bits of the first channel stand
 _JPEG2000_SIZES, _JPEG2000_BITS = b"\xff\x4f\xff\x51", 42
-_WHAT_IT_HAS: dict[Conversion, str] = {
+_CONVERSION_PROBLEMS: dict[Conversion, str] = {
     "cmyk": "has colours for printing (CMYK), which look different on every screen",
     "16_bit": "has more than 8 bits a channel, which is more than the model sees",
     "frames": "has several frames or pages, and the row does not say which of them is meant",
@@ -70,7 +70,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:")
 
 
 def no_fetch(url: str, where: str) -> bytes:
-    """Where nothing is read from the network."""
+    """Refuse every URL: the `fetch` of an opener that reads nothing from the network."""
     raise _refused(where, f"{url[:200]} is not on this machine", "download it", "url_unreachable")
 
 
@@ -103,7 +103,7 @@ def open_image(
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names something that is not a file of this machine."""
+    """Whether a path is a URL or a data URI rather than a file of this machine."""
     return _URL.match(path) is not None
 
 
@@ -141,7 +141,7 @@ def _read(path: str, where: str, max_mib: float) -> bytes:
 
 
 def check_bytes(num_bytes: int, where: str, max_mib: float) -> None:
-    """Refuse an image file above `data.max_image_mib`."""
+    """Raise BadRowError for an image file larger than `max_mib` (`data.max_image_mib`)."""
     mib = num_bytes / 2**20
     if mib > max_mib:
         raise _refused(
@@ -168,7 +168,7 @@ def _check_pixels(width: int, height: int, where: str, max_megapixels: float) ->
 
 @contextmanager
 def _broken_is_bad(where: str, content: bytes = b"") -> Iterator[None]:
-    """Whatever Pillow raises on broken content, as a bad row."""
+    """Turn Pillow's errors on broken content into BadRowError."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -196,7 +196,7 @@ def _checked(
     for kind in sorted(needed - set(convert)):
         raise _refused(
             where,
-            f"the image {_WHAT_IT_HAS[kind]}",
+            f"the image {_CONVERSION_PROBLEMS[kind]}",
             f"convert the file, add {kind} to data.convert_images",
             f"image_{kind}",
         )
@@ -204,7 +204,7 @@ def _checked(
 
 
 def _conversions(image: Image.Image, content: bytes) -> set[Conversion]:
-    """What an image would have to go through, as far as its header says."""
+    """Conversions that an image needs to become 8-bit RGB, as far as its header says."""
     needed: set[Conversion] = set()
     # a photo of a telephone often holds a second, smaller one (MPO): no frames of a film
     if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
@@ -222,7 +222,8 @@ def _turned(image: Image.Image) -> set[Conversion]:
 
 
 def _bits_per_channel(image: Image.Image, content: bytes) -> int:
-    """Pillow reads 16-bit colours as 8-bit ones and says nothing: the files' headers do."""
+    """Bits per channel of the stored image, by its header."""
+    # Pillow reads 16-bit colours as 8-bit ones without a word
     if isinstance(image, TiffImageFile):
         bits: tuple[int, ...] = image.tag_v2.get(_BITS_TAG, (8,))
         return max(bits)
@@ -237,7 +238,7 @@ def _bits_per_channel(image: Image.Image, content: bytes) -> int:
 
 
 def _why_unknown(content: bytes) -> tuple[str, str]:
-    """What is wrong with a file that Pillow does not know, and the reason to count it under."""
+    """The problem with a file that Pillow does not recognise, and the reason that it is counted under."""
     if not content:
         return "the file is empty (0 bytes)", "image_empty"
     if content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) >= 24:
@@ -265,7 +266,7 @@ def _to_rgb(image: Image.Image, where: str) -> Image.Image:
 
 
 def _grey_to_8_bit(image: Image.Image, where: str) -> Image.Image:
-    """16-bit grey, black 0 and white 65535. Other wide modes do not say what white is."""
+    """16-bit grey (black 0, white 65535) as 8-bit grey; BadRowError for other wide modes, whose white is unknown."""
     if not (image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")):
         raise _refused(
             where,

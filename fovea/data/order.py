@@ -1,4 +1,4 @@
-"""Which row comes next: seeded, weighted by kind, and resumable to the row."""
+"""The order of training rows: seeded, weighted by kind and level, and resumable to the row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class HasKinds(Protocol):
     """Tasks whose kinds are known without making the tasks."""
 
     @property
-    def kinds(self) -> Sequence[str]: ...
+    def kinds(self) -> Sequence[str]:
+        """The kind of every task."""
+        ...
 
 
 @runtime_checkable
@@ -32,21 +34,21 @@ class HasLevels(Protocol):
 
     @property
     def levels(self) -> Sequence[str] | None:
-        """None: there are none."""
+        """The level of every task; None where the tasks have no levels."""
         ...
 
 
 class Place(NamedTuple):
-    """Where the row of a task stands; known without making the task, even if it cannot be made."""
+    """Names of the row behind a task; known without making the task, even if it cannot be made."""
 
     key: str
-    """Unlike that of any other row; equal in all splits that hold the row."""
+    """A unique name of the row, the same in every split that holds it."""
     where: str
-    """What an error message calls it: `train.parquet row 12`."""
+    """The row's name in error messages: `train.parquet row 12`."""
 
 
 class LazyTasks(Sequence[Task]):
-    """Tasks made when asked for: `make(i)` for each i of `indices`; a slice is lazy too."""
+    """Tasks `make(i)` for each i of `indices`, made on access; a slice is lazy too."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class LazyTasks(Sequence[Task]):
         return None if self._level_of is None else [self._level_of(index) for index in self._indices]
 
     def place(self, index: int) -> Place | None:
-        """None where rows stand in no file."""
+        """Names of the row behind a task; None where rows are in no file."""
         return self._place_of(self._indices[index]) if self._place_of else None
 
     def __len__(self) -> int:
@@ -95,22 +97,22 @@ class LazyTasks(Sequence[Task]):
 
 
 def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
-    """The kind of every task, without making the tasks where they know it."""
+    """The kind of every task; tasks that know their kinds are not made for it."""
     return tasks.kinds if isinstance(tasks, HasKinds) else [task.kind for task in tasks]
 
 
 def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
-    """The level of every task, where there are levels."""
+    """The level of every task; None where the tasks have no levels."""
     return tasks.levels if isinstance(tasks, HasLevels) else None
 
 
 def place_of(tasks: Sequence[Task], index: int) -> Place | None:
-    """Where a row stands, if it stands in a file."""
+    """Names of the row behind a task; None where it is in no file."""
     return tasks.place(index) if isinstance(tasks, LazyTasks) else None
 
 
 class OrderState(TypedDict):
-    """All that a checkpoint keeps of an order; JSON-serialisable."""
+    """The state of an order in a checkpoint; JSON-serialisable."""
 
     num_drawn: int
     num_drawn_of_kind: dict[str, int]
@@ -118,12 +120,12 @@ class OrderState(TypedDict):
 
 
 class Order:
-    """An endless order of rows.
+    """An endless sequence of row numbers, drawn by kind.
 
     The kind of each draw is random, with a probability proportional to (rows of that kind x its weight). The
     rows of one kind come in a shuffled order, none twice until all were drawn; then they are shuffled anew.
-    How many are taken at once does not change the order. With levels, what is said of a kind holds for each level
-    of it (`counting/hard`), and the weight is that of the kind times that of the level.
+    How many are taken at once does not change the order. With levels, each pair of a kind and a level
+    (`counting/hard`) is drawn like a kind of its own, weighted by its kind times its level.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Order:
         self._shuffles: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def take(self, n: int) -> list[int]:
-        """The next n rows."""
+        """Return the numbers of the next n rows."""
         kinds = self._next_kinds(n)
         rows = np.empty(n, dtype=np.int64)
         for kind in range(len(self._names)):
@@ -163,7 +165,7 @@ class Order:
         return taken
 
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
-        """From here on draw rows of each level this often, relative to their share; 1 where none is named, 0: never."""
+        """Weight the levels of all later draws, relative to their share of the rows (default 1; 0 excludes a level)."""
         levels = sorted({level for _, level in self._strata if level})
         if weights and not levels:
             raise ConfigError(f"{_LEVEL_SETTING} is set, but the rows have no levels; remove it")
@@ -178,7 +180,7 @@ class Order:
         self._kind_blocks.clear()  # drawn with the weights before
 
     def state(self) -> OrderState:
-        """The position, small whatever the number of rows."""
+        """Return the position, whose size does not grow with the number of rows."""
         return {
             "num_drawn": self._num_drawn,
             "num_drawn_of_kind": dict(zip(self._names, self._num_drawn_of_kind, strict=True)),
@@ -186,7 +188,7 @@ class Order:
         }
 
     def restore(self, state: OrderState) -> None:
-        """Go on from a position; the rows must be those of the order that gave it."""
+        """Continue from a position; DataError unless the rows are those of the order that returned it."""
         saved, found = state["num_rows_of_kind"], self._num_rows_of_kind()
         if saved != found:
             raise DataError(

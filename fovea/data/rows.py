@@ -1,7 +1,7 @@
-"""The rows that a setting names, whatever holds them: one sequence, each row read when asked for.
+"""Rows of the sources that a setting names, as one sequence whose rows are read on access.
 
-A name is a file (Parquet, JSONL, JSON, CSV, TSV), a pattern of such names, a URL of either, a folder with a table of
-images, or a data set of Hugging Face (a folder or `owner/name`), `@split` behind it where it has several.
+A source is a file (Parquet, JSONL, JSON, CSV, TSV), a pattern of such names, a URL of either, a folder with a table of
+images, or a Hugging Face data set (a folder or `owner/name`), with `@split` behind it where it has several.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAccess:
-    """How data files may be reached; see the settings of the same names in `config.Data`."""
+    """Settings for reaching data files, named as in `config.Data`."""
 
     cache_dir: Path = Path("~/.cache/fovea")
     image_root: str | None = None
     url_limits: UrlLimits = field(default_factory=UrlLimits)
     cache: GroupCache = field(default_factory=GroupCache)
-    """Shared by all Parquet files, so that its bound holds for the run."""
+    """Decoded row groups, shared by all Parquet files so that its bound holds for the run."""
 
     @property
     def copies(self) -> Path:
+        """The folder of local copies of data files."""
         return self.cache_dir.expanduser() / "rows"
 
 
 class Rows(Sequence[Mapping[str, object]]):
-    """The rows of some tables, in order."""
+    """The rows of several tables, one table after the other."""
 
     def __init__(self, tables: Sequence[Table], image_root: str | None = None) -> None:
         self._tables = tables
@@ -61,7 +62,7 @@ class Rows(Sequence[Mapping[str, object]]):
 
     @property
     def columns(self) -> list[str]:
-        """Those of any table; a row without one of them has None there."""
+        """Names of the columns of all tables; a row may lack some of them."""
         return list(dict.fromkeys(name for table in self._tables for name in table.columns))
 
     def __len__(self) -> int:
@@ -78,12 +79,12 @@ class Rows(Sequence[Mapping[str, object]]):
         return table.row(place)
 
     def where(self, index: int) -> str:
-        """What an error message calls a row: `train.parquet row 12`."""
+        """The row's name in error messages: `train.parquet row 12`."""
         table, place = self._locate(index)
         return f"{table.name} row {place}"
 
     def key(self, index: int) -> str:
-        """The same with the whole path: unlike that of any other row."""
+        """A unique name of the row, with the full path of its file."""
         table, place = self._locate(index)
         return f"{table.key} row {place}"
 
@@ -92,7 +93,7 @@ class Rows(Sequence[Mapping[str, object]]):
         return self._image_root or self._locate(index)[0].folder
 
     def column(self, name: str) -> Iterable[object]:
-        """One value per row, None where there is none."""
+        """Values of a column, one per row; None where a row has none."""
         for table in self._tables:
             yield from table.column(name) if name in table.columns else itertools.repeat(None, len(table))
 
@@ -109,10 +110,11 @@ def open_rows(
     setting: str = "environment.train_files",
     access: RowAccess | None = None,
 ) -> Rows:
-    """All rows of some sources; one that Python has already may stand among the names.
+    """Open the rows of all sources: names, pandas DataFrames or lists of mappings.
 
-    `columns` are those that must exist, each with the setting that asks for it, so that an error can name it:
-    `[("environment.prompt_key", "problem")]`. `setting` is the one that gave the sources.
+    `setting` is the setting that named the sources. `columns` are those that must exist, each with the setting that
+    asks for it, so that an error can name it: `[("environment.prompt_key", "problem")]`. Raises DataError for a source
+    that cannot be read, lacks a column, or has no rows.
     """
     if not sources:
         raise DataError(f"{setting} is empty, so there are no rows; name at least one file")
@@ -207,7 +209,7 @@ class _Opener:
 
 
 class RemoteTable:
-    """A copied file under the name that it has where it came from."""
+    """The local copy of a remote file, under the name of its URL."""
 
     def __init__(self, table: Table, url: str) -> None:
         self._table = table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
@@ -12,6 +11,7 @@ from fovea.data.order import Order, Place, place_of
 from fovea.environments.base import Environment
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
+from fovea.utils.lru_cache import LRUCache
 
 MAX_BAD_IN_A_ROW = 1000
 Made = TypeVar("Made")
@@ -50,7 +50,7 @@ class PromptSource:
         self._renderer = renderer
         self._max_prompt_tokens = max_prompt_tokens
         self._on_bad_row = on_bad_row
-        self._cache = _PromptCache(int(cache_gib * 2**30))
+        self._cache: LRUCache[int, PromptedTask] = LRUCache(cache_gib * 2**30)
         self._listed = BadRows() if bad_rows is None else bad_rows
         self.bad_rows: dict[int, str] = {}
 
@@ -80,7 +80,7 @@ class PromptSource:
         if cached is None:
             cached = self.read(index, lambda: self.render(self.tasks[index], where=self._where(index)))
             if cached is not None:
-                self._cache.put(index, cached)
+                self._cache.put(index, cached, _num_bytes(cached))
         return cached
 
     def read(self, index: int, make: Callable[[], Made]) -> Made | None:
@@ -137,26 +137,6 @@ class PromptSource:
 def _place_of_error(message: str) -> Place:
     """The place of a row that is in no file, from the error, which begins with the row's name."""
     return Place(message, message.partition(":")[0])
-
-
-class _PromptCache:
-    """Prompts by row, bounded by the bytes of their pixels; the least recently used leave first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._prompts: OrderedDict[int, PromptedTask] = OrderedDict()
-
-    def get(self, index: int) -> PromptedTask | None:
-        if index in self._prompts:
-            self._prompts.move_to_end(index)
-        return self._prompts.get(index)
-
-    def put(self, index: int, prompted: PromptedTask) -> None:
-        self._prompts[index] = prompted
-        self._bytes += _num_bytes(prompted)
-        while self._bytes > self._max_bytes:
-            self._bytes -= _num_bytes(self._prompts.popitem(last=False)[1])
 
 
 def _num_bytes(prompted: PromptedTask) -> int:

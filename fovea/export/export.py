@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from fovea.models.render import pixel_limits
 from fovea.models.trainable import ADAPTER, lora_layers, merged_weights
 from fovea.report.summary import SUMMARY_FILE, read_summary
 from fovea.run.checkpoint import STATE
+from fovea.utils.files import atomic_folder
 
 CARD_FILE = "README.md"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -62,7 +62,7 @@ def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Se
     if adapter_only:
         _check_adapter(model, target)
     probe = make_probe(model.parts, model.config.model)
-    with _renamed_on_success(out) as folder:
+    with atomic_folder(out) as folder:
         write = write_adapter if adapter_only else write_model
         write(folder, model)
         reload = reload_adapter if adapter_only else reload_model
@@ -110,20 +110,6 @@ def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
             f"--adapter-only, but the model under the adapter of {target.name} was created by model.tiny and is in "
             "no folder that an adapter could refer to; leave --adapter-only out"
         )
-
-
-@contextmanager
-def _renamed_on_success(out: Path) -> Iterator[Path]:
-    """A temporary folder, renamed to `out` when the block succeeds and deleted when it raises."""
-    out = out.absolute()
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_model(folder: Path, model: OpenedModel) -> None:

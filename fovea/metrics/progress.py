@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: a live display, or plain lines where output is no terminal."""
+"""The progress of a run in the terminal: a live display, or plain lines where output is no terminal."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Columns
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
-"""Plain lines come every LINE_EVERY_S, and at least this often in a run that is faster."""
+"""Smallest number of plain lines in a run, for runs too fast for one every LINE_EVERY_S."""
 SMOOTHING = 0.1
-"""Weight of the newest step in the moving average of step seconds."""
+"""Weight of the newest step in the moving average of the seconds per step."""
 
 
 class Progress:
-    """`with Progress(...) as progress: progress.stage("making the model"); progress.step(1, metrics)`.
+    """A context manager around a run: `with Progress(...) as progress: progress.step(1, metrics)`.
 
-    With `enabled=False` nothing at all is printed, not even by `print`.
+    With `enabled=False` nothing at all is printed, not even by `print`. `clock` returns seconds.
     """
 
     def __init__(
@@ -39,6 +39,14 @@ class Progress:
         self._step = start_step
         self._stage: Spinner | None = None
         self._figures: dict[str, str] = {}
+        self._bar = Columns(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(bar_width=None, complete_style="cyan"),
+            TextColumn("{task.fields[time_left]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._steps = self._bar.add_task("", total=total_steps, completed=start_step, time_left="")
         self._step_seconds: float | None = None
         self._lines = _PlainLines(self._console, clock, total_steps)
         self._live: Live | None = None
@@ -46,21 +54,22 @@ class Progress:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
 
     def stage(self, text: str) -> None:
-        """What is being done before, between or after the steps: "warm-up 125/800  loss 0.41"."""
+        """Show work before, between or after the steps by a text such as `warm-up 125/800  loss 0.41`."""
         self._stage = Spinner("dots", Text(text))
         if not self._live:
             self._lines.stage(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step was taken; its number and its metrics."""
+        """Show a finished step, counted from 1, and its metrics."""
         self._step, self._stage = step, None
         self._figures = self._figures | _figures(metrics)
         self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
+        self._bar.update(self._steps, completed=step, time_left=self._time_left())
         if not self._live:
             self._lines.step(step, f"step {self._count()}  {self._figures_line()}  {self._time_left()}")
 
     def print(self, renderable: RenderableType) -> None:
-        """Prints above the live display; a string as it is, without rich's markup or line breaks."""
+        """Print above the live display; a string as it is, without rich's markup or line breaks."""
         if isinstance(renderable, str):
             self._console.print(Text(renderable), soft_wrap=True)
         else:
@@ -79,19 +88,10 @@ class Progress:
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = []
         if self._figures:
-            lines += [self._bar(), Text(self._figures_line(), style="dim")]
+            lines += [self._bar, Text(self._figures_line(), style="dim")]
         if self._stage:
             lines.append(self._stage)
         return Group(*lines)
-
-    def _bar(self) -> RenderableType:
-        row = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        row.add_column()
-        row.add_column(ratio=1)
-        row.add_column(justify="right")
-        bar = ProgressBar(total=self._total_steps, completed=self._step, complete_style="cyan")
-        row.add_row(f"step {self._count()}", bar, self._time_left())
-        return row
 
     def _count(self) -> str:
         return f"{self._step:,}/{self._total_steps:,}"
@@ -100,13 +100,14 @@ class Progress:
         return "  ".join(self._figures.values())
 
     def _time_left(self) -> str:
+        # rich's own estimate would count evaluations and checkpoints as steps, and has none after the first step
         if self._step_seconds is None:
             return ""
         return f"{_duration(self._step_seconds * (self._total_steps - self._step))} left"
 
 
 class _PlainLines:
-    """Decides which of many stages and steps get a line."""
+    """The stages and steps that get a line of their own where there is no live display."""
 
     def __init__(self, console: Console, clock: Callable[[], float], total_steps: int) -> None:
         self._console = console
@@ -136,7 +137,7 @@ class _PlainLines:
 
 
 def _figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The figures to show, by key; one that a step lacks keeps its last value."""
+    """Formatted figures of a step by metric name, those among its metrics."""
     formats: dict[str, Callable[[float], str]] = {
         "reward": lambda value: f"reward {value:.3f}",
         "accuracy": lambda value: f"accuracy {value:.3f}",
@@ -154,7 +155,7 @@ def _smooth(average: float | None, value: float | None) -> float | None:
 
 
 def _duration(seconds: float) -> str:
-    """2:05 or 1:02:05."""
+    """Seconds as `2:05` or `1:02:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""Running a coroutine to its end from ordinary code."""
+"""Running a coroutine from synchronous code."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ Result = TypeVar("Result")
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` without its signal handler.
-
-    To take that handler off again, CPython 3.11 formats the result of the coroutine as text and throws the text
-    away: 37 ms of a 125 ms step whose result holds arrays.
-    """
+    """Run a coroutine to its end and return its result: `asyncio.run` without a signal handler."""
+    # to remove its handler, CPython 3.11's asyncio.run formats the result as text and throws the text away: 37 ms of a
+    # 125 ms step whose result holds arrays
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(coroutine)
     except BaseException:
-        # it is on its way to the user: asyncio need not log it again for every task that it ended
+        # the error is raised to the caller: asyncio need not log it again for every task that it ended
         loop.set_exception_handler(lambda *_: None)
         raise
     finally:
@@ -31,7 +29,7 @@ def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Let what an error has left behind end in order."""
+    """Cancel the tasks that an error left pending and wait until they have ended."""
     pending = asyncio.all_tasks(loop)
     for task in pending:
         task.cancel()

@@ -1,30 +1,74 @@
-"""Writing a file so that a crash leaves it old or new, and numbers as JSON has them."""
+"""Files and folders that are complete under their name or not there, and floats as JSON numbers."""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 def json_number(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """A float for JSON, which has no NaN and no infinity: None (null) stands for them."""
     return float(value) if math.isfinite(value) else None
 
 
 def from_json_number(value: float | None) -> float:
+    """The float of a JSON number; null is NaN."""
     return math.nan if value is None else float(value)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Whoever looks at `path`, even after a crash, sees the old file or the new one, never half of one."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path in the folder of `path`, flushed and renamed to it at the end of the block.
+
+    Readers see the old file or the new one, never half of one, even after a power failure. An error in the block
+    deletes the temporary file. Several processes may write the same path: the last one wins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = path.with_name(f".{uuid4().hex}.partial")
     try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        yield partial
+        _flush(partial)
+        os.replace(partial, path)
     finally:
-        draft.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whose readers see the old content or the new one, never half of it."""
+    with atomic_file(path) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """An empty temporary folder beside `path`, flushed and renamed to it at the end of the block.
+
+    An error in the block deletes the temporary folder. `path` must be absent or empty, and have one writer at a time.
+    """
+    path = path.absolute()  # "." has no name
+    # one name for all: what a killed process left, which may be gigabytes, is deleted by the next one
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for written in (*partial.rglob("*"), partial):
+            _flush(written)
+        os.replace(partial, path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or the entries of a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

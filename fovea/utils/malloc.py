@@ -1,4 +1,4 @@
-"""How the C library of this process gives memory back."""
+"""Settings of the C library's memory allocator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what torch frees for what torch asks for next; False where there is no glibc.
-
-    By default a large block goes back to the kernel when it is freed, and the next one of its size is zeroed page by
-    page: a step that makes and frees gigabytes of activations loses up to a third of its time to that.
-    """
+    """Make glibc reuse freed memory instead of returning it to the kernel; False where there is no glibc."""
+    # by default a large block goes back to the kernel when it is freed, and the next one of its size is zeroed page by
+    # page: a step that allocates and frees gigabytes of activations loses up to a third of its time to that
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)

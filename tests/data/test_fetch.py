@@ -6,21 +6,27 @@ import errno
 import io
 import os
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from fovea.data import fetch as fetch_module
-from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch, is_public
+from fovea.data import pinned_network
+from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch
 from fovea.data.images import open_image
+from fovea.data.pinned_network import is_public
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.data.web import Site, served
 
 WHERE = "rows.jsonl row 3, image 1"
+CERTIFICATE = Path(__file__).with_name("images.example.pem")
+"""Key and self-signed certificate of a host that is none, valid from 2020 to 2120."""
 
 
 def png() -> bytes:
@@ -82,10 +88,16 @@ def test_the_number_of_redirects_is_bounded(site: Site) -> None:
     assert reason_of(f"{site.url}/to//a.png", max_redirects=0) == "url_redirects"
 
 
-def test_a_server_that_drips_is_cut_off_in_time(site: Site) -> None:
+@pytest.mark.parametrize("page", ["/drip", "/drip-headers"])
+def test_a_server_that_drips_is_cut_off_in_time(site: Site, page: str) -> None:
     started = time.monotonic()
-    assert reason_of(f"{site.url}/drip", timeout_seconds=0.5) == "url_timeout"
+    assert reason_of(site.url + page, timeout_seconds=0.5) == "url_timeout"
     assert time.monotonic() - started < 5
+
+
+def test_the_body_of_a_redirect_is_not_read(site: Site) -> None:
+    """It may be endless."""
+    assert fetch(f"{site.url}/endless-redirect", WHERE, limits()) == png()
 
 
 def test_a_server_that_says_nothing_is_cut_off_in_time() -> None:
@@ -150,7 +162,7 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 
 def test_a_redirect_to_a_private_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first host counts as public here; where it leads to does not."""
-    monkeypatch.setattr(fetch_module, "is_public", lambda address: address != "127.0.0.2")
+    monkeypatch.setattr(pinned_network, "is_public", lambda address: address != "127.0.0.2")
     assert fetch(f"{site.url}/a.png", WHERE, limits(allow_private_addresses=False)) == png()
     url = f"{site.url}/to/http://127.0.0.2:{site.url.rpartition(':')[2]}/a.png"
     assert reason_of(url, allow_private_addresses=False) == "url_private_address"
@@ -167,7 +179,7 @@ def test_the_address_that_is_checked_is_the_one_that_is_connected_to(
     def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), port))]
 
-    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+    def connect(address: tuple[str, int], timeout: float, **_: object) -> socket.socket:
         connected.append(address)
         raise ConnectionRefusedError("stops here")
 
@@ -175,6 +187,45 @@ def test_the_address_that_is_checked_is_the_one_that_is_connected_to(
     monkeypatch.setattr(socket, "create_connection", connect)
     assert reason_of(f"http://rebinding.example:{port}/a.png", allow_private_addresses=False) == "url_unreachable"
     assert connected == [("93.184.216.34", port)]
+
+
+@pytest.fixture(name="secure_site")
+def _secure_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Site, list[str | None]]]:
+    """A server whose certificate is for images.example and trusted here, and the names asked of it by SNI.
+
+    Both images.example and other.example are at its address.
+    """
+    asked_names: list[str | None] = []
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE)
+    tls.sni_callback = lambda _socket, name, _context: asked_names.append(name)
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        return resolve("127.0.0.1" if host.endswith(".example") else host, port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    with served({"/a.png": png()}, tls) as site:
+        yield site, asked_names
+
+
+def test_tls_names_the_host_and_not_its_pinned_address(secure_site: tuple[Site, list[str | None]]) -> None:
+    site, asked_names = secure_site
+    port = site.url.rpartition(":")[2]
+    assert fetch(f"https://images.example:{port}/a.png", WHERE, limits()) == png()
+    assert asked_names == ["images.example"]
+
+
+def test_a_certificate_for_another_host_is_refused(secure_site: tuple[Site, list[str | None]]) -> None:
+    """Of the same address: a redirect to it must not go over the connection of the first host either."""
+    site, asked_names = secure_site
+    port = site.url.rpartition(":")[2]
+    assert reason_of(f"https://other.example:{port}/a.png") == "url_unreachable"
+    redirect = f"https://images.example:{port}/to/https://other.example:{port}/a.png"
+    assert reason_of(redirect) == "url_unreachable"
+    assert asked_names == ["other.example", "images.example", "other.example"]
+    assert "/a.png" not in site.asked
 
 
 def test_what_has_come_once_is_kept(site: Site, tmp_path: Path) -> None:

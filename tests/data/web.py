@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,10 +20,12 @@ class Site:
 
 
 @contextmanager
-def served(files: Mapping[str, bytes]) -> Iterator[Site]:
-    """Serves `files` by path, and the odd pages below."""
+def served(files: Mapping[str, bytes], tls: ssl.SSLContext | None = None) -> Iterator[Site]:
+    """Serves `files` by path, and the odd pages below; over TLS with a context of it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     site = Site(server.server_address[1])
     server.files, server.site = dict(files), site  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -49,10 +52,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(int(name.removeprefix("/status/")), b"no")
         elif name == "/busy-once":
             self._send(200 if site.asked.count(name) > 1 else 503, b"at last")
-        elif name == "/drip":
-            self._drip()
-        elif name == "/endless":
-            self._endless()
+        elif name in {"/drip", "/drip-headers"}:
+            self._drip(headers=name == "/drip-headers")
+        elif name in {"/endless", "/endless-redirect"}:
+            self._endless(302 if name == "/endless-redirect" else 200, Location="/a.png")
         elif name == "/short":
             self._send(200, b"half", **{"Content-Length": "8"})
         else:
@@ -65,10 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _drip(self) -> None:
+    def _drip(self, *, headers: bool = False) -> None:
         """A byte now and then, for ever: no read of a socket ever waits long."""
         self.send_response(200)
-        self.end_headers()
+        self.flush_headers() if headers else self.end_headers()
         try:
             while True:
                 self.wfile.write(b".")
@@ -77,8 +80,10 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             pass
 
-    def _endless(self) -> None:
-        self.send_response(200)
+    def _endless(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
         self.end_headers()
         try:
             while True:

@@ -1,4 +1,4 @@
-"""What every reader makes of its file."""
+"""The interface of all readers of data files, and what their error messages share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fovea.errors import BadRowError
 
 
 class Table(Protocol):
-    """The rows of one file, each read when asked for. Rows count from 0, as in pandas."""
+    """The rows of one file, each read on access; rows count from 0, as in pandas."""
 
     @property
     def name(self) -> str:
-        """What error messages call the file."""
+        """The file's name in error messages."""
         ...
 
     @property
     def key(self) -> str:
-        """Tells the file from all others: its full path."""
+        """A unique name of the file: its full path."""
         ...
 
     @property
     def folder(self) -> str:
-        """Where paths inside the rows start: a folder, or the URL of one."""
+        """The folder, or the URL of one, to which paths inside the rows are relative."""
         ...
 
     @property
@@ -34,16 +34,16 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, object]:
-        """BadRowError where this row alone cannot be read."""
+        """Read one row; BadRowError where it alone cannot be read."""
         ...
 
     def column(self, name: str) -> Iterable[object]:
-        """One value per row; None where a row has none, or cannot be read."""
+        """Values of a column, one per row; None where a row has none, or cannot be read."""
         ...
 
 
 def column_by_rows(table: Table, name: str) -> Iterable[object]:
-    """`Table.column` for files that have no columns."""
+    """`Table.column` for files stored by row: every row is read for one of its values."""
     for index in range(len(table)):
         try:
             yield table.row(index).get(name)
@@ -52,24 +52,24 @@ def column_by_rows(table: Table, name: str) -> Iterable[object]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what another package says."""
+    """The first line of another package's error, cut at 300 characters; the error's class where it has no text."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def listed(names: Sequence[str], limit: int = 12) -> str:
-    """Names in a sentence."""
+    """The first `limit` names as part of a sentence, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def close_column(name: str, names: Sequence[str]) -> str | None:
-    """The column that may be meant."""
+    """The column name closest to a mistyped one, if any is close."""
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
 def near_files(path: Path) -> str:
-    """What to do about a path where there is no file."""
+    """The fix for a path without a file: near file names, or what the folder holds."""
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist; correct the path (relative ones start at {Path.cwd()})"

@@ -1,6 +1,6 @@
 """A folder of images with a table, as Hugging Face's imagefolder has it: `metadata.csv`, .jsonl or .parquet.
 
-The table's column `file_name` holds paths in the folder; rows show it as `image`, `mask_file_name` as `mask`, and
+The table's column `file_name` holds paths in the folder and is read as `image`, `mask_file_name` as `mask`, and
 `file_names`, a list, as `images`.
 """
 
@@ -15,12 +15,12 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def metadata_of(folder: Path) -> Path | None:
-    """The table of a folder, if it has one."""
+    """The metadata table of an image folder; None where it has none."""
     return next((folder / name for name in METADATA if (folder / name).is_file()), None)
 
 
 class ImageFolder:
-    """The rows of the table under the names that its images go by."""
+    """The rows of an image folder's table, its columns of paths renamed to columns of images."""
 
     def __init__(self, table: Table, folder: Path) -> None:
         self._table = table
@@ -39,7 +39,7 @@ class ImageFolder:
 
 
 def shown_as(column: str) -> str:
-    """What a column of paths is called as a column of images."""
+    """The name of a column of paths as a column of images; other columns keep theirs."""
     if column in {"file_name", "file_names"}:
         return "image" if column == "file_name" else "images"
     return column.removesuffix("_file_name").removesuffix("_file_names")

@@ -1,4 +1,4 @@
-"""Rows that Python already has: a pandas DataFrame, or a list of mappings."""
+"""Rows in memory: a pandas DataFrame or a list of mappings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fovea.data.readers.base import column_by_rows
 
 
 class Frame(Protocol):
-    """What is used of a pandas DataFrame, which need not be installed."""
+    """The part of a pandas DataFrame that is used here; pandas need not be installed."""
 
     @property
     def columns(self) -> Iterable[Any]: ...
@@ -26,12 +26,12 @@ InMemory: TypeAlias = Frame | Sequence[Mapping[str, object]]
 
 
 def is_frame(source: object) -> TypeGuard[Frame]:
-    """By what it can do, as pandas is no dependency."""
+    """Whether a source is a DataFrame rather than a sequence of mappings."""
     return hasattr(source, "iloc") and hasattr(source, "columns")
 
 
 class MemoryTable:
-    """Paths in the rows start at the working directory."""
+    """Rows in memory as a table; paths in them are relative to the working directory."""
 
     def __init__(self, source: InMemory, name: str) -> None:
         self._source = source
@@ -61,7 +61,7 @@ def _columns(source: InMemory) -> list[str]:
 
 
 def _plain(cell: Any) -> object:
-    """numpy's scalars and lists of objects as Python's; pandas' ways to say that there is no value as None."""
+    """A cell in Python's own types: numpy scalars and object arrays converted, pandas' missing values as None."""
     if hasattr(cell, "dtype") and hasattr(cell, "tolist") and (cell.shape == () or cell.dtype == object):
         cell = cell.tolist()
     is_missing = type(cell).__name__ in {"NAType", "NaTType"} or (isinstance(cell, float) and math.isnan(cell))

@@ -1,6 +1,6 @@
-"""Hugging Face data sets, by hub id, from a folder, or as `save_to_disk` left them; images stay encoded.
+"""Hugging Face data sets by hub id, from a folder, or saved with `save_to_disk`; images stay encoded.
 
-The extra `hub` brings the package; it maps Arrow files into memory.
+The package `datasets` (extra `hub`) maps Arrow files into memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class DatasetTable:
-    """One split. Rows come as Arrow keeps them: an image is a {bytes, path} struct."""
+    """One split of a data set, with rows as in Arrow: an image is a {bytes, path} struct."""
 
     def __init__(self, dataset: datasets.Dataset, name: str, folder: str) -> None:
         self.name = self.key = name
@@ -39,7 +39,7 @@ class DatasetTable:
 
 
 def open_dataset(name: str, split: str | None, setting: str) -> DatasetTable:
-    """`name` is a folder, or a hub id, `owner/name` or `owner/name:config`."""
+    """Open a split of a data set in a folder or of a hub id `owner/name[:config]`; DataError where there is none."""
     folder = Path(name).expanduser()
     is_local = folder.is_dir()
     with named(partial(_unreadable, name, setting)):

@@ -1,6 +1,6 @@
-"""JSONL, JSON and CSV files, mapped into memory: an index says where rows begin, and a row is parsed when asked for.
+"""JSONL, JSON and CSV files, mapped into memory with an index of their rows; a row is parsed on access.
 
-The index takes 16 bytes a row. A broken row breaks no other: it is a bad row where it stands.
+The index takes 16 bytes per row. A broken row is a bad row and does not affect the others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from fovea.data.readers.base import column_by_rows, first_line
 from fovea.errors import BadRowError, DataError
 
-Span: TypeAlias = tuple[int, int]
-"""First byte of a row, and the first behind it."""
+ByteRange: TypeAlias = tuple[int, int]
+"""The first byte of a row and the first byte after it."""
 Parse: TypeAlias = Callable[[bytes], dict[str, object]]
 
 _BOM = b"\xef\xbb\xbf"
@@ -31,21 +31,21 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 _MAX_CELL_BYTES = 1 << 28
 
 
-class SpanTable:
-    """One file, as spans of bytes."""
+class ByteRangeTable:
+    """The rows of one file, as byte ranges that are parsed on access."""
 
-    def __init__(self, path: Path, spans: Iterable[Span], parse: Parse, columns: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, ranges: Iterable[ByteRange], parse: Parse, columns: Sequence[str] = ()) -> None:
         self.name, self.folder, self.key = path.name, str(path.parent), str(path.resolve())
         self._bytes = _mapped(path)
-        self._spans = np.fromiter((place for span in spans for place in span), dtype=np.int64).reshape(-1, 2)
+        self._ranges = np.fromiter((offset for each in ranges for offset in each), dtype=np.int64).reshape(-1, 2)
         self._parse = parse
         self.columns: Sequence[str] = columns or self._keys_of_first_rows()
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._ranges)
 
     def row(self, index: int) -> dict[str, object]:
-        start, end = self._spans[index]
+        start, end = self._ranges[index]
         try:
             return self._parse(self._bytes[start:end])
         # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -60,7 +60,7 @@ class SpanTable:
         return column_by_rows(self, name)
 
     def _keys_of_first_rows(self) -> list[str]:
-        """Rows may lack keys: what the first ones have between them counts as the columns."""
+        """The columns of a file without a header: all keys of its first rows, since a single row may lack some."""
         keys: dict[str, None] = {}
         for index in range(min(len(self), _HEADER_ROWS)):
             try:
@@ -70,24 +70,24 @@ class SpanTable:
         return list(keys)
 
 
-def json_lines(path: Path) -> SpanTable:
-    """One JSON object per line; empty lines are none."""
-    return SpanTable(path, _line_spans(_mapped(path)), _json_object)
+def json_lines(path: Path) -> ByteRangeTable:
+    """Open a file of one JSON object per line; empty lines are no rows."""
+    return ByteRangeTable(path, _line_ranges(_mapped(path)), _json_object)
 
 
-def json_array(path: Path, setting: str) -> SpanTable:
-    """A list of objects; a file that begins with an object is read as JSON lines."""
+def json_array(path: Path, setting: str) -> ByteRangeTable:
+    """Open a JSON list of objects; a file that begins with an object is read as JSON lines."""
     content = _mapped(path)
     if content[: 1 << 16].removeprefix(_BOM).lstrip()[:1] != b"[":
         return json_lines(path)
-    return SpanTable(path, _object_spans(content, path, setting), _json_object)
+    return ByteRangeTable(path, _object_ranges(content, path, setting), _json_object)
 
 
-def csv_rows(path: Path, setting: str) -> SpanTable:
-    """Comma-separated (*.tsv: tab-separated), with a line of column names; all cells are texts, empty ones None."""
+def csv_rows(path: Path, setting: str) -> ByteRangeTable:
+    """Open a comma-separated file (*.tsv: tab-separated) with a header line; cells are strings, empty ones None."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
-    spans = _csv_spans(path, delimiter, setting)
-    start, end = next(spans, (0, 0))
+    ranges = _csv_ranges(path, delimiter, setting)
+    start, end = next(ranges, (0, 0))
     names = _csv_cells(_mapped(path)[start:end], delimiter)
 
     def parse(content: bytes) -> dict[str, object]:
@@ -96,7 +96,7 @@ def csv_rows(path: Path, setting: str) -> SpanTable:
             raise ValueError(f"{len(cells)} cells for {len(names)} columns")
         return {name: cell if cell != "" else None for name, cell in zip(names, cells, strict=True)}
 
-    return SpanTable(path, spans, parse, names)
+    return ByteRangeTable(path, ranges, parse, names)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
@@ -106,7 +106,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _line_spans(content: mmap.mmap | bytes) -> Iterator[Span]:
+def _line_ranges(content: mmap.mmap | bytes) -> Iterator[ByteRange]:
     start = len(_BOM) if content[: len(_BOM)] == _BOM else 0
     while start < len(content):
         end = content.find(b"\n", start)
@@ -116,8 +116,8 @@ def _line_spans(content: mmap.mmap | bytes) -> Iterator[Span]:
         start = end + 1
 
 
-def _object_spans(content: mmap.mmap | bytes, path: Path, setting: str) -> Iterator[Span]:
-    """The elements of the outermost list; what stands between them and is no comma is a row as well, a bad one."""
+def _object_ranges(content: mmap.mmap | bytes, path: Path, setting: str) -> Iterator[ByteRange]:
+    """The elements of the outermost list; anything else than a comma between them is a row as well, a bad one."""
     depth = start = end = 0
     for mark in _JSON_MARKS.finditer(content):
         sign = mark[0][:1]
@@ -145,8 +145,8 @@ def _json_object(content: bytes) -> dict[str, object]:
     return row
 
 
-def _csv_spans(path: Path, delimiter: str, setting: str) -> Iterator[Span]:
-    """Of every record; one goes on over lines while a quote is open."""
+def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[ByteRange]:
+    """The records of a CSV file; a record spans several lines while a quote is open."""
     csv.field_size_limit(_MAX_CELL_BYTES)
     with path.open("rb") as file:
         start = end = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
@@ -175,7 +175,7 @@ def _csv_spans(path: Path, delimiter: str, setting: str) -> Iterator[Span]:
 
 
 def _check_quotes_end(last: bytes, delimiter: str) -> None:
-    """A quote that nobody closes makes one row of the rest of the file."""
+    """Raise csv.Error for a quote that is never closed, which makes one row of the rest of the file."""
     try:
         list(csv.reader(io.StringIO(last.decode("latin-1"), newline=""), delimiter=delimiter, strict=True))
     except csv.Error as error:

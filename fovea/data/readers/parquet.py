@@ -1,11 +1,10 @@
-"""Parquet files, decoded one row group at a time and only when asked for."""
+"""Parquet files, decoded on access and one row group at a time."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from fovea.data.readers.base import first_line
 from fovea.data.readers.copies import copied_once
 from fovea.errors import BadRowError, DataError
+from fovea.utils.lru_cache import LRUCache
 
 # Rows are drawn in random order: a row costs its whole group unless that is still in memory.
 _CACHE_BYTES = 1 << 28
@@ -25,31 +25,36 @@ _COPIED_GROUP_BYTES = 1 << 22
 
 
 class GroupCache:
-    """Decoded row groups of any number of files, bounded by their bytes; the least recently used leave first."""
+    """Decoded row groups of any number of files, by (file, group), within one bound on their bytes.
+
+    The group read last stays even if it alone exceeds the bound. Safe to use from many threads.
+    """
 
     def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._tables: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
-        self._bytes = 0
+        # the rows of one group are often read one after another
+        self._tables: LRUCache[tuple[str, int], pa.Table] = LRUCache(max_bytes, min_values=1)
         self._lock = Lock()
 
     @property
     def num_bytes(self) -> int:
-        return self._bytes
+        """Bytes of the groups in the cache."""
+        return self._tables.num_bytes
 
     def get(self, key: tuple[str, int], read: Callable[[], pa.Table]) -> pa.Table:
+        """The group under a key, read where it is not in the cache."""
         with self._lock:
-            if key not in self._tables:
-                self._tables[key] = read()
-                self._bytes += self._tables[key].nbytes
-                while self._bytes > self._max_bytes and len(self._tables) > 1:
-                    self._bytes -= self._tables.popitem(last=False)[1].nbytes
-            self._tables.move_to_end(key)
-            return self._tables[key]
+            table = self._tables.get(key)
+            if table is None:
+                table = read()
+                self._tables.put(key, table, table.nbytes)
+            return table
 
 
 class ParquetTable:
-    """One file. `setting` is the one that named it."""
+    """The rows of one Parquet file; DataError, naming `setting`, where it cannot be read.
+
+    A file with large row groups is copied into the folder `copies` once, in small ones.
+    """
 
     def __init__(self, path: Path, *, setting: str, cache: GroupCache, copies: Path) -> None:
         self.name, self.folder = path.name, str(path.parent)

@@ -1,4 +1,4 @@
-"""Data files that are elsewhere: copied once to `data.cache_dir`, then read like any other.
+"""Remote data files, copied to `data.cache_dir` and then read like local ones.
 
 http(s) goes through `fovea.data.fetch`, with its checks; every other protocol through fsspec (s3:// and gs:// need
 the extras of these names).
@@ -26,11 +26,12 @@ _DOWNLOAD_SECONDS = 3600.0
 
 
 def is_web(url: str) -> bool:
+    """Whether a URL is of http or https."""
     return url.startswith(("http://", "https://"))
 
 
 def expand(url: str, setting: str) -> list[str]:
-    """The files that a URL with * or ? names, in order; a URL without is itself."""
+    """Sorted URLs of the files that match a pattern with *, ? or [; a URL without one, or of http(s), is itself."""
     if is_web(url) or not set("*?[") & set(url):
         return [url]
     filesystem, path = _filesystem(url, setting)
@@ -42,7 +43,7 @@ def expand(url: str, setting: str) -> list[str]:
 
 
 def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
-    """The file behind a URL, copied unless the same state of it was copied before."""
+    """Return a local copy of the file at a URL, made unless the same state of the file was copied before."""
     if is_web(url):
         return _web_copy(url, setting, folder, limits)
     filesystem, path = _filesystem(url, setting)
@@ -53,7 +54,7 @@ def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
 
 
 def remote_image(url: str, where: str, limits: UrlLimits) -> bytes:
-    """An image beside a remote data file, or anywhere on the web."""
+    """Read an image beside a remote data file, or anywhere on the web; BadRowError naming `where`."""
     if is_web(url):
         return fetch(url, where, limits)
     filesystem, path = _filesystem(url, where)
@@ -72,7 +73,7 @@ def _bad_image(where: str, error: Exception) -> BadRowError:
 
 
 def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
-    """Read anew by every run: few servers say reliably whether a file has changed."""
+    """Download a file into the folder of copies."""
     limits = UrlLimits(
         timeout_seconds=_DOWNLOAD_SECONDS,
         max_redirects=limits.max_redirects,
@@ -80,7 +81,7 @@ def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
         allow_private_addresses=limits.allow_private_addresses,
     )
     place, name = _place(folder, url, [])
-    (place / name).unlink(missing_ok=True)
+    (place / name).unlink(missing_ok=True)  # few servers say reliably whether a file has changed
 
     def make(into: Path) -> None:
         try:
@@ -96,7 +97,7 @@ def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
 
 
 def _place(folder: Path, url: str, stamp: Sequence[str]) -> tuple[Path, str]:
-    """Folder and name of a copy: a folder of its own, so that it keeps its name."""
+    """Folder and name of a copy, which has a folder of its own and so keeps its name."""
     digest = hashlib.sha256("\n".join([url, *stamp]).encode()).hexdigest()[:32]
     return folder / digest, Path(urlsplit(url).path).name
 

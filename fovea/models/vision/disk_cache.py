@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fovea.errors import ConfigError
+from fovea.utils.lru_cache import LRUCache
 
 
 class SpillFolder:
@@ -27,8 +27,7 @@ class SpillFolder:
     def __init__(self, folder: Path, max_bytes: float) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._bytes = 0
+        self._files: LRUCache[str, Path] = LRUCache(max_bytes, on_evict=lambda _key, file: file.unlink(missing_ok=True))
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -42,33 +41,30 @@ class SpillFolder:
     def write(self, key: str, tensors: Sequence[Tensor]) -> None:
         """Keep the tensors, unless they are there already or larger than the bound."""
         size = sum(x.numel() * x.element_size() for x in tensors)
-        if key in self._sizes or size > self._max_bytes:
+        if key in self._files or size > self._max_bytes:
             return
-        while self._bytes + size > self._max_bytes:
-            self._drop(next(iter(self._sizes)))
+        file = self._file(key)
+        self._files.put(key, file, size)  # before it is written, so that there is room for it
         try:
-            save_file({str(n): x.detach().cpu().contiguous() for n, x in enumerate(tensors)}, self._file(key))
+            save_file({str(n): x.detach().cpu().contiguous() for n, x in enumerate(tensors)}, file)
         except (OSError, SafetensorError):  # a full disk: the image is encoded again, and counted as such
-            self._file(key).unlink(missing_ok=True)
-            return
-        self._sizes[key] = size
-        self._bytes += size
+            self._drop(key)
 
     def read(self, key: str, device: torch.device) -> list[Tensor] | None:
         """The tensors on a device; None where there is no sound file."""
-        if key not in self._sizes:
+        file = self._files.get(key)
+        if file is None:
             return None
         try:
-            named = load_file(self._file(key), device=str(device))
+            named = load_file(file, device=str(device))
             tensors = [named[str(n)] for n in range(len(named))]
         except (OSError, SafetensorError, KeyError):
             self._drop(key)
             return None
-        self._sizes.move_to_end(key)
         return tensors
 
     def _drop(self, key: str) -> None:
-        self._bytes -= self._sizes.pop(key)
+        self._files.discard(key)
         self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from fovea.models.vision.disk_cache import SpillFolder
 from fovea.models.vision.features import ImageFeatures
 from fovea.types import PromptImage
+from fovea.utils.lru_cache import LRUCache
 
 Encode = Callable[[Sequence[PromptImage]], Sequence[ImageFeatures]]
 
@@ -21,10 +21,8 @@ class FeatureCache:
     """
 
     def __init__(self, max_bytes: float, spill: SpillFolder | None = None) -> None:
-        self._max_bytes = max_bytes
         self._spill = spill
-        self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
-        self._bytes = 0
+        self._features: LRUCache[str, ImageFeatures] = LRUCache(max_bytes, on_evict=self._evicted)
         self._device = torch.device("cpu")
         self.memory_hits = 0
         self.file_hits = 0
@@ -47,9 +45,10 @@ class FeatureCache:
         return [found[image.key] for image in images]
 
     def _known(self, key: str) -> ImageFeatures | None:
-        if key in self._features:
+        cached = self._features.get(key)
+        if cached is not None:
             self.memory_hits += 1
-            return self._features[key]
+            return cached
         tensors = self._spill.read(key, self._device) if self._spill else None
         if tensors is None:
             return None
@@ -58,13 +57,9 @@ class FeatureCache:
         return ImageFeatures(embeds_VD=embeds_VD, deepstack_VD=tuple(deepstack_VD))
 
     def _keep(self, key: str, features: ImageFeatures) -> None:
-        if key not in self._features:
-            self._bytes += features.num_bytes
         self._device = features.embeds_VD.device
-        self._features[key] = features
-        self._features.move_to_end(key)
-        while self._bytes > self._max_bytes and self._features:
-            oldest_key, oldest = self._features.popitem(last=False)
-            self._bytes -= oldest.num_bytes
-            if self._spill:
-                self._spill.write(oldest_key, oldest.tensors)
+        self._features.put(key, features, features.num_bytes)
+
+    def _evicted(self, key: str, features: ImageFeatures) -> None:
+        if self._spill:
+            self._spill.write(key, features.tensors)

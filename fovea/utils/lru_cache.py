@@ -1,0 +1,61 @@
+"""A cache bounded by the bytes of its values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class LRUCache(Generic[Key, Value]):
+    """Values of at most `max_bytes` in all; the least recently used are evicted first.
+
+    `on_evict(key, value)` is called for every value that is evicted. The newest `min_values` stay whatever their size.
+    Threads must hold a lock of their own around the calls.
+    """
+
+    def __init__(
+        self, max_bytes: float, *, min_values: int = 0, on_evict: Callable[[Key, Value], object] | None = None
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._min_values = min_values
+        self._on_evict = on_evict
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the values."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def get(self, key: Key) -> Value | None:
+        """The value of a key, which becomes the most recently used; None where there is none."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def put(self, key: Key, value: Value, num_bytes: int) -> None:
+        """Insert or replace a value as the most recently used; one that is larger than the bound is evicted at once."""
+        self.discard(key)
+        self._entries[key] = value, num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes and len(self._entries) > self._min_values:
+            oldest, (evicted, size) = self._entries.popitem(last=False)
+            self._num_bytes -= size
+            if self._on_evict is not None:
+                self._on_evict(oldest, evicted)
+
+    def discard(self, key: Key) -> None:
+        """Remove a key, if it is there, without calling `on_evict`."""
+        if key in self._entries:
+            self._num_bytes -= self._entries.pop(key)[1]

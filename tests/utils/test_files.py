@@ -1,0 +1,63 @@
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from fovea.utils.files import atomic_file, atomic_folder, write_atomically
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def interrupted_write(path: Path) -> NoReturn:
+    path.write_bytes(b"half")
+    raise RuntimeError
+
+
+def test_a_file_is_old_until_it_is_new(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "a.txt"
+    write_atomically(file, b"old")
+    with atomic_file(file) as partial:
+        partial.write_bytes(b"ne")
+        assert file.read_bytes() == b"old"
+        partial.write_bytes(b"new")
+    assert file.read_bytes() == b"new"
+    assert names(file.parent) == ["a.txt"]
+
+
+def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a.txt", b"old")
+    with pytest.raises(RuntimeError), atomic_file(tmp_path / "a.txt") as partial:
+        interrupted_write(partial)
+    assert (tmp_path / "a.txt").read_bytes() == b"old"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    with atomic_file(tmp_path / "a.txt") as first, atomic_file(tmp_path / "a.txt") as second:
+        first.write_bytes(b"first")
+        second.write_bytes(b"second")
+    assert (tmp_path / "a.txt").read_bytes() == b"first", "which left its block last"
+
+
+def test_a_folder_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out") as partial:
+        interrupted_write(partial / "a.txt")
+    assert names(tmp_path) == []
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with atomic_folder(Path()) as partial:
+        (partial / "inner").mkdir()
+        (partial / "inner" / "a.txt").write_bytes(b"a")
+        assert names(tmp_path / "out") == []
+    assert names(tmp_path / "out") == ["inner"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_a_killed_writer_left_is_not_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "half").write_bytes(b"half")
+    with atomic_folder(tmp_path / "out") as partial:
+        (partial / "whole").write_bytes(b"whole")
+    assert names(tmp_path / "out") == ["whole"]
