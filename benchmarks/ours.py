@@ -88,8 +88,7 @@ class Ours:
         prompted = run.sources.train.take(run.stream.order, rollout.prompts_per_step)
         drawing = collect(
             run.engine,
-            run.environment,
-            run.stream.grading,
+            run.stream.interaction,
             prompted,
             sampling=training_sampling(run.config),
             n=rollout.samples_per_prompt,

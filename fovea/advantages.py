@@ -49,7 +49,7 @@ def _kl_penalties(batch: Batch, settings: Algorithm, kl_coef: float) -> list[NDA
     """Per-token KL penalties [T] of each sample, to be subtracted from the reward; zeros unless `kl_in=reward`."""
     if settings.kl_in != "reward" or not settings.kl_coef:
         return [np.zeros(len(sample.token_ids_T), dtype=np.float32) for sample in batch.samples]
-    return [kl_coef * _kl_to_reference(sample, settings) for sample in batch.samples]
+    return [kl_coef * _kl_to_reference(sample, settings) * sample.mask_T for sample in batch.samples]
 
 
 def _kl_to_reference(sample: Sample, settings: Algorithm) -> NDArray[np.float32]:
@@ -70,7 +70,7 @@ def _by_groups(
     values = iter(advantages_B)
 
     def change(sample: Sample) -> Sample:
-        return replace(sample, advantages_T=np.full(len(sample.token_ids_T), next(values), dtype=np.float32))
+        return replace(sample, advantages_T=np.where(sample.mask_T, np.float32(next(values)), np.float32(0)))
 
     return replace_samples(batch, change)
 
@@ -79,7 +79,7 @@ def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch
     """REINFORCE++ advantages: per token, with a batch-wide baseline."""
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     # reversed cumulative sum: the return of a token is its reward plus all later ones, undiscounted
-    returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(rewards)
+    returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(batch)
     advantages = iter(_unpadded(reinforce_plus_plus(returns_BT, mask_BT), rewards))
     return replace_samples(batch, lambda sample: replace(sample, advantages_T=next(advantages)))
 
@@ -89,7 +89,7 @@ def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings:
     samples = batch.samples
     values = [_values(sample) for sample in samples]
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(samples, penalties, strict=True)]
-    mask_BT, values_BT = _mask(values), _padded(values)
+    mask_BT, values_BT = _mask(batch), _padded(values)
     advantages_BT, returns_BT = gae(
         _padded(rewards), values_BT, mask_BT, gamma=settings.gamma, gae_lambda=settings.gae_lambda
     )
@@ -122,14 +122,14 @@ def _token_rewards(sample: Sample, kl_T: NDArray[np.float32]) -> NDArray[np.floa
     return rewards_T
 
 
-def _padded(rows: Sequence[NDArray[np.float32]]) -> Tensor:
+def _padded(rows: Sequence[NDArray[np.float32] | NDArray[np.bool_]]) -> Tensor:
     """Rows padded on the right with zeros, [B, T]."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
-def _mask(rows: Sequence[NDArray[np.float32]]) -> Tensor:
-    """Padding mask [B, T]: True at tokens."""
-    return _padded([np.ones(len(row_T), dtype=np.float32) for row_T in rows]).bool()
+def _mask(batch: Batch) -> Tensor:
+    """Action mask [B, T]: False at padding and at what the environment said."""
+    return _padded([sample.mask_T for sample in batch.samples])
 
 
 def _unpadded(rows_BT: Tensor, like: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
@@ -138,7 +138,8 @@ def _unpadded(rows_BT: Tensor, like: Sequence[NDArray[np.float32]]) -> list[NDAr
 
 def _statistics(batch: Batch) -> Metrics:
     """Mean, standard deviation and largest absolute value of the advantages over all action tokens."""
-    advantages_A = np.concatenate([sample.advantages_T for sample in batch.samples if sample.advantages_T is not None])
+    given = [(sample.advantages_T, sample.mask_T) for sample in batch.samples]
+    advantages_A = np.concatenate([values_T[mask_T] for values_T, mask_T in given if values_T is not None])
     return {
         "advantage/mean": float(advantages_A.mean()),
         "advantage/std": float(advantages_A.std()),
@@ -149,6 +150,6 @@ def _statistics(batch: Batch) -> Metrics:
 def _kl_metrics(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Algorithm, kl_coef: float) -> Metrics:
     if settings.kl_in != "reward" or not settings.kl_coef:
         return {}
-    kl_A = np.concatenate([_kl_to_reference(sample, settings) for sample in batch.samples])
+    kl_A = np.concatenate([_kl_to_reference(sample, settings)[sample.mask_T] for sample in batch.samples])
     off = [float(kl_T.sum()) for kl_T in penalties]
     return {"kl/reward": float(kl_A.mean()), "kl/coef": kl_coef, "reward_kl": sum(off) / len(off)}

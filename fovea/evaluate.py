@@ -248,3 +248,6 @@ class _NoRenderer:
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")
+
+    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
+        raise AssertionError(f"baselines give one answer, but {where} asked for a turn after token {after}")

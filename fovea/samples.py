@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 from fovea.algorithms.advantage import has_signal, overlong_penalty
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.run import Algorithm
-from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup
+from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, TurnTokens
 
+Value = TypeVar("Value", bound=np.generic)
 COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
 
 
@@ -61,7 +63,7 @@ def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> floa
     if not settings.overlong_buffer_frac:
         return 0.0
     return overlong_penalty(
-        len(episode.completion.token_ids_T),
+        max(len(turn.completion.token_ids_T) for turn in episode.tokens),
         max_tokens=max_new_tokens,
         buffer_tokens=settings.overlong_buffer_frac * max_new_tokens,
         factor=settings.overlong_penalty_factor,
@@ -70,7 +72,7 @@ def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> floa
 
 def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) -> list[list[float]]:
     """Loss weight of each episode's tokens, per group; normalised over the whole step (`algorithms.aggregation`)."""
-    lengths = [len(episode.completion.token_ids_T) for group in groups for episode in group.episodes]
+    lengths = [episode.num_action_tokens for group in groups for episode in group.episodes]
     weights = iter(sample_weights(settings.aggregation, lengths, max_response_tokens=max_new_tokens))
     return [[float(next(weights)) for _ in group.episodes] for group in groups]
 
@@ -94,14 +96,38 @@ def _sample_group(group: Group, rewards: Sequence[float], weights: Sequence[floa
 
 
 def _sample(episode: Episode, reward: float, weight: float) -> Sample:
-    completion = episode.completion
+    turns = episode.tokens
     return Sample(
-        token_ids_T=completion.token_ids_T,
-        rollout_logprobs_T=completion.logprobs_T,
+        token_ids_T=_joined(turns, lambda turn: turn.observation.token_ids_L, lambda turn: turn.completion.token_ids_T),
+        mask_T=_joined(
+            turns,
+            lambda turn: np.zeros(turn.observation.num_tokens, dtype=np.bool_),
+            lambda turn: np.ones(len(turn.completion.token_ids_T), dtype=np.bool_),
+        ),
+        rollout_logprobs_T=_joined(
+            turns,
+            lambda turn: np.zeros(turn.observation.num_tokens, dtype=np.float32),
+            lambda turn: turn.completion.logprobs_T,
+        ),
         reward=reward,
         weight=weight,
-        completion_id=completion.id,
+        images=tuple(image for turn in turns[1:] for image in turn.observation.images),
+        completion_ids=tuple(turn.completion.id for turn in turns),
+        versions=tuple(turn.completion.version for turn in turns),
     )
+
+
+def _joined(
+    turns: Sequence[TurnTokens],
+    of_observation: Callable[[TurnTokens], NDArray[Value]],
+    of_completion: Callable[[TurnTokens], NDArray[Value]],
+) -> NDArray[Value]:
+    """One value per token of all turns, without the prompt."""
+    first, *later = turns
+    if not later:
+        return of_completion(first)
+    rest = (part(turn) for turn in later for part in (of_observation, of_completion))
+    return np.concatenate([of_completion(first), *rest])
 
 
 def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
@@ -136,13 +162,13 @@ def replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
     """Mean rewards, accuracies and lengths over the episodes of a step; by question type where there are several."""
     episodes = [episode for group in groups for episode in group.episodes]
-    lengths = [len(episode.completion.token_ids_T) for episode in episodes]
+    lengths = [episode.num_action_tokens for episode in episodes]
     metrics = {
         "reward": _mean([episode.score.reward for episode in episodes]),
         "accuracy": _mean([episode.score.accuracy for episode in episodes]),
         "response_tokens_mean": _mean(lengths),
         "response_tokens_max": float(max(lengths)),
-        "truncated_frac": _mean([episode.completion.finish == "length" for episode in episodes]),
+        "truncated_frac": _mean([episode.last.finish == "length" for episode in episodes]),
     }
     if len(groups[0].episodes) > 1:
         metrics["groups/without_signal_frac"] = _mean([not _differs(group) for group in groups])

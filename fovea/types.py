@@ -120,6 +120,10 @@ class Request:
     for_update: bool = False
     """The completions go into an update of the weights that draw them: an engine in the trainer's process may keep
     activations for it."""
+    keep: bool = False
+    """Another turn may follow: an engine without a prefix cache keeps the keys and values of the completions."""
+    continues: str | None = None
+    """The completion of the turn before, whose prompt and tokens this prompt begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,12 +143,23 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTokens:
+    """One turn as the model reads and writes it."""
+
+    observation: Prompt
+    """Ids and images that the environment added; the first turn's is the prompt."""
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model was asked and what it said."""
+    """One exchange: the messages that the environment added, and the model's answer."""
 
     messages: tuple[Message, ...]
     text: str
     finish: FinishReason = "stop"
+    tokens: TurnTokens | None = None
+    """None for an answer that no engine drew, such as one that is graded from a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +177,31 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished, scored completion."""
+    """All turns about one task, and their score."""
 
     task: Task
-    completion: Completion
+    turns: tuple[Turn, ...]
     score: Score
+
+    @property
+    def tokens(self) -> tuple[TurnTokens, ...]:
+        """The turns as the model read and wrote them."""
+        return tuple(turn.tokens for turn in self.turns if turn.tokens is not None)
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens that the policy said, over all turns."""
+        return sum(len(turn.completion.token_ids_T) for turn in self.tokens)
+
+    @property
+    def last(self) -> Turn:
+        """The turn that ended the episode."""
+        return self.turns[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The episodes of one task; they share one prompt."""
+    """The episodes of one task; they share the first prompt."""
 
     prompt: Prompt
     episodes: tuple[Episode, ...]
@@ -179,9 +209,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One completion to train on; every array has one value per completion token."""
+    """One episode to train on: `T` tokens after the prompt that it shares with its group.
+
+    Of two turns with completions c and d and an observation o between them, where the policy says 2 tokens each:
+    `token_ids_T = [c1, c2, o1, o2, o3, d1, d2]`, `mask_T = [1, 1, 0, 0, 0, 1, 1]`. Per-token values are 0 where the
+    mask is False.
+    """
 
     token_ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    """True at actions, the tokens that the policy said; the last one is."""
     rollout_logprobs_T: NDArray[np.float32]
     reward: float
     """What the algorithm is to raise: the environment's, less penalties that are known without a model."""
@@ -197,11 +234,16 @@ class Sample:
     """None until `advantages.with_advantages` has made them."""
     returns_T: NDArray[np.float32] | None = None
     """What the value function is to learn; None without one."""
-    completion_id: str = ""
-    """The completion that it was made of."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the observations after the prompt, in order."""
+    completion_ids: tuple[str, ...] = ()
+    """The completions of its turns."""
+    versions: tuple[int, ...] = ()
+    """The policy's version in each turn."""
 
     def __post_init__(self) -> None:
         arrays = (
+            self.mask_T,
             self.rollout_logprobs_T,
             self.old_logprobs_T,
             self.reference_logprobs_T,
@@ -211,6 +253,10 @@ class Sample:
         )
         lengths = {len(array) for array in arrays if array is not None} | {len(self.token_ids_T)}
         assert len(lengths) == 1, f"per-token fields of a sample differ in length: {sorted(lengths)}"
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.mask_T.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

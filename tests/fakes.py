@@ -89,6 +89,9 @@ class BanditRenderer:
         token = ANSWERS.index(str(messages[0].parts[0]))
         return Prompt(token_ids_L=np.array([token]), positions_3L=np.zeros((3, 1), dtype=np.int64), next_position=1)
 
+    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
+        raise AssertionError("the bandit's episodes have one turn")
+
 
 class BanditPolicy:
     """A table of preferences, learned by REINFORCE on the advantages it is handed."""

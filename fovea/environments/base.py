@@ -13,6 +13,9 @@ Split: TypeAlias = Literal["train", "dev", "test"]
 class Environment(Protocol):
     """A task family. Stateless: everything that a method needs is in its arguments. Graders score it."""
 
+    max_turns: int = 1
+    """The most turns of an episode; `reply` is asked while there are fewer."""
+
     def tasks(self, split: Split) -> Sequence[Task]:
         """The rows of a split, lazily where they are many; equal for equal settings."""
         ...
@@ -22,7 +25,7 @@ class Environment(Protocol):
         ...
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The messages that answer the model's last turn; None ends the episode, here after the first turn."""
+        """The messages that answer the model's last turn; None ends the episode."""
         return None
 
     def target(self, task: Task) -> str:

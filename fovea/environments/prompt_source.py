@@ -22,6 +22,8 @@ class RendersPrompts(Protocol):
 
     def prompt(self, messages: Sequence[Message], where: str = ...) -> Prompt: ...
 
+    def observation(self, messages: Sequence[Message], *, after: int, where: str = ...) -> Prompt: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptedTask:
@@ -47,7 +49,7 @@ class PromptSource:
     ) -> None:
         self.tasks = tasks
         self._environment = environment
-        self._renderer = renderer
+        self.renderer = renderer
         self._max_prompt_tokens = max_prompt_tokens
         self._on_bad_row = on_bad_row
         self._cache: LRUCache[int, PromptedTask] = LRUCache(cache_gib * 2**30)
@@ -104,7 +106,7 @@ class PromptSource:
         return PromptSource(
             tasks,
             self._environment,
-            self._renderer,
+            self.renderer,
             max_prompt_tokens=self._max_prompt_tokens,
             on_bad_row=self._on_bad_row,
             cache_gib=0.0,
@@ -120,7 +122,7 @@ class PromptSource:
         """
         where = where or task.id
         asked = self._environment.prompt(task) if messages is None else messages
-        prompt = self._renderer.prompt(asked, where=where)
+        prompt = self.renderer.prompt(asked, where=where)
         if prompt.num_tokens > self._max_prompt_tokens:
             raise BadRowError(
                 f"{where}: the prompt has {prompt.num_tokens} tokens, images included, and data.max_prompt_tokens="

@@ -23,10 +23,10 @@ class SampledAnswer:
 def sampled_answer(episode: Episode) -> SampledAnswer:
     """The text and score of an episode."""
     return SampledAnswer(
-        text=episode.completion.text,
+        text=episode.last.text,
         reward=episode.score.reward,
         accuracy=episode.score.accuracy,
         parts=episode.score.parts,
         image_parts=episode.score.image_parts,
-        finish=episode.completion.finish,
+        finish=episode.last.finish,
     )

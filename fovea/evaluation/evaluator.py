@@ -11,7 +11,7 @@ from fovea.environments.graders.grading import UNSCORED, Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.rollout.base import Engine
-from fovea.rollout.collect import collect
+from fovea.rollout.collect import Interaction, collect
 from fovea.types import Evaluation, Metrics, Sampling
 
 
@@ -79,8 +79,7 @@ class Evaluator:
             usable = {index: row for index, row in rows.items() if row is not None}
             groups = await collect(
                 self._engine,
-                self._environment,
-                self._grading,
+                Interaction(environment=self._environment, grading=self._grading, renderer=source.renderer),
                 list(usable.values()),
                 sampling=sampling,
                 n=n,

@@ -54,7 +54,7 @@ def rates(groups: Sequence[Group], metrics: Mapping[str, float], peak_tflops: fl
     `metrics` holds the seconds of the phases, and `update_tflop` where the policy counts FLOPs.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    tokens = sum(len(episode.completion.token_ids_T) for episode in episodes)
+    tokens = sum(episode.num_action_tokens for episode in episodes)
     found = {
         "samples_per_second": len(episodes) / metrics["seconds/step"],
         "tokens_per_second": tokens / metrics["seconds/step"],

@@ -1,25 +1,34 @@
-"""Completions and their scores, group by group."""
+"""Episodes and their scores, group by group."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptedTask
+from fovea.environments.prompt_source import PromptedTask, RendersPrompts
 from fovea.errors import UnscoredError
 from fovea.rollout.base import Engine
-from fovea.types import Completion, Episode, Group, Request, Sampling, Task, Turn
+from fovea.rollout.multi_turn import later_turns
+from fovea.types import Episode, Group, Request, Sampling, Turn, TurnTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interaction:
+    """The counterpart of the model in an episode: who replies to it, how replies become tokens, who scores it."""
+
+    environment: Environment
+    grading: Grading
+    renderer: RendersPrompts
 
 
 async def collect(  # noqa: PLR0913 (all of them are a rollout)
     engine: Engine,
-    environment: Environment,
-    grading: Grading,
+    interaction: Interaction,
     prompted: Sequence[PromptedTask],
     *,
     sampling: Sampling,
@@ -29,7 +38,7 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
     unscored: list[str] | None = None,
     for_update: bool = False,
 ) -> list[Group]:
-    """n scored completions of every prompt; each group is scored as soon as it is drawn.
+    """n scored episodes of every prompt; each group is scored as soon as it is drawn.
 
     A group's random numbers depend on `seed` and its place in the step, after `num_before` others, so that a resumed
     run draws the same. Graders that wait do so while other groups are drawn; the order of groups and episodes stays. A
@@ -37,16 +46,17 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
     """
 
     async def group(place: int, item: PromptedTask) -> Group | None:
+        several_turns = interaction.environment.max_turns > 1
         request = Request(
             id="/".join(map(str, (*seed, place))),
             prompt=item.prompt,
             sampling=replace(sampling, seed=request_seed(*seed, place)),
             n=n,
-            for_update=for_update,
+            for_update=for_update and not several_turns,
+            keep=several_turns,
         )
-        completions = await engine.generate(request)
         try:
-            episodes = await _episodes(environment, grading, item.task, completions)
+            episodes = await _episodes(engine, interaction, item, request)
         except UnscoredError as error:
             if unscored is None:
                 raise
@@ -59,14 +69,30 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
 
 
 async def _episodes(
-    environment: Environment, grading: Grading, task: Task, completions: Sequence[Completion]
+    engine: Engine, interaction: Interaction, item: PromptedTask, request: Request
 ) -> tuple[Episode, ...]:
-    asked = tuple(environment.prompt(task))
-    answers = [[Turn(messages=asked, text=each.text, finish=each.finish)] for each in completions]
-    scores = await grading.scores(task, answers)
+    """The n episodes of one task, scored."""
+    asked = tuple(interaction.environment.prompt(item.task))
+    answers = [
+        (
+            Turn(
+                messages=asked,
+                text=completion.text,
+                finish=completion.finish,
+                tokens=TurnTokens(observation=item.prompt, completion=completion),
+            ),
+        )
+        for completion in await engine.generate(request)
+    ]
+    if interaction.environment.max_turns > 1:
+        calls = (
+            later_turns(engine, interaction.environment, interaction.renderer, item.task, turns, request)
+            for turns in answers
+        )
+        answers = await asyncio.gather(*calls)
+    scores = await interaction.grading.scores(item.task, answers)
     return tuple(
-        Episode(task=task, completion=completion, score=score)
-        for completion, score in zip(completions, scores, strict=True)
+        Episode(task=item.task, turns=turns, score=score) for turns, score in zip(answers, scores, strict=True)
     )
 
 

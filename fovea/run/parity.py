@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from numpy import float32
 from numpy.typing import NDArray
@@ -242,6 +243,7 @@ def _batch(drawn: Sequence[_Drawn]) -> Batch:
 def _sample(completion: Completion) -> Sample:
     return Sample(
         token_ids_T=completion.token_ids_T,
+        mask_T=np.ones(len(completion.token_ids_T), dtype=np.bool_),
         rollout_logprobs_T=completion.logprobs_T,
         reward=0.0,
         weight=0.0,

@@ -16,7 +16,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.errors import TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
-from fovea.rollout.collect import collect
+from fovea.rollout.collect import Interaction, collect
 from fovea.types import Group, Metrics, Sampling
 
 SAME_ACCURACY = 1e-6
@@ -32,6 +32,15 @@ class TaskStream:
     curriculum: Curriculum
     environment: Environment
     grading: Grading
+
+    @property
+    def interaction(self) -> Interaction:
+        """With the grader of the present stage of the curriculum."""
+        return Interaction(
+            environment=self.environment,
+            grading=self.grading.at(self.curriculum.stage),
+            renderer=self.source.renderer,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +102,7 @@ async def _rollout(
     with phases("rollout"):
         groups = await collect(
             engine,
-            stream.environment,
-            stream.grading.at(stream.curriculum.stage),
+            stream.interaction,
             prompted,
             sampling=training_sampling(config),
             n=rollout.samples_per_prompt,

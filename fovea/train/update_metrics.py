@@ -79,10 +79,12 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
     k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are of the difference itself. Empty without
     groups.
     """
-    rollout = [sample.rollout_logprobs_T for group in groups for sample in group.samples]
-    if not rollout:
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
         return {}
-    rollout_A, old_A = torch.from_numpy(np.concatenate(rollout)), torch.from_numpy(np.concatenate(old_logprobs))
+    rollout_A = torch.from_numpy(np.concatenate([sample.rollout_logprobs_T[sample.mask_T] for sample in samples]))
+    masked = (old_T[sample.mask_T] for old_T, sample in zip(old_logprobs, samples, strict=True))
+    old_A = torch.from_numpy(np.concatenate(list(masked)))
     difference_A = rollout_A - old_A
     return {
         "rollout_train_k1": float(difference_A.mean()),

@@ -22,7 +22,7 @@ from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.rollout.collect import collect
+from fovea.rollout.collect import Interaction, collect
 from fovea.run.context import Run
 from fovea.types import Completion, Group, Request, Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
@@ -86,8 +86,7 @@ def collected(grading: Grading, engine: Ticking, unscored: list[str] | None = No
     return wait_for(
         collect(
             engine,  # type: ignore[arg-type]
-            environment,
-            grading,
+            Interaction(environment=environment, grading=grading, renderer=renderer),
             prompted,
             sampling=sampling,
             n=NUM_COMPLETIONS,
@@ -101,7 +100,7 @@ def told(groups: Sequence[Group]) -> list[tuple[str, list[str], list[float]]]:
     return [
         (
             group.episodes[0].task.id,
-            [episode.completion.text for episode in group.episodes],
+            [episode.last.text for episode in group.episodes],
             [episode.score.reward for episode in group.episodes],
         )
         for group in groups

@@ -88,11 +88,12 @@ def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], 
         advantage = np.full(len(tokens), rng.normal(), dtype=np.float32)
         return Sample(
             token_ids_T=tokens,
+            mask_T=np.ones(len(tokens), dtype=np.bool_),
             rollout_logprobs_T=completion.logprobs_T,
             reward=0.0,
             weight=1 / num_tokens,
             advantages_T=advantage,
-            completion_id=completion.id if traces else "",
+            completion_ids=(completion.id,) if traces else (),
         )
 
     samples = [tuple(map(sample, group)) for group in groups]
@@ -299,7 +300,7 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
     """Whether it was gone through or not: the next rollout makes one of its own."""
     pair = Pair(tiny("qwen3_vl"), linears=False, plain_update_every_steps=1 if kept == "plain" else 1000)
     batch = batch_of(pair.prompts, pair.rollout())
-    trace = pair.tape.trace(batch.groups[0].samples[0].completion_id)
+    trace = pair.tape.trace(batch.groups[0].samples[0].completion_ids[0])
     assert trace is not None
     alive = [weakref.ref(features.embeds_VD) for features in pair.tape.graph(trace.graph_number).values()]
     assert all(reference() is not None for reference in alive)

@@ -21,6 +21,7 @@ class UserEnvironment(Environment):
         """`user` has the methods that `custom.loading` checks; `name` is what messages call it."""
         self._user = user
         self._name = name
+        self.max_turns = getattr(user, "max_turns", 1)
         self._reply: Callable[[Task, Sequence[Turn]], Sequence[Message] | None] = getattr(user, "reply", _end)
 
     def tasks(self, split: Split) -> Sequence[Task]:

@@ -62,7 +62,19 @@ def checked_environment(user: Any, name: str) -> Any:
         if not callable(bound):
             raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
         _check_call(bound, parameters, "environment", f"{name}.{method}")
+    _check_turns(user, name)
     return user
+
+
+def _check_turns(user: Any, name: str) -> None:
+    """An environment that replies says how often, and the reverse."""
+    max_turns = getattr(user, "max_turns", None)
+    if hasattr(user, "reply") and max_turns is None:
+        raise ConfigError(
+            f"environment={name} has a method reply, but no max_turns; add max_turns = 4, or another bound"
+        )
+    if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
+        raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
 
 
 def _instance(made: type, settings: OwnEnvironment) -> object:

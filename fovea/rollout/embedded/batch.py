@@ -141,6 +141,10 @@ class Batch:
         ended: list[int] = (~self._live_state().running_B).nonzero()[:, 0].tolist()
         return ended
 
+    def num_stored(self, place: int) -> int:
+        """Tokens of a row that were fed back: all but the last."""
+        return int(self._live_state().length_B[place]) - 1
+
     def take(self, ended: Sequence[int]) -> list[Ended]:
         """Remove these rows, and say what came of them."""
         state = self._live_state()

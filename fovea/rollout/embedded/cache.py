@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fovea.models.decoder import Attend
-from fovea.types import Completion, Prompt, Request, Sampling
+from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 
 Store = Callable[[int, Tensor, Tensor], None]
 """(layer, keys [N, J, D], values [N, J, D])"""
@@ -51,6 +51,10 @@ class Cache(Protocol):
         """Rows that have ended leave as in `fill_holes`, and prompts that lost their last row."""
         ...
 
+    def held(self, row: int, tokens: int) -> list[Tensor]:
+        """Copies of a live row's keys and values, [2, J, prompt + tokens, D] per layer, its prompt's included."""
+        ...
+
     def clear(self) -> None:
         """Forget all rows and prompts."""
         ...
@@ -73,11 +77,27 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptKeys:
+    """Keys and values of the turns before, all but the last token's, which was never fed back."""
+
+    layers: Sequence[Tensor]
+    """[2, J, tokens, D] each."""
+    num_tokens: int
+    num_images: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueuedRequest:
     """A request that waits or runs, and the future of its caller."""
 
     request: Request
     done: asyncio.Future[Sequence[Completion]]
+    kept: KeptKeys | None = None
+    """Keys of the beginning of the prompt, from the turn before."""
 
     @property
     def prompt(self) -> Prompt:
@@ -90,6 +110,16 @@ class QueuedRequest:
     @property
     def n(self) -> int:
         return self.request.n
+
+    @property
+    def first_new_token(self) -> int:
+        """Where prefill begins in the prompt."""
+        return 0 if self.kept is None else self.kept.num_tokens
+
+    @property
+    def new_images(self) -> tuple[PromptImage, ...]:
+        """Images of the prompt from `first_new_token` on."""
+        return self.prompt.images if self.kept is None else self.prompt.images[self.kept.num_images :]
 
     @property
     def demand(self) -> Demand:

@@ -125,6 +125,12 @@ class SlotCache:
         keys, values = self._prompts.layers[layer][:, span.prompt, :, : span.end]
         return keys, values
 
+    def held(self, row: int, tokens: int) -> list[Tensor]:
+        slot = self._prompt_of_row[row]
+        length = self._prompt_lengths[slot]
+        pairs = zip(self._prompts.layers, self._own.layers, strict=True)
+        return [torch.cat([prompts[:, slot, :, :length], own[:, row, :, :tokens]], dim=2) for prompts, own in pairs]
+
     def remove(self, ended: Sequence[int]) -> None:
         moves = fill_holes(len(self._prompt_of_row), ended)
         self._own.move(moves, self._used_tokens)

@@ -24,7 +24,7 @@ from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
 from fovea.models.trainable import weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Batch, Ended
-from fovea.rollout.embedded.cache import Cache, Demand, QueuedRequest
+from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.linears import (
@@ -38,6 +38,7 @@ from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
 from fovea.types import Completion, Request
+from fovea.utils.lru_cache import LRUCache
 
 DEFAULT_TUNING = Tuning()
 
@@ -90,13 +91,19 @@ class EmbeddedEngine:
         """What has been drawn; None runs still."""
         self._full = False
         """The first in the queue has to wait until something ends."""
+        self._kept: LRUCache[str, KeptKeys] = LRUCache(max_batch_tokens)
+        """By completion id, measured in tokens: turns that the next one continues."""
         self._worker: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
         if self._asleep:
             raise EngineError("a request to an engine that is asleep; call wake first")
-        queued = QueuedRequest(request=request, done=asyncio.get_running_loop().create_future())
+        queued = QueuedRequest(
+            request=request,
+            done=asyncio.get_running_loop().create_future(),
+            kept=None if request.continues is None else self._kept.get(request.continues),
+        )
         needed = self._ready_cache().cost([queued.demand])
         if needed > self._max_batch_tokens:
             raise EngineError(
@@ -162,6 +169,7 @@ class EmbeddedEngine:
         self._named = named
         self._free_decode_copies()
         self._version = version
+        self._kept = LRUCache(self._max_batch_tokens)
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
         if addresses != self._addresses:
@@ -174,6 +182,7 @@ class EmbeddedEngine:
     def _free_memory(self) -> None:
         """Free pages and captured graphs; dense caches hold nothing between calls of `generate`."""
         self._cache = self._stepper = None
+        self._kept = LRUCache(self._max_batch_tokens)
         self._free_decode_copies()
 
     async def _run(self) -> None:
@@ -245,9 +254,11 @@ class EmbeddedEngine:
         ended = batch.look()
         if not ended:
             return
+        held = self._hold(batch, cache, ended)
         cache.remove(ended)
         for result in batch.take(ended):
             request = result.row.request
+            self._keep(result, held.get(id(result.row)))
             drawn = self._running[request]
             drawn[result.row.index] = self._completion(result)
             if None not in drawn:
@@ -256,13 +267,26 @@ class EmbeddedEngine:
                     request.done.set_result([completion for completion in drawn if completion is not None])
         self._full = False
 
+    def _hold(self, batch: Batch, cache: Cache, ended: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Keys and values of the rows among these that another turn may continue, by the id of the row object."""
+        rows = {place: batch.rows[place] for place in ended if batch.rows[place].request.request.keep}
+        return {id(row): cache.held(place, batch.num_stored(place)) for place, row in rows.items()}
+
+    def _keep(self, ended: Ended, layers: Sequence[Tensor] | None) -> None:
+        """Keep keys for the next turn, the least recently used ones no longer than the token budget allows."""
+        if layers is None:
+            return
+        request = ended.row.request
+        kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
+        self._kept.put(_completion_id(ended), kept, kept.num_tokens)
+
     def _completion(self, ended: Ended) -> Completion:
         if not np.isfinite(ended.logprobs_T).all():
             raise EngineError(
                 "the model's logits are not finite, so that nothing can be drawn from them: the weights have diverged; "
                 "resume from an earlier checkpoint with a lower train.learning_rate"
             )
-        completion_id = f"{ended.row.request.request.id}/{ended.row.index}"
+        completion_id = _completion_id(ended)
         self._recorder.finished(completion_id, ended)
         return Completion(
             id=completion_id,
@@ -303,3 +327,7 @@ class EmbeddedEngine:
     def _free_decode_copies(self) -> None:
         """Free the oneDNN and 8-bit copies of the weights: the update has no use for them and needs the memory."""
         self._packed_stepper = self._int8_stepper = None
+
+
+def _completion_id(ended: Ended) -> str:
+    return f"{ended.row.request.request.id}/{ended.row.index}"

@@ -111,6 +111,12 @@ class PagedCache:
         keys, values = self.pools[layer][:, pages].flatten(1, 2)[:, : span.end].transpose(1, 2)
         return keys, values
 
+    def held(self, row: int, tokens: int) -> list[Tensor]:
+        live = self._rows[row]
+        pages = torch.tensor([*live.prompt.pages, *live.pages], device=self.pools[0].device)
+        end = live.prompt.num_tokens + tokens
+        return [pool[:, pages].flatten(1, 2)[:, :end].transpose(1, 2).clone() for pool in self.pools]
+
     def remove(self, ended: Sequence[int]) -> None:
         for place in ended:
             row = self._rows[place]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
@@ -19,7 +20,7 @@ from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, QueuedRequest, Span
+from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, Span
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.recorder import Recorder
 
@@ -55,10 +56,16 @@ def prefill(
     recorder: Recorder,
     pass_tokens: int = PASS_TOKENS,
 ) -> Tensor:
-    """Hidden states [P, E] that predict the first tokens; the cache then holds the prompts."""
+    """Hidden states [P, E] that predict the first tokens; the cache then holds the prompts.
+
+    A prompt whose beginning was kept from the turn before is run from its first new token on.
+    """
     lengths = [request.prompt.num_tokens for request in requests]
+    starts = [request.first_new_token for request in requests]
     first, outs, places, start = cache.add(requests), [], [], 0
-    for spans in prompt_passes(lengths, first, pass_tokens):
+    for prompt, request in enumerate(requests, start=first):
+        restore(cache, prompt, request.kept)
+    for spans in prompt_passes(lengths, first, pass_tokens, starts):
         part = row.part(start, start + sum(span.end - span.start for span in spans))
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
         attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
@@ -67,17 +74,26 @@ def prefill(
         places.append(place)
         start += len(part.hidden_NE)
     recorder.prefilled(requests, places[0])
-    last_P = torch.tensor(lengths).cumsum(0) - 1
+    last_P = (torch.tensor(lengths) - torch.tensor(starts)).cumsum(0) - 1
     return torch.cat(outs)[last_P.to(row.hidden_NE.device)]
+
+
+def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
+    """Write the keys and values of the turns before to the beginning of a prompt."""
+    if kept is None:
+        return
+    store = cache.writer([Span(prompt=prompt, start=0, end=kept.num_tokens)])
+    for layer, (keys, values) in enumerate(kept.layers):
+        store(layer, keys.transpose(0, 1), values.transpose(0, 1))
 
 
 def prompt_row(
     vlm: VLM, weights: TextWeights, requests: Sequence[QueuedRequest], features: Sequence[ImageFeatures]
 ) -> PromptRow:
-    """The prompts with the features of their images, in order."""
-    device, prompts = weights.embed.device, [request.prompt for request in requests]
-    token_ids_N = torch.from_numpy(np.concatenate([prompt.token_ids_L for prompt in prompts])).to(device)
-    positions_3N = torch.from_numpy(np.concatenate([prompt.positions_3L for prompt in prompts], axis=1)).to(device)
+    """The new tokens of the prompts with the features of their images, in order."""
+    device = weights.embed.device
+    token_ids_N = _joined([request.prompt.token_ids_L[request.first_new_token :] for request in requests], device)
+    positions_3N = _joined([request.prompt.positions_3L[:, request.first_new_token :] for request in requests], device)
     hidden_NE = weights.embed[token_ids_N]
     visual = None
     if features:
@@ -88,17 +104,24 @@ def prompt_row(
     return PromptRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)
 
 
-def prompt_passes(lengths: Sequence[int], first: int, pass_tokens: int) -> list[list[Span]]:
+def _joined(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays, axis=-1)).to(device)
+
+
+def prompt_passes(
+    lengths: Sequence[int], first: int, pass_tokens: int, starts: Sequence[int] | None = None
+) -> list[list[Span]]:
     """Cut prompts into forward passes, so that what a pass holds does not grow with the prompts that are admitted.
 
-    Whole prompts share a pass while they fit; a longer one goes through alone, a piece at a time.
+    Whole prompts share a pass while they fit; a longer one, or one that starts behind kept keys, goes through alone, a
+    piece at a time. `starts`: the first token of each prompt to be run; default: 0.
     """
     passes: list[list[Span]] = []
     room = 0
-    for prompt, length in enumerate(lengths, start=first):
-        if length > pass_tokens:
-            starts = range(0, length, pass_tokens)
-            passes += [[Span(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in starts]
+    for prompt, (length, start) in enumerate(zip(lengths, starts or [0] * len(lengths), strict=True), start=first):
+        if length > pass_tokens or start:
+            pieces = range(start, length, pass_tokens)
+            passes += [[Span(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in pieces]
             room = 0
             continue
         if length > room:

@@ -54,7 +54,7 @@ class Recorder:
 
         `alone`: no others are running.
         """
-        images = [image for request in requests for image in request.prompt.images]
+        images = [image for request in requests for image in request.new_images]
         graph = self._decide(requests, images, alone)
         if graph:
             return [graph[image.key].map(Tensor.detach) for image in images]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fovea.models.activation_tape import ImageGraph, Recall, Tape
+from fovea.models.activation_tape import ImageGraph, Recall, Tape, Trace
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.train.packing import MicroBatch
-from fovea.types import SampleGroup
+from fovea.types import Sample, SampleGroup
 
 MIN_SHARE_OF_GRAPH = 2 / 3
 """A backward pass costs twice a forward pass and goes through all images of the graph: with fewer of them in the update
@@ -39,7 +39,7 @@ class Reuse:
     def of(groups: Sequence[SampleGroup], tape: Tape) -> Reuse:
         """Take over what is worth it for these groups; other graphs are freed."""
         samples = [sample for group in groups for sample in group.samples]
-        traces = [trace for sample in samples if (trace := tape.trace(sample.completion_id))]
+        traces = [trace for sample in samples if (trace := _trace(sample, tape))]
         graphs = {trace.graph_number: tape.graph(trace.graph_number) for trace in traces}
         needed = {image.key for group in groups for image in group.prompt.images}
         worth = [graph for graph in graphs.values() if _share(graph, needed) >= MIN_SHARE_OF_GRAPH]
@@ -72,7 +72,7 @@ class Reuse:
 
 def recall_of(micro: MicroBatch, tape: Tape) -> Recall | None:
     """Where the linear outputs of the row stand on the tape; None unless all are there."""
-    traces = [[tape.trace(sample.completion_id) for sample in group.samples] for group in micro.groups]
+    traces = [[_trace(sample, tape) for sample in group.samples] for group in micro.groups]
     known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
     if [len(group) for group in known] != [len(group.samples) for group in micro.groups]:
         return None
@@ -81,6 +81,11 @@ def recall_of(micro: MicroBatch, tape: Tape) -> Recall | None:
     if len(joined) != micro.row.num_tokens:  # padded to a fixed length
         return None
     return Recall(tape=tape, places_N=joined)
+
+
+def _trace(sample: Sample, tape: Tape) -> Trace | None:
+    """Where a sample's activations stand; None for several turns, of which no rollout keeps activations."""
+    return tape.trace(sample.completion_ids[0]) if len(sample.completion_ids) == 1 else None
 
 
 def _share(graph: ImageGraph, needed: set[str]) -> float:
