@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea import __version__
+from fovea.cli import doctor
 from fovea.cli import main as cli
-from fovea.cli.main import doctor
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError

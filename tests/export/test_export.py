@@ -50,14 +50,14 @@ SETTINGS: dict[str, Any] = {
 
 
 class Recording(Evaluator):
-    """Keeps what it read."""
+    """An evaluator that records the answers of every evaluation."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.kept: list[list[AnsweredRow]] = []
 
-    def answers(self, *arguments: Any, **settings: Any) -> list[AnsweredRow]:
-        rows = super().answers(*arguments, **settings)
+    async def answers(self, *arguments: Any, **settings: Any) -> list[AnsweredRow]:
+        rows = await super().answers(*arguments, **settings)
         self.kept.append(rows)
         return rows
 
