@@ -12,7 +12,7 @@ from fovea.advantages import with_advantages
 from fovea.config.run import Algorithm
 from fovea.types import Batch, Prompt, Sample, SampleGroup
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
 def floats(*values: float) -> np.ndarray:

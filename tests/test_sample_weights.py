@@ -11,7 +11,7 @@ from fovea.config.run import Algorithm
 from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 MAX_NEW_TOKENS = 10
 
 

@@ -12,7 +12,7 @@ from fovea.metrics.names import definition_of
 from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
 def group(*rewards: float, tokens: int = 4, kind: str = "all") -> Group:

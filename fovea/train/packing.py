@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.train.microbatching import Row
@@ -46,16 +47,19 @@ class MicroBatch:
         return [logprobs_A for logprobs_A in given if logprobs_A is not None]
 
 
-def micro_batches(rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None) -> list[MicroBatch]:
+def micro_batches(
+    family: ModelFamily, rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None
+) -> list[MicroBatch]:
     """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`."""
-    return [_pack(row, device, padded_tokens) for row in rows]
+    return [_pack(family, row, device, padded_tokens) for row in rows]
 
 
-def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
+def _pack(family: ModelFamily, parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
     groups = [part.group for part in parts]
     samples = [sample for group in groups for sample in group.samples]
     return MicroBatch(
         row=pack_row(
+            family,
             [group.prompt for group in groups],
             [[sample.token_ids_T for sample in group.samples] for group in groups],
             device,
@@ -75,6 +79,7 @@ def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroB
 
 
 def pack_row(
+    family: ModelFamily,
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[NDArray[np.int64]]],
     device: torch.device,
@@ -90,13 +95,14 @@ def pack_row(
     start = 0
     for prompt, answers in zip(prompts, completions, strict=True):
         tokens.append(prompt.token_ids_L)
-        positions.append(prompt.positions_3L)
+        prompt_3L, next_position = family.positions(prompt.token_ids_L, prompt.images, 0)
+        positions.append(prompt_3L)
         start += prompt.num_tokens
         last_of_prompt = start - 1
         for answer in answers:
             length = len(answer) - 1
             tokens.append(answer[:-1])
-            positions.append(np.broadcast_to(prompt.next_position + np.arange(length), (3, length)))
+            positions.append(family.positions(answer[:-1], (), next_position)[0])
             hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)]))
             start += length
     padding = 0 if padded_tokens is None else padded_tokens - start

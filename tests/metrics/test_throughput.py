@@ -13,7 +13,7 @@ from fovea.build.outputs import peak_tflops
 from fovea.config.run import Algorithm, Config, Log, Model, TinyModel
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.types import Batch, Completion, Episode, Group, Sample, SampleGroup, Score, Task
 from tests.policies import make_policy
 from tests.tiny_models import image, mixed_prompts, renderer, tiny, user
@@ -125,7 +125,7 @@ def test_the_peak_is_the_setting_or_the_data_sheet(monkeypatch: pytest.MonkeyPat
         assert said[-1] == line
 
 
-def batch_of(parts: ModelParts, lengths: tuple[int, ...]) -> Batch:
+def batch_of(parts: TinyParts, lengths: tuple[int, ...]) -> Batch:
     """One group: an image of 48 x 48 px, and completions of these lengths."""
     prompt = renderer(parts).prompt(user(image(1), "How many circles?"))
     rng = np.random.default_rng(0)
@@ -142,7 +142,7 @@ def batch_of(parts: ModelParts, lengths: tuple[int, ...]) -> Batch:
     return Batch(groups=(SampleGroup(prompt=prompt, samples=tuple(samples)),))
 
 
-def matrices(parts: ModelParts, prefix: str) -> int:
+def matrices(parts: TinyParts, prefix: str) -> int:
     """Entries of all weight matrices below a module."""
     return sum(p.numel() for name, p in parts.network.named_parameters() if name.startswith(prefix) and p.dim() > 1)
 
@@ -177,5 +177,5 @@ def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str) -> None:
         counted = policy.update(batch)["update_tflop"] * ONE_TERATION
     by_torch = counter.get_total_flops()
     assert counted == pytest.approx(by_torch, rel=FEW_PER_CENT)
-    vision = 3 * policy._scorer.cost.work.image((1, 6, 6))
+    vision = 3 * policy._scorer.cost.work.image(batch.groups[0].prompt.images[0])
     assert vision > 2 * FEW_PER_CENT * by_torch, "leaving the images out would show"

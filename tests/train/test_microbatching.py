@@ -23,10 +23,9 @@ FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, wi
 
 
 def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | None = None) -> SampleGroup:
-    pixels = np.zeros((1, 1), dtype=np.float32)
-    images = () if grid is None else (PromptImage(key="", pixels_NC=pixels, grid_thw=grid),)
-    ids, positions = np.arange(prompt_tokens), np.zeros((3, prompt_tokens), dtype=np.int64)
-    prompt = Prompt(token_ids_L=ids, positions_3L=positions, next_position=prompt_tokens, images=images)
+    images = () if grid is None else (PromptImage(key="", tensors={"image_grid_thw": np.array(grid)}, num_tokens=1),)
+    ids = np.arange(prompt_tokens)
+    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=images)
     return SampleGroup(prompt=prompt, samples=tuple(sample(tokens) for tokens in completions))
 
 

@@ -77,12 +77,12 @@ def prompt_row(
     """The prompts with the features of their images, in order."""
     device, prompts = weights.embed.device, [request.prompt for request in requests]
     token_ids_N = torch.from_numpy(np.concatenate([prompt.token_ids_L for prompt in prompts])).to(device)
-    positions_3N = torch.from_numpy(np.concatenate([prompt.positions_3L for prompt in prompts], axis=1)).to(device)
+    positions_3N = torch.from_numpy(np.concatenate([request.positions_3L for request in requests], axis=1)).to(device)
     hidden_NE = weights.embed[token_ids_N]
     visual = None
     if features:
         joined = concatenate(features)
-        pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
+        pads = (token_ids_N == vlm.family.image_token_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
     return PromptRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fovea.config.run import Train
 from fovea.models.flops import training_passes, work_of
-from fovea.models.loaded import config_of, vision_tower
+from fovea.models.modules import config_of, vision_tower
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import lora_layers
@@ -48,7 +48,7 @@ class Scorer:
             rows = cut_by_cost(groups, self.cost, max_tokens)
         else:
             rows = cut_by_count(groups, train.groups_per_microbatch, fixed_tokens)
-        return micro_batches(rows, self._device, fixed_tokens)
+        return micro_batches(self.vlm.family, rows, self._device, fixed_tokens)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
