@@ -56,8 +56,8 @@ class Recording(Evaluator):
         super().__init__(*arguments, **settings)
         self.kept: list[list[AnsweredRow]] = []
 
-    def answers(self, *arguments: Any, **settings: Any) -> list[AnsweredRow]:
-        rows = super().answers(*arguments, **settings)
+    async def answers(self, *arguments: Any, **settings: Any) -> list[AnsweredRow]:
+        rows = await super().answers(*arguments, **settings)
         self.kept.append(rows)
         return rows
 
