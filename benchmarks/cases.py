@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from fovea.config.run import TinyModel
 from fovea.environments.base import Environment
-from fovea.models.loaded import ModelParts
-from fovea.models.tiny import make_tiny
+from fovea.models.tiny import TinyParts, make_tiny, with_processor
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
 WORDS = [
@@ -126,12 +125,21 @@ FAMILIES = {"many": ("many_4", "many_8", "many_16")}
 """Names that stand for several cases."""
 
 
-def make_parts(case: Case, seed: int = 0) -> ModelParts:
+def make_parts(case: Case, seed: int = 0) -> TinyParts:
     """Weights, tokenizer and image processor; equal for equal arguments. No token ends a completion."""
     parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed)
     if case.vocabulary is not None:
         parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)
     return parts
+
+
+def endless(parts: TinyParts) -> TinyParts:
+    """The same without a stop token, so that every completion has the same length on both sides."""
+    parts.processor.tokenizer.eos_token = None
+    assert parts.network.generation_config is not None
+    parts.network.generation_config.eos_token_id = None
+    processor = parts.processor
+    return with_processor(parts.network, processor.tokenizer, processor.image_processor, processor.name)
 
 
 def make_tasks(case: Case, count: int, seed: int = 5) -> list[Task]:

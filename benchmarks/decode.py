@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.cases import CASES, BenchEnvironment, make_parts, make_tasks
+from benchmarks.cases import CASES, BenchEnvironment, endless, make_parts, make_tasks
 from fovea.data.images import open_image
-from fovea.models.loaded import ModelParts, language_model
+from fovea.models.modules import language_model
 from fovea.models.render import Renderer
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -66,16 +67,13 @@ def main(tokens: str = "48") -> None:
 
 def _measure(setting: Setting, num_tokens: int) -> None:
     case = replace(CASES[setting.case], vocabulary=setting.vocabulary)
-    parts = make_parts(case)
-    parts.tokenizer.eos_token = None
-    assert parts.network.generation_config is not None
-    parts.network.generation_config.eos_token_id = None
-    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=1 << 20)
+    parts = endless(make_parts(case))
+    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=1 << 20)
     engine.load_weights(dict(merged_weights(parts.network)), version=0)
     tasks = make_tasks(case, setting.prompts)
     tasks = [replace(task, question=" ".join([task.question] * setting.question_repeats)) for task in tasks]
     environment = BenchEnvironment(tasks)
-    render = Renderer(parts, lambda ref: open_image(ref, max_mib=32, max_megapixels=64))
+    render = Renderer(parts.processor, lambda ref: open_image(ref, max_mib=32, max_megapixels=64))
     prompts = [render.prompt(environment.prompt(task)) for task in tasks]
     first = _fastest(lambda: _draw(engine, prompts, setting.samples, 1))
     whole = _fastest(lambda: _draw(engine, prompts, setting.samples, num_tokens))
@@ -98,7 +96,7 @@ def _draw(engine: EmbeddedEngine, prompts: Sequence[Prompt], n: int, tokens: int
     wait_for(all_of_them())
 
 
-def _floor(parts: ModelParts, rows: int) -> float:
+def _floor(parts: TinyParts, rows: int) -> float:
     """Seconds of the linear layers of one step."""
     layers = [m.weight for m in language_model(parts.network).modules() if isinstance(m, nn.Linear)]
     weights = [*layers, language_model(parts.network).get_submodule("embed_tokens").get_parameter("weight")]

@@ -26,7 +26,7 @@ from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_ra
 from benchmarks.ours import Ours, config_of
 from benchmarks.process import restart_with_tuned_malloc
 from fovea.models.flops import FORWARD, Passes, Work, training_passes, work_of
-from fovea.models.loaded import language_model, vision_tower
+from fovea.models.modules import language_model, vision_tower
 from fovea.types import Prompt
 
 MODULE = "benchmarks.floors"
@@ -150,15 +150,15 @@ def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
 
 
 def _vision(phase: str, sizes: Sizes, passes: Passes) -> Part:
-    grids = [image.grid_thw for prompt in sizes.prompts for image in prompt.images]
-    patches = sum(frames * height * width for frames, height, width in grids)
+    images = [image for prompt in sizes.prompts for image in prompt.images]
+    patches = sum(len(image.tensors["pixel_values"]) for image in images)
     linear = patches * sizes.work.patch
     return Part(
         phase=phase,
         name="vision",
         passes=passes.vision,
         linear=passes.vision * linear,
-        attention=passes.vision * (sum(sizes.work.image(grid) for grid in grids) - linear),
+        attention=passes.vision * (sum(sizes.work.image(image) for image in images) - linear),
         bytes=passes.vision * sizes.vision_bytes,
     )
 

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from fovea.config.run import TinyModel
-from fovea.models.loaded import IMAGE_PAD, ModelParts, token_id
-from fovea.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, build_image_processor, with_chat_tokens
+from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.processor import token_id
+from fovea.models.tiny import SPECIAL_TOKENS, TinyParts, build_image_processor, with_chat_tokens, with_processor
 
 QWEN3_VL_2B: dict[str, dict[str, Any]] = {
     "text": {
@@ -75,16 +76,12 @@ SMALL: dict[str, dict[str, Any]] = {
 PATCH_PX, MERGE = 16, 2
 
 
-def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtype, seed: int = 0) -> ModelParts:
+def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtype, seed: int = 0) -> TinyParts:
     """All parts of a model of this shape; equal for equal arguments."""
     tokenizer = build_wide_tokenizer(shape["text"]["vocab_size"])
-    return ModelParts(
-        network=_build_network(shape, tokenizer, device, dtype, seed),
-        tokenizer=tokenizer,
-        image_processor=build_image_processor(TinyModel(patch_size_px=PATCH_PX)),
-        chat_template=CHAT_TEMPLATE,
-        name="random weights",
-    )
+    network = _build_network(shape, tokenizer, device, dtype, seed)
+    image_processor = build_image_processor(TinyModel(patch_size_px=PATCH_PX))
+    return with_processor(network, tokenizer, image_processor, "random weights")
 
 
 def build_wide_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:

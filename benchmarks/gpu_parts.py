@@ -20,8 +20,8 @@ from benchmarks.machine import Rates, seconds_of
 from benchmarks.ours import Ours, Shared, share
 from benchmarks.timing import StepTimes
 from fovea.models.flops import Passes, training_passes, work_of
-from fovea.models.loaded import ModelParts
 from fovea.models.shared_prefix.attention import Kernel
+from fovea.models.tiny import TinyParts
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
@@ -161,7 +161,7 @@ def update_operations(case: Case, ours: Ours) -> float:
     work = work_of(ours.shared.parts.network.config)
     passes: Passes = training_passes(lora=False, trains_vision=True, features_cached=False)
     return sum(
-        work.prompt(prompt.num_tokens, [image.grid_thw for image in prompt.images], passes)
+        work.prompt(prompt.num_tokens, prompt.images, passes)
         + case.samples * work.completion(case.completion_tokens, prompt.num_tokens, passes)
         for prompt in ours.prompts(case.prompts)
     )
@@ -206,7 +206,7 @@ def give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def fresh_parts(setting: Setting) -> ModelParts:
+def fresh_parts(setting: Setting) -> TinyParts:
     """A model of its own, equal to any other of this setting."""
     return make_shaped(setting.shape, setting.device, setting.dtype)
 

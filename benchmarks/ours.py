@@ -9,7 +9,7 @@ from time import perf_counter
 
 from PIL import Image
 
-from benchmarks.cases import BenchEnvironment, BenchGrader, Case, make_parts, make_tasks
+from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
 from fovea.build.engine import make_engine, make_tape
@@ -24,9 +24,9 @@ from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
-from fovea.models.loaded import ModelParts
 from fovea.models.render import Renderer
 from fovea.models.shared_prefix.attention import Kernel
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, recompute_activations
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
@@ -48,7 +48,7 @@ LEARNING_RATE = 1e-6
 class Shared:
     """What runs of several cases may have in common."""
 
-    parts: ModelParts
+    parts: TinyParts
     vlm: VLM
     engine: EmbeddedEngine
     policy: TorchPolicy
@@ -105,23 +105,20 @@ class Ours:
         return [each.prompt for each in prompted if each is not None]
 
 
-def share(case: Case, parts: ModelParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:
+def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:
     """Model, engine and trainer of a case."""
     config = config_of(case)
-    # no stop token: every completion has the same length on both sides
-    parts.tokenizer.eos_token = None
-    assert parts.network.generation_config is not None
-    parts.network.generation_config.eos_token_id = None
+    parts = endless(parts)
     choose_trainable(parts.network, config.model, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
     cache = None if config.model.trains_vision else FeatureCache(2**30)
-    vlm = VLM(parts, attention=attention, feature_cache=cache).to(device)
+    vlm = VLM(parts.network, attention=attention, feature_cache=cache).to(device)
     tape = make_tape(config, vlm)
     return Shared(
         parts=parts,
         vlm=vlm,
-        engine=make_engine(config, parts, vlm, tape),
+        engine=make_engine(config, parts.processor, vlm, tape),
         policy=TorchPolicy(
             vlm,
             train=config.train,
@@ -166,7 +163,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
     source = PromptSource(
         environment.rows,
         environment,
-        Renderer(shared.parts, _open),
+        Renderer(shared.parts.processor, _open),
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_bad_row=config.data.on_bad_row,
         cache_gib=0.0,

@@ -25,7 +25,7 @@ from benchmarks.cases import Case, make_parts, make_tasks, reward_of
 from benchmarks.ours import LEARNING_RATE
 from benchmarks.timing import StepTimes
 from fovea.config.model import LANGUAGE_LINEARS
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 
 
 class ImageProcessor(transformers.Qwen3VLProcessor):
@@ -72,13 +72,13 @@ class Clock(TrainerCallback):
         self._after(StepTimes(step=whole, rollout=rollout, train=whole - rollout, tokens=self.trainer.tokens))
 
 
-def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: ModelParts | None = None) -> None:
+def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: TinyParts | None = None) -> None:
     """Take `steps` steps of GRPO; `after` is called between them with the times of the last.
 
     `parts` other than the case's own lie where they are trained.
     """
     parts = parts or make_parts(case)
-    parts.tokenizer.padding_side = "left"  # as TRL needs for prompts
+    parts.processor.tokenizer.padding_side = "left"  # as TRL needs for prompts
     if case.freeze_vision:
         parts.network.get_submodule("model.visual").requires_grad_(False)
     clock = Clock(after)
@@ -87,7 +87,9 @@ def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: Mod
         reward_funcs=_rewards,
         args=_settings(case, steps, parts),
         train_dataset=_dataset(case, steps),
-        processing_class=ImageProcessor(parts.image_processor, parts.tokenizer, parts.chat_template),
+        processing_class=ImageProcessor(
+            parts.processor.image_processor, parts.processor.tokenizer, parts.processor.chat_template
+        ),
         callbacks=[clock],
         peft_config=_lora(case),
     )
@@ -95,7 +97,7 @@ def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: Mod
     trainer.train()
 
 
-def _settings(case: Case, steps: int, parts: ModelParts) -> GRPOConfig:
+def _settings(case: Case, steps: int, parts: TinyParts) -> GRPOConfig:
     rows = case.prompts * case.samples
     on_cuda = parts.network.device.type == "cuda"
     return GRPOConfig(
@@ -123,12 +125,12 @@ def _settings(case: Case, steps: int, parts: ModelParts) -> GRPOConfig:
     )
 
 
-def _special_ids(parts: ModelParts) -> list[int]:
+def _special_ids(parts: TinyParts) -> list[int]:
     """What neither side may draw: special tokens, the end token included, and rows beyond the tokenizer."""
     embedding = parts.network.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding)
-    special = [index for index, token in parts.tokenizer.added_tokens_decoder.items() if token.special]
-    return [*special, *range(len(parts.tokenizer), embedding.num_embeddings)]
+    special = [index for index, token in parts.processor.tokenizer.added_tokens_decoder.items() if token.special]
+    return [*special, *range(len(parts.processor.tokenizer), embedding.num_embeddings)]
 
 
 def _dataset(case: Case, steps: int) -> Dataset:

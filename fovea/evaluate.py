@@ -157,7 +157,7 @@ async def ask_target(target: Target, eval_set: EvalSet, overrides: Sequence[str]
         return await _ask_baseline(target, eval_set, say)
     say("loading the model")
     model = open_model(target, eval_set.config, overrides)
-    engine = make_engine(_engine_settings(eval_set.config, model), model.parts, model.vlm)
+    engine = make_engine(_engine_settings(eval_set.config, model), model.processor, model.vlm)
     await SharedWeights(model, engine).push(0)
     # closed on every way out: the next target's engine needs the memory
     try:
@@ -175,7 +175,9 @@ def _engine_settings(config: Config, model: OpenedModel) -> Config:
 
 def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:
     settings = model.config.model
-    return Renderer(model.parts, eval_set.open_image, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
+    return Renderer(
+        model.processor, eval_set.open_image, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
+    )
 
 
 def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:

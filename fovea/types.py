@@ -2,7 +2,8 @@
 
 Records that hold arrays compare by identity.
 
-Axes: `L` tokens of a prompt, `T` tokens of a completion, `N` patches of an image, `C` values of a patch.
+Axes: `L` tokens of a prompt, `U` with one token per image, `T` tokens of a completion, `N` patches of an image, `C`
+values of a patch.
 """
 
 from __future__ import annotations
@@ -65,9 +66,15 @@ class PromptImage:
 
     key: str
     """Hash of the processed pixels: equal key, equal features (see `models.vision.feature_cache`)."""
-    pixels_NC: NDArray[np.float32]
-    grid_thw: tuple[int, int, int]
-    """Patches in time, height and width."""
+    tensors: Mapping[str, NDArray[np.generic]]
+    """As the image processor made them; the names are the family's. Qwen's are pixel_values, float32 [N, C], and
+    image_grid_thw, the patches in time, height and width."""
+    num_tokens: int
+    """Visual tokens in the prompt."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,14 +82,14 @@ class Prompt:
     """Token ids and pixels, made once and used by rollout and training alike.
 
     With one 4x6-patch image and a merge size of 2 the ids hold 6 image pads:
-    `token_ids_L = [im_start, ..., vision_start, pad x 6, vision_end, "How", " many", ...]`.
+    `token_ids_L = [im_start, ..., vision_start, pad x 6, vision_end, "How", " many", ...]`. Positions are not kept:
+    the model family computes them where a row is packed or prefilled (`models.families`).
     """
 
     token_ids_L: NDArray[np.int64]
-    positions_3L: NDArray[np.int64]
-    """M-RoPE positions in time, height and width."""
-    next_position: int
-    """Position of the first completion token, on all three axes."""
+    """As the network reads them: as many image pads as there are visual tokens."""
+    unexpanded_ids_U: NDArray[np.int64]
+    """As a server reads them, which expands images itself: one pad per image."""
     images: tuple[PromptImage, ...] = ()
 
     @property

@@ -10,7 +10,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from tests.tiny_models import FAMILIES, tiny
 
@@ -18,10 +18,10 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(params=FAMILIES)
-def parts(request: pytest.FixtureRequest) -> ModelParts:
+def parts(request: pytest.FixtureRequest) -> TinyParts:
     return tiny(request.param)
 
 
 @pytest.fixture
-def vlm(parts: ModelParts) -> VLM:
-    return VLM(parts)
+def vlm(parts: TinyParts) -> VLM:
+    return VLM(parts.network)

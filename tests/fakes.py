@@ -87,7 +87,7 @@ class BanditRenderer:
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
-        return Prompt(token_ids_L=np.array([token]), positions_3L=np.zeros((3, 1), dtype=np.int64), next_position=1)
+        return Prompt(token_ids_L=np.array([token]), unexpanded_ids_U=np.array([token]))
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
         raise AssertionError("the bandit's episodes have one turn")

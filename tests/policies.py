@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fovea.config.run import Algorithm, Train
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
@@ -23,12 +23,14 @@ def train_settings(**settings: object) -> Train:
     return Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **settings})
 
 
-def make_policy(parts: ModelParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
+def make_policy(parts: TinyParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
     settings = train_settings(**train)
-    return TorchPolicy(VLM(parts), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10)
+    return TorchPolicy(
+        VLM(parts.network), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10
+    )
 
 
-def make_batch(parts: ModelParts, seed: int = 0) -> Batch:
+def make_batch(parts: TinyParts, seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
     groups = [
         SampleGroup(prompt=prompt, samples=tuple(_sample(ids, rng) for ids in completions))
@@ -40,6 +42,7 @@ def make_batch(parts: ModelParts, seed: int = 0) -> Batch:
 def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
     return Sample(
         token_ids_T=ids,
+        mask_T=np.ones(len(ids), dtype=np.bool_),
         rollout_logprobs_T=np.full(len(ids), -5.0, dtype=np.float32),
         reward=0.0,
         weight=1 / NUM_TOKENS,

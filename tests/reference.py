@@ -6,36 +6,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.loaded import IMAGE_PAD, ModelParts
+from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.tiny import TinyParts
 from fovea.models.vision.attention import use_segment_attention
 from fovea.types import Prompt
 
 
-def model_inputs(parts: ModelParts, prompt: Prompt, completion: np.ndarray) -> dict[str, Tensor]:
+def model_inputs(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> dict[str, Tensor]:
     """What transformers' model takes for prompt + completion, positions left to the model."""
     ids = torch.from_numpy(np.concatenate([prompt.token_ids_L, completion]))[None]
     inputs = {"input_ids": ids}
     if prompt.images:
-        pad = int(parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
-        inputs["pixel_values"] = torch.from_numpy(np.concatenate([image.pixels_NC for image in prompt.images]))
-        inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images])
+        pad = int(parts.processor.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
+        inputs["pixel_values"] = torch.from_numpy(
+            np.concatenate([image.tensors["pixel_values"] for image in prompt.images])
+        )
+        inputs["image_grid_thw"] = torch.tensor([image.tensors["image_grid_thw"].tolist() for image in prompt.images])
         inputs["mm_token_type_ids"] = (ids == pad).int()
     return inputs
 
 
-def reference_logprobs(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
+def reference_logprobs(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
     """Log-probs [T] by transformers' sdpa attention."""
     predictions = _predictions(parts, prompt, completion, temperature)
     return predictions.gather(1, torch.from_numpy(completion)[:, None])[:, 0]
 
 
-def reference_entropy(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
+def reference_entropy(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
     """Entropies [T] by transformers' sdpa attention and torch's own distribution."""
     logits = _predictions(parts, prompt, completion, temperature)
     return torch.distributions.Categorical(logits=logits).entropy()
 
 
-def _predictions(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:
+def _predictions(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:
     """Log-probs [T, vocabulary] at each token of the completion; the packed attention is put back afterwards."""
     network = parts.network
     network.set_attn_implementation("sdpa")
@@ -46,7 +49,7 @@ def _predictions(parts: ModelParts, prompt: Prompt, completion: np.ndarray, temp
     return (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
 
 
-def reference_states(parts: ModelParts, prompt: Prompt, completion: np.ndarray) -> Tensor:
+def reference_states(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> Tensor:
     """Last hidden states [T, width] from which each token of the completion is predicted."""
     network = parts.network
     network.set_attn_implementation("sdpa")

@@ -11,8 +11,9 @@ import pytest
 from fovea.advantages import with_advantages
 from fovea.config.run import Algorithm
 from fovea.types import Batch, Prompt, Sample, SampleGroup
+from tests.records import all_actions
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -22,6 +23,7 @@ def floats(*values: float) -> np.ndarray:
 def sample(reward: float, tokens: int = 2, **fields: object) -> Sample:
     return Sample(
         token_ids_T=np.arange(tokens),
+        mask_T=all_actions(tokens),
         rollout_logprobs_T=floats(*[-1.0] * tokens),
         reward=reward,
         weight=1.0,

@@ -58,7 +58,9 @@ def test_the_engine_draws_from_the_newest_weights_and_never_twice_with_one_seed(
     engine.seeds.clear()
     for step in range(3):
         groups, _ = wait_for(take_step(run, at(step)))
-        assert {episode.completion.version for group in groups for episode in group.episodes} == {step}
+        assert {
+            turn.completion.version for group in groups for episode in group.episodes for turn in episode.tokens
+        } == {step}
         np.testing.assert_array_equal(engine.table, policy.table)
     assert len(set(engine.seeds)) == 3 * 8
 

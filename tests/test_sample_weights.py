@@ -10,8 +10,9 @@ import pytest
 from fovea.config.run import Algorithm
 from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
+from tests.records import one_turn
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 MAX_NEW_TOKENS = 10
 
 
@@ -29,7 +30,7 @@ def episode(reward: float, length: int) -> Episode:
         version=0,
     )
     score = Score(reward=reward, accuracy=0.0)
-    return Episode(task=Task(id="0", question="q", answer="a"), completion=completion, score=score)
+    return one_turn(Task(id="0", question="q", answer="a"), completion, score)
 
 
 GROUPS = [group((1, 1), (0, 4)), group((0.5, 2), (0.5, 10)), group((0, 5), (1, 3)), group((0, 6), (0, 9))]
@@ -93,6 +94,7 @@ def test_groups_of_one_all_stay() -> None:
 
 def test_truncated_are_those_that_ended_at_the_limit() -> None:
     assert episode_metrics(GROUPS)["truncated_frac"] == 1 / 8
-    stopped = replace(episode(0, 10), completion=replace(episode(0, 10).completion, finish="stop"))
+    (turn,) = episode(0, 10).turns
+    stopped = replace(episode(0, 10), turns=(replace(turn, finish="stop"),))
     at_the_limit = [replace(GROUPS[0], episodes=(stopped, episode(0, 10), episode(0, 10)))]
     assert episode_metrics(at_the_limit)["truncated_frac"] == pytest.approx(2 / 3)

@@ -11,8 +11,9 @@ from fovea.config.run import Algorithm
 from fovea.metrics.names import definition_of
 from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
+from tests.records import one_turn
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
 def group(*rewards: float, tokens: int = 4, kind: str = "all") -> Group:
@@ -29,7 +30,7 @@ def episode(reward: float, tokens: int, kind: str) -> Episode:
     )
     task = Task(id="0", question="q", answer="a", kind=kind)
     score = Score(reward=reward, accuracy=float(reward == 1), parts={"answer": reward})
-    return Episode(task=task, completion=completion, score=score)
+    return one_turn(task, completion, score)
 
 
 GROUPS = [group(1, 1), group(0, 1), group(0.5, 0.5, tokens=6), group(0, 0), group(1, 0)]

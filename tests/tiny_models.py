@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
 from fovea.config.run import TinyModel
-from fovea.models.loaded import ModelParts
 from fovea.models.render import Renderer
-from fovea.models.tiny import make_tiny
+from fovea.models.tiny import TinyParts, make_tiny
 from fovea.types import ImageRef, Message, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -34,15 +34,23 @@ def user(*parts: str | ImageRef) -> list[Message]:
     return [Message(role="user", parts=parts)]
 
 
-def tiny(family: str, seed: int = 0, **settings: object) -> ModelParts:
+def tiny(family: str, seed: int = 0, **settings: object) -> TinyParts:
     return make_tiny(TinyModel(family=family, **settings), CORPUS, seed)  # type: ignore[arg-type]
 
 
-def renderer(parts: ModelParts) -> Renderer:
-    return Renderer(parts, from_array)
+def save(parts: TinyParts, folder: Path) -> Path:
+    """The files of a hub repository."""
+    parts.network.save_pretrained(folder)
+    parts.processor.tokenizer.save_pretrained(folder)
+    parts.processor.image_processor.save_pretrained(folder)
+    return folder
 
 
-def mixed_prompts(parts: ModelParts) -> list[Prompt]:
+def renderer(parts: TinyParts) -> Renderer:
+    return Renderer(parts.processor, from_array)
+
+
+def mixed_prompts(parts: TinyParts) -> list[Prompt]:
     """One image, two images of different size among text, none."""
     render = renderer(parts)
     return [

@@ -10,7 +10,7 @@ from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
-from fovea.models.loaded import ModelParts
+from fovea.models.processor import Processor
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -20,7 +20,7 @@ MIN_RECORDED_WIDTH = 128
 """Of narrower models a linear layer's output is computed faster than it is read from memory."""
 
 
-def make_engine(config: Config, parts: ModelParts, vlm: VLM, tape: Tape | None = None) -> EmbeddedEngine:
+def make_engine(config: Config, processor: Processor, vlm: VLM, tape: Tape | None = None) -> EmbeddedEngine:
     """The embedded engine, drawing with the network of a policy in this process."""
     int8 = config.rollout.decode_weights == "int8"
     device = next(vlm.parameters()).device
@@ -31,7 +31,7 @@ def make_engine(config: Config, parts: ModelParts, vlm: VLM, tape: Tape | None =
         )
     return EmbeddedEngine(
         vlm,
-        parts,
+        processor,
         max_batch_tokens=config.rollout.max_batch_tokens,
         tape=tape,
         tuning=Tuning(int8_decoding=int8),

@@ -1,72 +1,83 @@
-"""The model on its device, with what is trained chosen."""
+"""The model: where it is, its processor, and its network on its device."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.models.kernels import TORCH_KERNELS, Kernels
-from fovea.models.load import DTYPES, load_pretrained, pick_device
-from fovea.models.loaded import ModelParts, config_of
-from fovea.models.tiny import make_tiny
+from fovea.models.load import load_network, pick_device
+from fovea.models.modules import config_of
+from fovea.models.tiny import make_tiny, save_tiny
 from fovea.models.trainable import choose_trainable, recompute_activations
 from fovea.models.value_head import ValueHead
 from fovea.models.vision.disk_cache import SpillFolder
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
+from fovea.run.folder import has_checkpoint
 
 CORPUS_ROWS = 2000
 """Enough rows to know the words of a task by."""
 
 
-def make_model(config: Config, environment: Environment) -> tuple[ModelParts, VLM]:
-    """The model on its device, with what is trained chosen."""
-    parts = make_parts(config, environment)
-    return parts, make_vlm(config, parts)
+MODEL_FOLDER = "model"
+"""In a run folder: the tiny model that its run began with."""
 
 
-def make_parts(config: Config, environment: Environment) -> ModelParts:
-    """The model as it is made or loaded."""
+def locate_model(config: Config, folder: Path, environment: Callable[[], Environment]) -> Model:
+    """The model settings with a `path` in any case: a tiny model is written into the run folder once.
+
+    It is made again where the run has no checkpoint yet: then the settings may differ from those of an earlier start.
+    Its tokenizer is trained on the texts of `environment`, which is asked for only then.
+    """
     settings = config.model
     if settings.tiny is None:
-        return load_pretrained(settings)
-    parts = make_tiny(settings.tiny, _corpus(environment, config.data.on_bad_row), config.seed)
-    for parameter in parts.network.parameters():  # not the frequencies of rotary positions: those stay float32
-        parameter.data = parameter.data.to(DTYPES[settings.dtype])
-    return parts
+        return settings
+    target = folder / MODEL_FOLDER
+    if not (target.is_dir() and has_checkpoint(folder)):
+        corpus = _corpus(environment(), config.data.on_bad_row)
+        save_tiny(make_tiny(settings.tiny, corpus, config.seed), target)
+    return settings.model_copy(update={"path": str(target), "tiny": None})
 
 
-def make_vlm(config: Config, parts: ModelParts) -> VLM:
-    """The model on its device, with what is trained chosen."""
+def open_vlm(config: Config, settings: Model) -> VLM:
+    """The network of `settings` on its device, frozen and adapted as the config says."""
+    return make_vlm(config, load_network(settings))
+
+
+def make_vlm(config: Config, network: PreTrainedModel) -> VLM:
+    """This network on its device, frozen and adapted as the config says."""
     settings = config.model
     device = pick_device(settings.device)
     kernels = _liger_kernels(device) if config.train.liger_kernels else TORCH_KERNELS
-    choose_trainable(parts.network, settings, config.seed)
+    choose_trainable(network, settings, config.seed)
     if config.train.gradient_checkpointing:
-        recompute_activations(parts.network)
+        recompute_activations(network)
     _check_attention(settings, device)
     cache = None if settings.trains_vision else make_feature_cache(config)
     vlm = VLM(
-        parts,
+        network,
         attention=settings.attention,
         feature_cache=cache,
         kernels=kernels,
-        value_head=make_value_head(config, parts),
+        value_head=make_value_head(config, network),
     )
     return vlm.to(device)
 
 
-def make_value_head(config: Config, parts: ModelParts) -> ValueHead | None:
+def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | None:
     """On the policy's trunk, where PPO's value function shares that."""
     if not config.algorithm.needs_values or config.critic.trunk != "shared":
         return None
-    return ValueHead(config_of(parts.network).text_config.hidden_size, detach_trunk=config.critic.detach_trunk)
+    return ValueHead(config_of(network).text_config.hidden_size, detach_trunk=config.critic.detach_trunk)
 
 
 def _check_attention(settings: Model, device: torch.device) -> None:

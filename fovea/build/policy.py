@@ -44,7 +44,7 @@ def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPoli
 
 
 def make_critic(config: Config, vlm: VLM) -> Critic:
-    """The value function: the head that `make_model` has put on the policy, or a model of its own."""
+    """The value function: the head that `make_vlm` has put on the policy, or a model of its own."""
     settings = config.critic
     model = None
     if settings.trunk == "separate":

@@ -12,7 +12,7 @@ import torch
 from fovea.build.data import make_opener, make_order, make_sources
 from fovea.build.engine import make_engine, make_evaluator, make_tape
 from fovea.build.environment import make_environment
-from fovea.build.model import make_model
+from fovea.build.model import locate_model, open_vlm
 from fovea.build.outputs import make_profile, make_sinks, model_table, peak_tflops
 from fovea.build.policy import make_policy, make_warmup
 from fovea.cluster.local import LocalPolicy, SharedWeights
@@ -22,6 +22,7 @@ from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
+from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
@@ -45,16 +46,17 @@ def build(config: Config, environment: Environment | None = None) -> Run:
     progress.stage("making the model")
     graded = make_environment(config, environment)
     environment = graded.environment
-    parts, vlm = make_model(config, environment)
+    model = locate_model(config, folder, lambda: environment)
+    processor, vlm = load_processor(model), open_vlm(config, model)
     opener = make_opener(config.data, folder)
-    renderer = Renderer(parts, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
+    renderer = Renderer(processor, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     tape = make_tape(config, vlm)
     worker = make_policy(config, vlm, tape)
-    engine = make_engine(config, parts, vlm, tape)
+    engine = make_engine(config, processor, vlm, tape)
     facts = worker.describe()
-    progress.print(model_table(parts.name, facts))
+    progress.print(model_table(config.model.name, facts))
     sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
         config=config,

@@ -19,15 +19,16 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from fovea.build.environment import make_environment
-from fovea.build.model import make_model, make_vlm
+from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.config.describe import CLOSE_ENOUGH
 from fovea.config.loading import load_config
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
-from fovea.models.load import load_pretrained
-from fovea.models.loaded import ModelParts
+from fovea.models.load import load_network
+from fovea.models.processor import Processor, load_processor
 from fovea.models.trainable import VALUE_HEAD, merged_weights, policy_parameters
 from fovea.models.vlm import VLM
 from fovea.run.checkpoint import Checkpoints
@@ -190,7 +191,7 @@ class OpenedModel:
 
     config: Config
     """The settings that it was made with."""
-    parts: ModelParts
+    processor: Processor
     vlm: VLM
     left_out: tuple[str, ...] = ()
     """Files and tensors of its checkpoint that are no part of the model."""
@@ -210,10 +211,10 @@ def open_model(target: CheckpointTarget | ModelTarget, shared: Config | None, ov
     assert shared is not None, "a plain model has no settings of its own"
     settings = _plain_model(shared.model, target)
     config = shared.model_copy(update={"model": settings})
-    parts = load_pretrained(settings)
+    processor, network = load_processor(settings), load_network(settings)
     if target.adapter is not None:
-        _merge_adapter(parts, target.adapter)
-    return OpenedModel(config=config, parts=parts, vlm=make_vlm(config, parts))
+        _merge_adapter(network, target.adapter)
+    return OpenedModel(config=config, processor=processor, vlm=make_vlm(config, network))
 
 
 def _plain_model(model: Model, target: ModelTarget) -> Model:
@@ -229,25 +230,25 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
     )
 
 
-def _merge_adapter(parts: ModelParts, adapter: Path) -> None:
+def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
     try:
         # into the weights in place: the network keeps its class and its names
-        merged: Any = PeftModel.from_pretrained(parts.network, str(adapter)).merge_and_unload()
+        merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"{adapter}: the adapter does not fit {parts.name} ({first_line}); give its own base"
+            f"{adapter}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"
         ) from error
-    assert merged is parts.network, "peft merged the adapter into another network"
+    assert merged is network, "peft merged the adapter into another network"
 
 
 def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> OpenedModel:
     """The model of a run with the weights of one of its steps."""
     config = load_config([target.run / CONFIG_FILE], overrides)
-    # the run's own environment: the tokenizer of a tiny model is made of its texts
-    parts, vlm = make_model(config, make_environment(config).environment)
+    model = locate_model(config, target.run, lambda: make_environment(config).environment)
+    vlm = open_vlm(config, model)
     left_out = load_trained(target.folder, vlm)
-    return OpenedModel(config=config, parts=parts, vlm=vlm, left_out=left_out)
+    return OpenedModel(config=config, processor=load_processor(model), vlm=vlm, left_out=left_out)
 
 
 @torch.no_grad()

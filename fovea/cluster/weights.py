@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from fovea.errors import EngineError
-from fovea.models.trainable import bit_hash
 from fovea.types import Weights
+from fovea.utils.checksum import bit_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,4 +143,4 @@ def _place_of_error(message: str) -> Place:
 
 def _num_bytes(prompted: PromptedTask) -> int:
     prompt = prompted.prompt
-    return 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.pixels_NC.nbytes for image in prompt.images)
+    return 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.num_bytes for image in prompt.images)

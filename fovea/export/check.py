@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from fovea.build.targets import OpenedModel
 from fovea.config.run import Model
 from fovea.errors import ModelError
+from fovea.models.families.qwen_vl import GRID, PIXELS
 from fovea.models.load import DTYPES
-from fovea.models.loaded import IMAGE_PAD, ModelParts, stop_token_ids, token_id
+from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
 from fovea.train.packing import pack_row
@@ -31,6 +32,14 @@ PROBE_ANSWER = "Two red circles and a square: \\boxed{3}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reloaded:
+    """An exported folder, opened again by transformers (and peft)."""
+
+    network: PreTrainedModel
+    processor: Processor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """A prompt with an image, and an answer, on which the log-probs of two models are compared."""
 
@@ -38,12 +47,12 @@ class Probe:
     token_ids_T: NDArray[np.int64]
 
 
-def make_probe(parts: ModelParts, settings: Model) -> Probe:
+def make_probe(processor: Processor, settings: Model) -> Probe:
     """A probe with a noise image of fixed seed."""
     # no multiple of the patch size, so that the image processor has to resize and its settings are tested too
-    side = 3 * parts.image_processor.patch_size * parts.image_processor.merge_size
+    side = 3 * processor.image_processor.patch_size * processor.image_processor.merge_size
     noise = np.random.default_rng(0).integers(0, 256, (side + 3, 2 * side - 5, 3), dtype=np.uint8)
-    renderer = Renderer(parts, _from_array, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
+    renderer = Renderer(processor, _from_array, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
     message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
     return Probe(
         prompt=renderer.prompt([message], where="the probe"),
@@ -60,21 +69,22 @@ def _from_array(ref: ImageRef) -> Image:
 def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
     """Log-probs [T] of the probe's answer by the trainer's forward pass."""
     device = next(model.vlm.parameters()).device
-    row = pack_row([probe.prompt], [[probe.token_ids_T]], device)
+    row = pack_row(model.vlm.family, [probe.prompt], [[probe.token_ids_T]], device)
     return model.vlm(row, temperature=1.0, chunk_tokens=row.num_actions).logprobs_A.cpu()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def plain_logprobs(parts: ModelParts, probe: Probe, device: torch.device) -> Tensor:
+def plain_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) -> Tensor:
     """Log-probs [T] of the probe's answer by transformers' forward pass, which makes positions and masks itself."""
+    images = probe.prompt.images
     ids = torch.from_numpy(np.concatenate([probe.prompt.token_ids_L, probe.token_ids_T]))[None].to(device)
-    network: Any = parts.network.to(device)  # type: ignore[arg-type]
+    network: Any = reloaded.network.to(device)  # type: ignore[arg-type]
     logits = network(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == token_id(parts.tokenizer, IMAGE_PAD)).int(),
-        pixel_values=torch.from_numpy(np.concatenate([image.pixels_NC for image in probe.prompt.images])).to(device),
-        image_grid_thw=torch.tensor([image.grid_thw for image in probe.prompt.images], device=device),
+        mm_token_type_ids=(ids == reloaded.processor.family.image_token_id).int(),
+        pixel_values=torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images])).to(device),
+        image_grid_thw=torch.from_numpy(np.stack([image.tensors[GRID] for image in images])).to(device),
         use_cache=False,
     ).logits[0]
     logprobs = logits[probe.prompt.num_tokens - 1 : -1].float().log_softmax(-1)
@@ -82,7 +92,7 @@ def plain_logprobs(parts: ModelParts, probe: Probe, device: torch.device) -> Ten
     return found.cpu()
 
 
-def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: bool) -> float:
+def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool) -> float:
     """Largest log-prob difference between checkpoint and reloaded folder; ModelError naming what differs.
 
     With `merged` the folder holds every weight, and each must be equal bit for bit.
@@ -90,9 +100,11 @@ def check(model: OpenedModel, reloaded: ModelParts, probe: Probe, *, merged: boo
     # cheap and specific checks first: a wrong weight or token is named as such, not as a log-prob difference
     different = None
     if merged:
-        different = _different_weights(model.vlm.network, reloaded.network) or _different_prompt(probe, reloaded)
-    if different is None and stop_token_ids(model.parts) != stop_token_ids(reloaded):
-        different = f"its end tokens are {stop_token_ids(reloaded)}, not {stop_token_ids(model.parts)}"
+        different = _different_weights(model.vlm.network, reloaded.network) or _different_prompt(
+            probe, reloaded.processor
+        )
+    if different is None and model.processor.stop_ids != reloaded.processor.stop_ids:
+        different = f"its end tokens are {reloaded.processor.stop_ids}, not {model.processor.stop_ids}"
     difference = 0.0
     if different is None:
         device = next(model.vlm.parameters()).device
@@ -116,12 +128,12 @@ def _different_weights(network: PreTrainedModel, reloaded: PreTrainedModel) -> s
     return None if first is None else f"the weight {first} has other values"
 
 
-def _different_prompt(probe: Probe, reloaded: ModelParts) -> str | None:
+def _different_prompt(probe: Probe, reloaded: Processor) -> str | None:
     again = make_probe(reloaded, Model(path=reloaded.name))
     pairs: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {
         "tokens of a prompt": (probe.prompt.token_ids_L, again.prompt.token_ids_L),
         "tokens of an answer": (probe.token_ids_T, again.token_ids_T),
-        "pixels of an image": (probe.prompt.images[0].pixels_NC, again.prompt.images[0].pixels_NC),
+        "pixels of an image": (probe.prompt.images[0].tensors[PIXELS], again.prompt.images[0].tensors[PIXELS]),
     }
     different = next((name for name, pair in pairs.items() if not np.array_equal(*pair)), None)
     return None if different is None else f"the {different} differ"

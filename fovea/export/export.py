@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from fovea.build.targets import RECIPE_FILE, CheckpointTarget, OpenedModel, find
 from fovea.config.loading import dump_config
 from fovea.config.run import Model
 from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
-from fovea.export.check import check, make_probe
+from fovea.export.check import Reloaded, check, make_probe
 from fovea.export.model_card import REPOSITORY_ID, Card, model_card
-from fovea.models.load import load_pretrained
-from fovea.models.loaded import ModelParts, config_of
-from fovea.models.render import pixel_limits
+from fovea.models.load import load_network
+from fovea.models.modules import config_of
+from fovea.models.processor import load_processor
 from fovea.models.trainable import ADAPTER, lora_layers, merged_weights
 from fovea.report.summary import SUMMARY_FILE, read_summary
 from fovea.run.checkpoint import STATE
@@ -61,7 +61,7 @@ def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Se
     model = open_checkpoint(target, overrides)
     if adapter_only:
         _check_adapter(model, target)
-    probe = make_probe(model.parts, model.config.model)
+    probe = make_probe(model.processor, model.config.model)
     with atomic_folder(out) as folder:
         write = write_adapter if adapter_only else write_model
         write(folder, model)
@@ -116,13 +116,13 @@ def write_model(folder: Path, model: OpenedModel) -> None:
     """Write weights with adapters merged, config, tokenizer with the chat template, and image processor."""
     plain = plain_network(model.vlm.network)
     plain.save_pretrained(folder)
-    parts, settings = model.parts, model.config.model
-    parts.tokenizer.chat_template = parts.chat_template
-    parts.tokenizer.save_pretrained(folder)
+    processor, settings = model.processor, model.config.model
+    processor.tokenizer.chat_template = processor.chat_template
+    processor.tokenizer.save_pretrained(folder)
     # the pixel limits of training, so that inference elsewhere sees images of the same size
-    limits = pixel_limits(parts.image_processor.size, settings.min_pixels, settings.max_pixels)
-    own = {key: x for key, x in parts.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
-    type(parts.image_processor).from_dict(own | {"size": limits}).save_pretrained(folder)
+    options = processor.family.image_options(processor.image_processor, settings.min_pixels, settings.max_pixels)
+    own = {key: x for key, x in processor.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
+    type(processor.image_processor).from_dict(own | dict(options)).save_pretrained(folder)
     _write_video_processor(folder, model, own)
 
 
@@ -179,16 +179,16 @@ def write_adapter(folder: Path, model: OpenedModel) -> None:
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
-def reload_model(folder: Path, model: OpenedModel) -> ModelParts:
+def reload_model(folder: Path, model: OpenedModel) -> Reloaded:
     """The exported folder loaded by transformers' Auto classes."""
-    return load_pretrained(Model(path=str(folder), dtype=model.config.model.dtype))
+    settings = Model(path=str(folder), dtype=model.config.model.dtype)
+    return Reloaded(network=load_network(settings), processor=load_processor(settings))
 
 
-def reload_adapter(folder: Path, model: OpenedModel) -> ModelParts:
+def reload_adapter(folder: Path, model: OpenedModel) -> Reloaded:
     """The base model, loaded afresh, with the exported adapter applied by peft."""
-    base = load_pretrained(model.config.model)
-    adapted: Any = PeftModel.from_pretrained(base.network, str(folder))
-    return replace(base, network=adapted)
+    adapted: Any = PeftModel.from_pretrained(load_network(model.config.model), str(folder))
+    return Reloaded(network=adapted, processor=load_processor(model.config.model))
 
 
 def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Grid = tuple[int, int, int]
-"""Patches of an image in time, height and width."""
+from fovea.models.families.qwen_vl import GRID
+from fovea.types import PromptImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +58,23 @@ class Work:
     window_side: int
     """Patches along a window; 0 without windows."""
 
-    def image(self, grid: Grid) -> float:
+    def image(self, image: PromptImage) -> float:
         """The vision tower on one image. Each frame attends to itself."""
-        frames, height, width = grid
+        frames, height, width = map(int, image.tensors[GRID])
         whole, windows = (height * width) ** 2, 0
         if self.window_side:
             windows = _sum_of_squares(height, self.window_side) * _sum_of_squares(width, self.window_side)
         return frames * (height * width * self.patch + whole * self.image_pair + windows * self.window_pair)
 
-    def prompt(self, tokens: int, images: Sequence[Grid], passes: Passes = FORWARD) -> float:
+    def prompt(self, tokens: int, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
         """A prompt in a packed row: its images, and its tokens causally among themselves."""
         pairs = tokens * (tokens + 1) // 2
-        vision = sum(self.image(grid) for grid in images)
-        return passes.linear * tokens * self.token + passes.attention * pairs * self.pair + passes.vision * vision
+        linear, attention = passes.linear * tokens * self.token, passes.attention * pairs * self.pair
+        return linear + attention + self.images(images, passes)
+
+    def images(self, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
+        """The vision tower on several images."""
+        return passes.vision * sum(self.image(image) for image in images)
 
     def completion(self, tokens: int, prompt_tokens: int, passes: Passes = FORWARD) -> float:
         """A completion in a packed row, where its last token is only predicted; its keys are prompt and itself."""

@@ -5,17 +5,24 @@ Nothing is downloaded: the weights are random, the tokenizer is trained on the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils import logging
 
 from fovea.config.run import TinyModel
-from fovea.models.loaded import IMAGE_PAD, ModelParts, token_id
+from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.processor import Processor, make_processor, token_id
+from fovea.utils.files import atomic_folder
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -51,16 +58,50 @@ MODEL_CLASS = {
 }
 
 
-def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int) -> ModelParts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyParts:
+    """A network made here, and its processor."""
+
+    network: PreTrainedModel
+    processor: Processor
+
+
+def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int) -> TinyParts:
     """A tiny Qwen-VL with random weights; equal for equal arguments."""
     tokenizer = build_tokenizer(corpus, settings.vocabulary_size)
-    return ModelParts(
-        network=build_network(settings, tokenizer, seed),
-        tokenizer=tokenizer,
-        image_processor=build_image_processor(settings),
-        chat_template=CHAT_TEMPLATE,
-        name=f"tiny {settings.family}",
+    network = build_network(settings, tokenizer, seed)
+    return with_processor(network, tokenizer, build_image_processor(settings), f"tiny {settings.family}")
+
+
+def with_processor(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any, name: str
+) -> TinyParts:
+    """The network with a processor whose special ids follow from the configs as they are now."""
+    assert network.generation_config is not None
+    processor = make_processor(
+        network.config, network.generation_config, tokenizer, image_processor, CHAT_TEMPLATE, name
     )
+    return TinyParts(network=network, processor=processor)
+
+
+def save_tiny(parts: TinyParts, folder: Path) -> None:
+    """Write a Hugging Face model folder; an existing `folder` is replaced by a complete one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with atomic_folder(folder) as partial, _no_progress_bar():
+        for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
+            part.save_pretrained(partial)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without transformers' bar for a file that is written in no time."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

@@ -18,15 +18,13 @@ from transformers import PreTrainedModel
 
 from fovea.config.run import Lora, Model
 from fovea.errors import ConfigError, TrainError
-from fovea.models.loaded import language_model, vision_tower
+from fovea.models.modules import language_model, vision_tower
 from fovea.types import ParameterCount
+from fovea.utils.checksum import bit_hash
 
 ADAPTER = "default"
 VALUE_HEAD = "value_head."
 """Where the parameters of a value head begin, in a `models.vlm.VLM`."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-HASHED_AT_ONCE = 1 << 24
-PLACE_MULTIPLIER = 0x9E3779B97F4A7C1  # odd, and without a pattern in its bits
 
 
 def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
@@ -162,21 +160,6 @@ def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, int]]:
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
             yield name, bit_hash(parameter)
-
-
-def bit_hash(tensor: Tensor) -> int:
-    """A hash of the bits of a tensor and of their places, made where the tensor is, a part at a time.
-
-    The sum of bits times a multiplier of their place, modulo 2^64: a change of one value always shows, and changes
-    of many (all signs turned, rows swapped) cancel by chance only.
-    """
-    bits = tensor.detach().contiguous().flatten().view(BITS[tensor.element_size()])
-    total = 0
-    for start in range(0, len(bits), HASHED_AT_ONCE):
-        part = bits[start : start + HASHED_AT_ONCE].long()
-        places = torch.arange(start, start + len(part), device=part.device)
-        total += int((part * ((places * PLACE_MULTIPLIER) ^ (places >> 7) | 1)).sum())
-    return total
 
 
 def freeze_lm_head(network: nn.Module) -> None:

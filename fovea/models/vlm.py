@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
+from fovea.models.families.qwen_vl import GRID, PIXELS
+from fovea.models.families.registry import family_of
 from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope, use_fused_layers
-from fovea.models.loaded import IMAGE_PAD, ModelParts, config_of, language_model, token_id, vision_tower
+from fovea.models.modules import config_of, language_model, vision_tower
 from fovea.models.shared_prefix.attention import Kernel, row_attention
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores, token_scores
@@ -35,7 +38,7 @@ class VLM(nn.Module):
 
     def __init__(
         self,
-        parts: ModelParts,
+        network: PreTrainedModel,
         *,
         attention: Kernel = "auto",
         feature_cache: FeatureCache | None = None,
@@ -45,20 +48,20 @@ class VLM(nn.Module):
         """`feature_cache` only with a vision tower that never changes; `kernels`: Liger's on CUDA, if wanted."""
         super().__init__()
         self.value_head = value_head
-        self.network = parts.network
-        self.image_pad_id = token_id(parts.tokenizer, IMAGE_PAD)
+        self.network = network
+        self.family = family_of(config_of(network), str(network.name_or_path))
         self._feature_cache = feature_cache
-        if "sliding_attention" in getattr(config_of(language_model(parts.network)), "layer_types", ()):
+        if "sliding_attention" in getattr(config_of(language_model(network)), "layer_types", ()):
             raise ModelError(
-                f"{parts.name}: its config asks for sliding-window attention, which packed rows do not have; "
+                f"{network.name_or_path}: its config asks for sliding-window attention, which packed rows do not have; "
                 "name a model without it in model.path"
             )
         self._attention = attention
         self._kernels = kernels
         self._shape = decoder_shape(self.text_config)
-        use_segment_attention(parts.network, eager=attention == "eager")
-        use_fused_layers(parts.network, kernels.norm)
-        use_layer_calls(language_model(parts.network))
+        use_segment_attention(network, eager=attention == "eager")
+        use_fused_layers(network, kernels.norm)
+        use_layer_calls(language_model(network))
 
     def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
         """Log-probs and entropies [A] at `temperature`, and values where there is a head for them.
@@ -79,7 +82,7 @@ class VLM(nn.Module):
         visual = None
         if row.images:
             features = concatenate(self.image_features(row.images) if row.features is None else row.features)
-            pads = (row.token_ids_N == self.image_pad_id).nonzero()[:, 0]
+            pads = (row.token_ids_N == self.family.image_token_id).nonzero()[:, 0]
             hidden_NE = hidden_NE.index_put((pads,), features.embeds_VD)
             visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
@@ -162,7 +165,7 @@ class VLM(nn.Module):
         """About what `image_graph` keeps for its backward pass: per patch and block some 20 times the tower's width."""
         config = config_of(vision_tower(self.network))
         width = getattr(config, "embed_dim", None) or config.hidden_size
-        patches = sum(len(image.pixels_NC) for image in {image.key: image for image in images}.values())
+        patches = sum(len(image.tensors[PIXELS]) for image in {image.key: image for image in images}.values())
         return int(patches * config.depth * 20 * width * self.dtype.itemsize)
 
     @property
@@ -177,8 +180,8 @@ class VLM(nn.Module):
         """One pass of the vision tower over all the images."""
         tower = vision_tower(self.network)
         reference = next(tower.parameters())
-        pixels = torch.from_numpy(np.concatenate([image.pixels_NC for image in images]))
-        grids = torch.tensor([image.grid_thw for image in images], device=reference.device)
+        pixels = torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images]))
+        grids = torch.from_numpy(np.stack([image.tensors[GRID] for image in images])).to(reference.device)
         out = tower(pixels.to(reference.device, reference.dtype), grid_thw=grids, return_dict=True)
         sizes: list[int] = (grids.prod(-1) // config_of(tower).spatial_merge_size ** 2).tolist()
         layers = [x.split(sizes) for x in (out.pooler_output, *getattr(out, "deepstack_features", ()))]

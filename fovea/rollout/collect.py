@@ -73,7 +73,7 @@ async def _episodes(
 ) -> tuple[Episode, ...]:
     """The n episodes of one task, scored."""
     asked = tuple(interaction.environment.prompt(item.task))
-    answers = [
+    answers: Sequence[tuple[Turn, ...]] = [
         (
             Turn(
                 messages=asked,

@@ -32,7 +32,7 @@ def open_run_folder(folder: Path, config: Config) -> Path:
     A folder holds a run from its first checkpoint on: a start that failed before may be tried again.
     """
     saved = folder / CONFIG_FILE
-    if any(folder.glob("checkpoints/step-*")):
+    if has_checkpoint(folder):
         if config.resume == "never":
             raise ConfigError(
                 f"run_dir={folder} already holds a run; set resume=auto to go on with it, or another run_dir"
@@ -48,6 +48,11 @@ def open_run_folder(folder: Path, config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
     return folder
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has begun here: without a checkpoint the settings of the next start may differ."""
+    return any(folder.glob("checkpoints/step-*"))
 
 
 def _check_same(saved: Path, config: Config) -> None:

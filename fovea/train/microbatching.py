@@ -52,10 +52,10 @@ class Cost:
     def operations(self, group: SampleGroup) -> float:
         """Floating point operations, the prompt once for all its samples."""
         prompt = group.prompt
-        images = [image.grid_thw for image in prompt.images]
-        total = self.work.prompt(prompt.num_tokens, images, self.passes)
+        total = self.work.prompt(prompt.num_tokens, prompt.images, self.passes)
         for sample in group.samples:
             total += self.work.completion(len(sample.token_ids_T), prompt.num_tokens, self.passes)
+            total += self.work.images(sample.images, self.passes)
         return total
 
 

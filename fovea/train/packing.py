@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.train.microbatching import Row
-from fovea.types import Prompt, Sample, SampleGroup
+from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,58 +47,97 @@ class MicroBatch:
         return [logprobs_A for logprobs_A in given if logprobs_A is not None]
 
 
-def micro_batches(rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None) -> list[MicroBatch]:
+def micro_batches(
+    family: ModelFamily, rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None
+) -> list[MicroBatch]:
     """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`."""
-    return [_pack(row, device, padded_tokens) for row in rows]
+    return [_pack(family, row, device, padded_tokens) for row in rows]
 
 
-def _pack(parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
+def _pack(family: ModelFamily, parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
     groups = [part.group for part in parts]
     samples = [sample for group in groups for sample in group.samples]
     return MicroBatch(
-        row=pack_row(
+        row=pack_conversations(
+            family,
             [group.prompt for group in groups],
-            [[sample.token_ids_T for sample in group.samples] for group in groups],
+            [[Continuation.of(sample) for sample in group.samples] for group in groups],
             device,
             padded_tokens,
         ),
         weights_A=_tensor(np.concatenate([_weights(sample) for sample in samples]), device),
-        rollout_logprobs_A=_tensor(np.concatenate([sample.rollout_logprobs_T for sample in samples]), device),
+        rollout_logprobs_A=_tensor(
+            np.concatenate([sample.rollout_logprobs_T[sample.mask_T] for sample in samples]), device
+        ),
         advantages_A=_joined(samples, lambda sample: sample.advantages_T, device),
         old_logprobs_A=_joined(samples, lambda sample: sample.old_logprobs_T, device),
         reference_logprobs_A=_joined(samples, lambda sample: sample.reference_logprobs_T, device),
         values_A=_joined(samples, lambda sample: sample.values_T, device),
         returns_A=_joined(samples, lambda sample: sample.returns_T, device),
-        lengths=tuple(len(sample.token_ids_T) for sample in samples),
+        lengths=tuple(sample.num_actions for sample in samples),
         sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
         groups=tuple(groups),
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Continuation:
+    """The tokens after a prompt that belong to one sample."""
+
+    token_ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    """True at actions, which are scored."""
+    images: tuple[PromptImage, ...] = ()
+
+    @staticmethod
+    def of(sample: Sample) -> Continuation:
+        return Continuation(token_ids_T=sample.token_ids_T, mask_T=sample.mask_T, images=sample.images)
+
+
 def pack_row(
+    family: ModelFamily,
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[NDArray[np.int64]]],
     device: torch.device,
     padded_tokens: int | None = None,
 ) -> PackedRow:
-    """The row of these prompts, each followed by its completions; padded to a fixed length if one is given.
+    """The row of prompts and their completions of one turn, every token of which is an action."""
+    continuations = [
+        [Continuation(token_ids_T=ids_T, mask_T=np.ones(len(ids_T), dtype=np.bool_)) for ids_T in of_prompt]
+        for of_prompt in completions
+    ]
+    return pack_conversations(family, prompts, continuations, device, padded_tokens)
+
+
+def pack_conversations(
+    family: ModelFamily,
+    prompts: Sequence[Prompt],
+    continuations: Sequence[Sequence[Continuation]],
+    device: torch.device,
+    padded_tokens: int | None = None,
+) -> PackedRow:
+    """The row of these prompts, each followed by its continuations; padded to a fixed length if one is given.
 
     Padding is copies of the row's first token, in prompts of their own that nothing reads.
     """
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
     hidden_index: list[NDArray[np.int64]] = []
+    images: list[PromptImage] = []
     start = 0
-    for prompt, answers in zip(prompts, completions, strict=True):
+    for prompt, answers in zip(prompts, continuations, strict=True):
         tokens.append(prompt.token_ids_L)
-        positions.append(prompt.positions_3L)
+        prompt_3L, next_position = family.positions(prompt.token_ids_L, prompt.images, 0)
+        positions.append(prompt_3L)
+        images.extend(prompt.images)
         start += prompt.num_tokens
         last_of_prompt = start - 1
         for answer in answers:
-            length = len(answer) - 1
-            tokens.append(answer[:-1])
-            positions.append(np.broadcast_to(prompt.next_position + np.arange(length), (3, length)))
-            hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)]))
+            length = len(answer.token_ids_T) - 1  # the last token is predicted, and predicts nothing
+            tokens.append(answer.token_ids_T[:-1])
+            positions.append(family.positions(answer.token_ids_T[:-1], answer.images, next_position)[0])
+            images.extend(answer.images)
+            hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)])[answer.mask_T])
             start += length
     padding = 0 if padded_tokens is None else padded_tokens - start
     assert padding >= 0, f"a row of {start} tokens is to be padded to {padded_tokens}"
@@ -106,15 +146,18 @@ def pack_row(
     fillers = _pieces(padding, longest=max(prompt.num_tokens for prompt in prompts))
     layout = shared_prefix_layout(
         [*(prompt.num_tokens for prompt in prompts), *fillers],
-        [*([len(answer) - 1 for answer in answers] for answers in completions), *([] for _ in fillers)],
+        [*([len(answer.token_ids_T) - 1 for answer in answers] for answers in continuations), *([] for _ in fillers)],
     )
     return PackedRow(
         token_ids_N=_tensor(np.concatenate(tokens), device),
         positions_3N=_tensor(np.concatenate(positions, axis=1), device),
         layout=layout.to(device),
-        images=tuple(image for prompt in prompts for image in prompt.images),
+        images=tuple(images),
         hidden_index_A=_tensor(np.concatenate(hidden_index), device),
-        target_ids_A=_tensor(np.concatenate([answer for answers in completions for answer in answers]), device),
+        target_ids_A=_tensor(
+            np.concatenate([answer.token_ids_T[answer.mask_T] for answers in continuations for answer in answers]),
+            device,
+        ),
     )
 
 
@@ -127,12 +170,12 @@ Field = Callable[[Sample], "NDArray[np.float32] | None"]
 
 
 def _weights(sample: Sample) -> NDArray[np.float32]:
-    return np.full(len(sample.token_ids_T), sample.weight, dtype=np.float32)
+    return np.full(sample.num_actions, sample.weight, dtype=np.float32)
 
 
 def _joined(samples: Sequence[Sample], field: Field, device: torch.device) -> Tensor | None:
     """One value per action of the row; None where the samples have none."""
-    arrays = [array for sample in samples if (array := field(sample)) is not None]
+    arrays = [array_T[sample.mask_T] for sample in samples if (array_T := field(sample)) is not None]
     assert len(arrays) in (0, len(samples)), f"{len(arrays)} of {len(samples)} samples have a per-token field"
     return _tensor(np.concatenate(arrays), device) if arrays else None
 

@@ -24,7 +24,7 @@ from fovea.algorithms.aggregation import Aggregation, sample_weights
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.ratio import spread
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import Prompt
@@ -89,7 +89,7 @@ class Setup:
 
     ours: VLM
     trainer: GRPOTrainer
-    parts: ModelParts
+    parts: TinyParts
     prompts: list[Prompt]
     completions: list[list[np.ndarray]]
     advantages_B: Tensor
@@ -97,7 +97,7 @@ class Setup:
     reference_A: Tensor
 
     def logprobs(self) -> Tensor:
-        row = pack_row(self.prompts, self.completions, CPU)
+        row = pack_row(self.parts.processor.family, self.prompts, self.completions, CPU)
         return self.ours(row, temperature=TEMPERATURE, chunk_tokens=10_000).logprobs_A
 
 
@@ -107,7 +107,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     prompts, completions = mixed_prompts(parts), random_completions(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     made = Setup(
-        ours=VLM(parts),
+        ours=VLM(parts.network),
         trainer=_trainer(other, tmp_path_factory.mktemp("trl")),
         parts=parts,
         prompts=prompts,
@@ -123,8 +123,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     return made
 
 
-def _trainer(parts: ModelParts, folder: Path) -> GRPOTrainer:
-    parts.tokenizer.padding_side = "left"
+def _trainer(parts: TinyParts, folder: Path) -> GRPOTrainer:
+    parts.processor.tokenizer.padding_side = "left"
     settings = GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -144,7 +144,7 @@ def _trainer(parts: ModelParts, folder: Path) -> GRPOTrainer:
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=settings,
         train_dataset=Dataset.from_list([{"prompt": "How many?"}] * 8),
-        processing_class=parts.tokenizer,
+        processing_class=parts.processor.tokenizer,
     )
     trainer.model.eval()  # one batch is all there is: nothing to accumulate
     return trainer

@@ -28,13 +28,12 @@ def test_the_parts_add_up_to_the_work_of_the_model(freeze_vision: bool, reuses: 
     for phase, way in (("rollout", FORWARD), ("update", passes)):
         made = sum(part.linear + part.attention for part in parts if part.phase == phase)
         whole = sum(
-            sizes.work.prompt(prompt.num_tokens, [image.grid_thw for image in prompt.images], way)
+            sizes.work.prompt(prompt.num_tokens, prompt.images, way)
             + 3 * sizes.work.completion(5, prompt.num_tokens, way)
             for prompt in sizes.prompts
         )
         spared = sum(
-            sizes.work.prompt(prompt.num_tokens, [image.grid_thw for image in prompt.images], once)
-            + 3 * (4 * sizes.work.token)
+            sizes.work.prompt(prompt.num_tokens, prompt.images, once) + 3 * (4 * sizes.work.token)
             for prompt in sizes.prompts
         )
         assert made == pytest.approx(whole - spared * (reuses and phase == "update"))

@@ -13,7 +13,6 @@ from benchmarks.budget import Budget
 from benchmarks.gpu import SHARES, VARIANTS, Findings, main
 from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
 from benchmarks.gpu_parts import Row
-from fovea.models.loaded import banned_token_ids
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:
@@ -71,5 +70,5 @@ def test_the_large_model_has_the_size_of_the_real_one() -> None:
     assert sum(parameter.numel() for parameter in parts.network.parameters()) == 2_127_532_032
     assert {parameter.dtype for parameter in parts.network.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in parts.network.buffers()} == {torch.float32}, "rotary frequencies stay exact"
-    assert len(parts.tokenizer) == 151_936
-    assert len(banned_token_ids(parts)) == 7, "the special tokens but the end of a turn"
+    assert len(parts.processor.tokenizer) == 151_936
+    assert len(parts.processor.banned_ids) == 7, "the special tokens but the end of a turn"

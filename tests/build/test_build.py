@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.build.model import _corpus, _liger_kernels, make_model
+from fovea.build.model import _corpus, _liger_kernels, locate_model, open_vlm
 from fovea.build.run import build
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
@@ -37,9 +37,12 @@ def run_of(folder: Path, **settings: object) -> Run:
     ("model", "cached"),
     [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)],
 )
-def test_features_are_cached_exactly_when_the_tower_is_frozen(model: dict[str, object], cached: bool) -> None:
+def test_features_are_cached_exactly_when_the_tower_is_frozen(
+    model: dict[str, object], cached: bool, tmp_path: Path
+) -> None:
     config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
-    _, vlm = make_model(config, Shapes(config.environment, 0))  # type: ignore[arg-type]
+    environment = Shapes(config.environment, 0)  # type: ignore[arg-type]
+    vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment))
     assert isinstance(vlm._feature_cache, FeatureCache) is cached
     assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
 
@@ -69,7 +72,7 @@ def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None
     run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
     row = run.sources.train.get(0)
     assert row is not None
-    assert row.prompt.images[0].grid_thw == (1, 4, 4)
+    assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
     assert run.policy.worker._scorer._temperature == 0.7  # type: ignore[attr-defined]
 
 

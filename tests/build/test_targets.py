@@ -22,7 +22,7 @@ from fovea.cli.eval import sort_words
 from fovea.config.loading import dump_config
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError
-from fovea.models.load import load_pretrained
+from fovea.models.load import load_network
 from tests.tiny_models import tiny
 
 TINY = {"model": {"tiny": {}}}
@@ -116,10 +116,10 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
 
 LOAD = """
 from fovea.config.run import Model
-from fovea.models.load import load_pretrained
+from fovea.models.load import load_network
 for revision in (None, "v1"):
-    parts = load_pretrained(Model(path="org/tiny", revision=revision))
-    print(float(parts.network.lm_head.weight.double().sum()))
+    network = load_network(Model(path="org/tiny", revision=revision))
+    print(float(network.lm_head.weight.double().sum()))
 """
 
 
@@ -130,7 +130,7 @@ def test_a_revision_pins_the_model(tmp_path: Path) -> None:
     commits = {"a" * 40: 0, "b" * 40: 1}
     for commit, seed in commits.items():
         parts, folder = tiny("qwen3_vl", seed=seed), hub / "snapshots" / commit
-        for part in (parts.network, parts.tokenizer, parts.image_processor):
+        for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
             part.save_pretrained(folder)
         sums[commit] = float(parts.network.get_submodule("lm_head").weight.double().sum())  # type: ignore[union-attr, operator]
     (hub / "refs").mkdir()
@@ -148,7 +148,7 @@ def test_a_revision_pins_the_model(tmp_path: Path) -> None:
 
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="only hub ids have revisions"):
-        load_pretrained(Model(path=str(tmp_path), revision="v1"))
+        load_network(Model(path=str(tmp_path), revision="v1"))
     with pytest.raises(ValueError, match=r"model\.tiny is made here and has no revisions"):
         Model.model_validate({"tiny": {}, "revision": "v1"})
 

@@ -29,11 +29,10 @@ class PixelRenderer:
         if question == "bad":
             raise DataError("rows.parquet row 3: no image; drop the row")
         self.rendered += 1
-        image = PromptImage(key=question, pixels_NC=np.zeros((1024, 256), dtype=np.float32), grid_thw=(1, 32, 32))
+        image = PromptImage(key=question, tensors={"pixels": np.zeros((1024, 256), dtype=np.float32)}, num_tokens=256)
         return Prompt(
             token_ids_L=np.zeros(len(question), dtype=np.int64),
-            positions_3L=np.zeros((3, len(question)), dtype=np.int64),
-            next_position=1,
+            unexpanded_ids_U=np.zeros(len(question), dtype=np.int64),
             images=(image,),
         )
 

@@ -88,7 +88,7 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls_and_counts() -> None:
     def careful_opener(ref: ImageRef) -> Image.Image:
         return open_image(ref, max_mib=1, max_megapixels=1)
 
-    renderer = Renderer(tiny("qwen3_vl"), careful_opener)
+    renderer = Renderer(tiny("qwen3_vl").processor, careful_opener)
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]
     assert list(test.bad_rows) == [1]

@@ -30,7 +30,7 @@ from fovea.export.check import check, make_probe
 from fovea.export.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.run.context import Run
 from tests.reference import model_inputs, reference_logprobs
 from tests.tiny_models import image, renderer, tiny, user
@@ -71,8 +71,8 @@ class Trained:
     """In the order in which the loop took them; the last five: dev of steps 2 and 4, test, its two controls."""
 
 
-def save_parts(parts: ModelParts, folder: Path) -> Path:
-    for part in (parts.network, parts.tokenizer, parts.image_processor):
+def save_parts(parts: TinyParts, folder: Path) -> Path:
+    for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
         part.save_pretrained(folder)
     return folder
 
@@ -128,7 +128,7 @@ def read(target: str, split: str, *overrides: str) -> list[AnsweredRow]:
     return list(compare([found], rows, overrides, lambda _: None).targets[0].greedy.values())
 
 
-def logits(parts: ModelParts, network: Any) -> Tensor:
+def logits(parts: TinyParts, network: Any) -> Tensor:
     """Of a prompt with two images, by the network's own forward."""
     prompt = renderer(parts).prompt(user(image(1), "How many circles?", image(2, 64, 96), "And here?"))
     with torch.no_grad():
@@ -187,15 +187,17 @@ def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) 
     parts = full.run
     model = open_checkpoint(find_checkpoint(full.folder))
     tokenizer = AutoTokenizer.from_pretrained(out)
-    assert tokenizer.chat_template == model.parts.chat_template
-    assert tokenizer.eos_token_id == model.parts.tokenizer.eos_token_id
-    assert AutoImageProcessor.from_pretrained(out).patch_size == model.parts.image_processor.patch_size
-    prompt = renderer(model.parts).prompt(user(image(1), "How many circles?"))
+    assert tokenizer.chat_template == model.processor.chat_template
+    assert tokenizer.eos_token_id == model.processor.tokenizer.eos_token_id
+    assert AutoImageProcessor.from_pretrained(out).patch_size == model.processor.image_processor.patch_size
+    trained = TinyParts(network=model.vlm.network, processor=model.processor)
+    prompt = renderer(trained).prompt(user(image(1), "How many circles?"))
     answer = np.array([9, 8, 7])
-    again = replace(model.parts, network=plain.float(), tokenizer=tokenizer)  # bfloat16 would round other logits alike
-    model.parts.network.float()
+    # bfloat16 would round other logits alike
+    again = TinyParts(network=plain.float(), processor=replace(model.processor, tokenizer=tokenizer))
+    trained.network.float()
     torch.testing.assert_close(
-        reference_logprobs(again, prompt, answer), reference_logprobs(model.parts, prompt, answer), atol=1e-5, rtol=0
+        reference_logprobs(again, prompt, answer), reference_logprobs(trained, prompt, answer), atol=1e-5, rtol=0
     )
     assert texts(read(str(out), "test")) == texts(full.readings[-3])
     assert parts.config.model.dtype == "bfloat16"
@@ -259,7 +261,7 @@ def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
     model = open_checkpoint(find_checkpoint(lora.folder))
-    probe = make_probe(model.parts, model.config.model)
+    probe = make_probe(model.processor, model.config.model)
     broken = reload_model(merged, model)
     assert check(model, broken, probe, merged=True) < 1e-4
     name, parameter = next(iter(broken.network.named_parameters()))
@@ -267,7 +269,9 @@ def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
         parameter.view(-1)[0] += 0.5
     with pytest.raises(ModelError, match=f"the weight {name} has other values; nothing was written"):
         check(model, broken, probe, merged=True)
-    other_template = replace(reload_model(merged, model), chat_template="{{ messages[0].role }}<|image_pad|>")
+    right = reload_model(merged, model)
+    template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
+    other_template = replace(right, processor=template)
     with pytest.raises(ModelError, match="the tokens of a prompt differ"):
         check(model, other_template, probe, merged=True)
     with torch.no_grad():

@@ -13,9 +13,10 @@ from fovea.build.outputs import peak_tflops
 from fovea.config.run import Algorithm, Config, Log, Model, TinyModel
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
-from fovea.models.loaded import ModelParts
-from fovea.types import Batch, Completion, Episode, Group, Sample, SampleGroup, Score, Task
+from fovea.models.tiny import TinyParts
+from fovea.types import Batch, Completion, Group, Sample, SampleGroup, Score, Task
 from tests.policies import make_policy
+from tests.records import all_actions, one_turn
 from tests.tiny_models import image, mixed_prompts, renderer, tiny, user
 
 ONE_TERATION = 1e12
@@ -47,16 +48,16 @@ def group(*lengths: int) -> Group:
     prompt = mixed_prompts(tiny("qwen3_vl"))[2]
     task = Task(id="t", question="q", answer="a")
     episodes = (
-        Episode(
-            task=task,
-            completion=Completion(
+        one_turn(
+            task,
+            Completion(
                 token_ids_T=np.zeros(n, dtype=np.int64),
                 logprobs_T=np.zeros(n, dtype=np.float32),
                 text="",
                 finish="stop",
                 version=0,
             ),
-            score=Score(reward=0, accuracy=0),
+            Score(reward=0, accuracy=0),
         )
         for n in lengths
     )
@@ -125,13 +126,14 @@ def test_the_peak_is_the_setting_or_the_data_sheet(monkeypatch: pytest.MonkeyPat
         assert said[-1] == line
 
 
-def batch_of(parts: ModelParts, lengths: tuple[int, ...]) -> Batch:
+def batch_of(parts: TinyParts, lengths: tuple[int, ...]) -> Batch:
     """One group: an image of 48 x 48 px, and completions of these lengths."""
     prompt = renderer(parts).prompt(user(image(1), "How many circles?"))
     rng = np.random.default_rng(0)
     samples = (
         Sample(
             token_ids_T=rng.integers(0, 250, n),
+            mask_T=all_actions(n),
             rollout_logprobs_T=np.full(n, -5, dtype=np.float32),
             reward=1.0,
             weight=1 / sum(lengths),
@@ -142,7 +144,7 @@ def batch_of(parts: ModelParts, lengths: tuple[int, ...]) -> Batch:
     return Batch(groups=(SampleGroup(prompt=prompt, samples=tuple(samples)),))
 
 
-def matrices(parts: ModelParts, prefix: str) -> int:
+def matrices(parts: TinyParts, prefix: str) -> int:
     """Entries of all weight matrices below a module."""
     return sum(p.numel() for name, p in parts.network.named_parameters() if name.startswith(prefix) and p.dim() > 1)
 
@@ -177,5 +179,5 @@ def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str) -> None:
         counted = policy.update(batch)["update_tflop"] * ONE_TERATION
     by_torch = counter.get_total_flops()
     assert counted == pytest.approx(by_torch, rel=FEW_PER_CENT)
-    vision = 3 * policy._scorer.cost.work.image((1, 6, 6))
+    vision = 3 * policy._scorer.cost.work.image(batch.groups[0].prompt.images[0])
     assert vision > 2 * FEW_PER_CENT * by_torch, "leaving the images out would show"

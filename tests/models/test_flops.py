@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.run import Lora, Model, TinyModel
 from fovea.models.flops import Passes, Work, training_passes, work_of
-from fovea.models.loaded import ModelParts
 from fovea.models.shared_prefix.attention import completion_keys
 from fovea.models.shared_prefix.layout import shared_prefix_layout
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable
 from fovea.types import Prompt
 from tests.reference import model_inputs
@@ -23,25 +23,25 @@ COMPLETION = np.arange(3, 14)
 NOT_COUNTED = ("rotary_emb", "rotary_pos_emb")
 
 
-def odd_model(family: str) -> ModelParts:
+def odd_model(family: str) -> TinyParts:
     """No two sizes alike, so that none can stand in for another; several layers of windows."""
     heads = {"hidden_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24}
     sizes = {"intermediate_size": 112, "num_layers": 3, "vision_hidden_size": 48, "vision_depth": 3, "vision_heads": 4}
     return tiny(family, **heads, **sizes)
 
 
-def eager(parts: ModelParts) -> ModelParts:
+def eager(parts: TinyParts) -> TinyParts:
     """Scores and sums of attention as matrix products, which torch counts."""
     parts.network.set_attn_implementation("eager")
     return parts
 
 
-def pictures(parts: ModelParts) -> Prompt:
+def pictures(parts: TinyParts) -> Prompt:
     """Sides that are whole windows of the tiny tower (4 patches), and sides that are not."""
     return renderer(parts).prompt(user(image(1, 64, 96), "one and", image(2, 48, 80), "two"))
 
 
-def counted(parts: ModelParts, prompt: Prompt, *, backward: bool = False) -> int:
+def counted(parts: TinyParts, prompt: Prompt, *, backward: bool = False) -> int:
     """What torch counts of prompt + completion, without the positions."""
     inputs = model_inputs(parts, prompt, COMPLETION)
     with FlopCounterMode(display=False) as counter:
@@ -56,14 +56,14 @@ def counted(parts: ModelParts, prompt: Prompt, *, backward: bool = False) -> int
     return counter.get_total_flops() - positions
 
 
-def weights(parts: ModelParts, name: str) -> int:
+def weights(parts: TinyParts, name: str) -> int:
     return dict(parts.network.named_parameters())[name].numel()
 
 
 def expected(work: Work, prompt: Prompt, passes: Passes) -> float:
     """All N^2 pairs of tokens: eager attention computes the masked ones too."""
     tokens = prompt.num_tokens + len(COMPLETION)
-    vision = sum(work.image(picture.grid_thw) for picture in prompt.images)
+    vision = sum(work.image(picture) for picture in prompt.images)
     linear = tokens * (work.token + work.action)
     return passes.linear * linear + passes.attention * tokens**2 * work.pair + passes.vision * vision
 
@@ -86,7 +86,7 @@ def test_a_training_pass_is_three_forward_passes(family: str) -> None:
     of_pixels = (
         2
         * weights(parts, "model.visual.patch_embed.proj.weight")
-        * sum(len(picture.pixels_NC) for picture in prompt.images)
+        * sum(len(picture.tensors["pixel_values"]) for picture in prompt.images)
     )
     found = counted(parts, prompt, backward=True)
     assert found == expected(work_of(parts.network.config), prompt, passes) - of_pixels
@@ -141,6 +141,7 @@ def test_a_group_has_each_token_once_and_a_head_for_every_action() -> None:
 
 
 def test_features_that_are_there_cost_nothing() -> None:
-    work = work_of(tiny("qwen3_vl").network.config)
+    parts = tiny("qwen3_vl")
+    work, images = work_of(parts.network.config), pictures(parts).images
     cached = training_passes(lora=False, trains_vision=False, features_cached=True)
-    assert work.prompt(30, [(1, 6, 6)], cached) == work.prompt(30, [], cached)
+    assert work.prompt(30, images, cached) == work.prompt(30, [], cached)

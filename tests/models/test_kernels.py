@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fovea.models.kernels import RmsNorm, rms_norm, use_fused_layers
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 
 
 def outputs_and_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -21,7 +21,7 @@ def outputs_and_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_layer_equals_its_original(parts: ModelParts, dtype: torch.dtype) -> None:
+def test_each_layer_equals_its_original(parts: TinyParts, dtype: torch.dtype) -> None:
     parts.network.to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # one rounding of bfloat16 is 8e-3
     original, fused = parts.network, copy.deepcopy(parts.network)

@@ -11,38 +11,36 @@ from safetensors.torch import load_file, save_file
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
-from fovea.models.load import load_pretrained, pick_device
-from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
+from fovea.models.load import load_network, pick_device
+from fovea.models.processor import load_processor
+from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
+from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
 
 
-def save(parts: ModelParts, folder: Path) -> Path:
-    """The files of a hub repository."""
-    parts.network.save_pretrained(folder)
-    parts.tokenizer.save_pretrained(folder)
-    parts.image_processor.save_pretrained(folder)
-    return folder
+def load_both(settings: Model) -> TinyParts:
+    """The processor's door and the network's, one after the other."""
+    return TinyParts(processor=load_processor(settings), network=load_network(settings))
 
 
-def logprobs(parts: ModelParts) -> torch.Tensor:
-    row = pack_row(mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
+def logprobs(parts: TinyParts) -> torch.Tensor:
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
     with torch.no_grad():
-        return VLM(parts)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        return VLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
 
 
-def test_a_saved_model_loads_to_the_same_logprobs(parts: ModelParts, tmp_path: Path) -> None:
-    loaded = load_pretrained(Model(path=str(save(parts, tmp_path))))
+def test_a_saved_model_loads_to_the_same_logprobs(parts: TinyParts, tmp_path: Path) -> None:
+    loaded = load_both(Model(path=str(save(parts, tmp_path))))
     torch.testing.assert_close(logprobs(loaded), logprobs(parts), atol=1e-6, rtol=0)
-    assert loaded.chat_template == parts.chat_template
-    assert stop_token_ids(loaded) == stop_token_ids(parts)
-    assert banned_token_ids(loaded) == banned_token_ids(parts)
+    assert loaded.processor.chat_template == parts.processor.chat_template
+    assert loaded.processor.stop_ids == parts.processor.stop_ids
+    assert loaded.processor.banned_ids == parts.processor.banned_ids
 
 
 def test_dtype_is_obeyed(tmp_path: Path) -> None:
     folder = save(tiny("qwen3_vl"), tmp_path)
-    loaded = load_pretrained(Model(path=str(folder), dtype="bfloat16"))
+    loaded = load_both(Model(path=str(folder), dtype="bfloat16"))
     assert {parameter.dtype for parameter in loaded.network.parameters()} == {torch.bfloat16}
 
 
@@ -51,7 +49,7 @@ def test_the_processors_own_chat_template_wins(tmp_path: Path) -> None:
     folder = save(tiny("qwen2_vl"), tmp_path)
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 'of the processor' }}"}))
-    assert load_pretrained(Model(path=str(folder))).chat_template == "{{ 'of the processor' }}"
+    assert load_processor(Model(path=str(folder))).chat_template == "{{ 'of the processor' }}"
 
 
 def test_older_pixel_limits_are_read(tmp_path: Path) -> None:
@@ -61,16 +59,17 @@ def test_older_pixel_limits_are_read(tmp_path: Path) -> None:
     settings = json.loads(file.read_text())
     settings.pop("size")
     file.write_text(json.dumps(settings | {"min_pixels": 3136, "max_pixels": 12845056}))
-    size = load_pretrained(Model(path=str(folder))).image_processor.size
+    size = load_processor(Model(path=str(folder))).image_processor.size
     assert (size["shortest_edge"], size["longest_edge"]) == (3136, 12845056)
 
 
-def test_entries_beyond_the_tokenizer_are_banned() -> None:
+def test_entries_beyond_the_tokenizer_are_banned(tmp_path: Path) -> None:
     """Qwen pads its embedding to a round number of rows."""
     parts = tiny("qwen3_vl")
-    size = len(parts.tokenizer)
+    size = len(parts.processor.tokenizer)
     parts.network.resize_token_embeddings(size + 5)
-    assert set(range(size, size + 5)) <= set(banned_token_ids(parts))
+    loaded = load_processor(Model(path=str(save(parts, tmp_path))))
+    assert set(range(size, size + 5)) <= set(loaded.banned_ids)
 
 
 def broken_folders(tmp_path: Path) -> dict[str, Path]:
@@ -102,14 +101,14 @@ def broken_folders(tmp_path: Path) -> dict[str, Path]:
 def test_a_folder_that_cannot_be_loaded_says_why(which: str, message: str, tmp_path: Path) -> None:
     path = broken_folders(tmp_path)[which]
     with pytest.raises(ModelError, match=message) as error:
-        load_pretrained(Model(path=str(path)))
+        load_both(Model(path=str(path)))
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_hub_id_without_the_hub_is_one_line() -> None:
     with pytest.raises(ModelError, match=r"^model\.path=nobody/no-such-model: ") as error:
-        load_pretrained(Model(path="nobody/no-such-model"))
+        load_both(Model(path="nobody/no-such-model"))
     assert "\n" not in str(error.value)
 
 
@@ -159,5 +158,5 @@ def test_a_spoiled_folder_is_refused_in_one_line(how: str, tmp_path: Path) -> No
     with pytest.raises(
         ModelError, match=r"^model\.path=.*download the whole model again, or give another folder$"
     ) as error:
-        load_pretrained(Model(path=str(folder)))
+        load_both(Model(path=str(folder)))
     assert "\n" not in str(error.value)

@@ -9,8 +9,9 @@ import transformers
 from transformers.processing_utils import ProcessorMixin
 
 from fovea.errors import DataError
-from fovea.models.loaded import IMAGE_PAD, ModelParts
+from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.render import Renderer
+from fovea.models.tiny import TinyParts
 from fovea.types import ImageRef, Message
 from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user
 
@@ -30,7 +31,7 @@ CHATS = {
 }
 
 
-def processor_of(parts: ModelParts, family: str) -> ProcessorMixin:
+def processor_of(parts: TinyParts, family: str) -> ProcessorMixin:
     """transformers' processor without its video processor, which needs torchvision."""
 
     def init(self: ProcessorMixin, image_processor: object, tokenizer: object, chat_template: str) -> None:
@@ -38,10 +39,10 @@ def processor_of(parts: ModelParts, family: str) -> ProcessorMixin:
         for kind in ("image", "video"):
             token = f"<|{kind}_pad|>"
             setattr(self, f"{kind}_token", token)
-            setattr(self, f"{kind}_token_id", parts.tokenizer.convert_tokens_to_ids(token))
+            setattr(self, f"{kind}_token_id", parts.processor.tokenizer.convert_tokens_to_ids(token))
 
     without_videos = type(PROCESSORS[family].__name__, (PROCESSORS[family],), {"__init__": init})
-    return without_videos(parts.image_processor, parts.tokenizer, parts.chat_template)
+    return without_videos(parts.processor.image_processor, parts.processor.tokenizer, parts.processor.chat_template)
 
 
 @pytest.mark.parametrize("family", PROCESSORS)
@@ -64,44 +65,49 @@ def test_equal_to_the_processor(family: str, chat: str) -> None:
     prompt = renderer(parts).prompt(messages)
     np.testing.assert_array_equal(prompt.token_ids_L, expected["input_ids"][0])
     if images:
-        np.testing.assert_array_equal(np.concatenate([i.pixels_NC for i in prompt.images]), expected["pixel_values"])
-        assert [list(i.grid_thw) for i in prompt.images] == expected["image_grid_thw"].tolist()
+        np.testing.assert_array_equal(
+            np.concatenate([i.tensors["pixel_values"] for i in prompt.images]), expected["pixel_values"]
+        )
+        assert [i.tensors["image_grid_thw"].tolist() for i in prompt.images] == expected["image_grid_thw"].tolist()
 
 
 @pytest.mark.parametrize("chat", CHATS)
-def test_positions_equal_get_rope_index(parts: ModelParts, chat: str) -> None:
+def test_positions_equal_get_rope_index(parts: TinyParts, chat: str) -> None:
     prompt = renderer(parts).prompt(CHATS[chat])
     ids = torch.from_numpy(prompt.token_ids_L)[None]
-    grids = torch.tensor([image.grid_thw for image in prompt.images]) if prompt.images else None
-    pad = parts.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    grids = (
+        torch.tensor([image.tensors["image_grid_thw"].tolist() for image in prompt.images]) if prompt.images else None
+    )
+    pad = parts.processor.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    positions_3L, next_position = parts.processor.family.positions(prompt.token_ids_L, prompt.images, 0)
     expected, delta = parts.network.model.get_rope_index(
         ids, mm_token_type_ids=(ids == pad).int(), image_grid_thw=grids, attention_mask=torch.ones_like(ids)
     )
-    np.testing.assert_array_equal(prompt.positions_3L, expected[:, 0].numpy())
-    assert prompt.next_position == prompt.num_tokens + int(delta)
+    np.testing.assert_array_equal(positions_3L, expected[:, 0].numpy())
+    assert next_position == prompt.num_tokens + int(delta)
 
 
-def test_equal_pixels_have_equal_keys(parts: ModelParts) -> None:
+def test_equal_pixels_have_equal_keys(parts: TinyParts) -> None:
     first, second, third = (renderer(parts).prompt(user(image(seed), "x")).images[0].key for seed in (1, 1, 2))
     assert first == second != third
 
 
-def test_pixel_limits_are_obeyed(parts: ModelParts) -> None:
-    small = Renderer(parts, from_array, max_pixels=32 * 32)
-    assert small.prompt(user(image(1, 96, 96), "x")).images[0].grid_thw == (1, 4, 4)
-    large = Renderer(parts, from_array, min_pixels=96 * 96)
-    assert large.prompt(user(image(1, 48, 48), "x")).images[0].grid_thw == (1, 12, 12)
+def test_pixel_limits_are_obeyed(parts: TinyParts) -> None:
+    small = Renderer(parts.processor, from_array, max_pixels=32 * 32)
+    assert small.prompt(user(image(1, 96, 96), "x")).images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
+    large = Renderer(parts.processor, from_array, min_pixels=96 * 96)
+    assert large.prompt(user(image(1, 48, 48), "x")).images[0].tensors["image_grid_thw"].tolist() == [1, 12, 12]
 
 
-def test_a_row_that_writes_an_image_pad_is_refused(parts: ModelParts) -> None:
+def test_a_row_that_writes_an_image_pad_is_refused(parts: TinyParts) -> None:
     with pytest.raises(DataError, match=r"row 7: its text contains <\|image_pad\|>, which the model reads"):
         renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"), where="row 7")
 
 
-def test_target_ends_with_the_stop_token(parts: ModelParts) -> None:
+def test_target_ends_with_the_stop_token(parts: TinyParts) -> None:
     ids = renderer(parts).target("\\boxed{3}")
-    assert ids[-1] == parts.tokenizer.eos_token_id
-    assert parts.tokenizer.decode(ids[:-1]) == "\\boxed{3}"
+    assert ids[-1] == parts.processor.tokenizer.eos_token_id
+    assert parts.processor.tokenizer.decode(ids[:-1]) == "\\boxed{3}"
 
 
 @pytest.mark.parametrize("family", PROCESSORS)
@@ -114,6 +120,11 @@ def test_mixed_prompts_have_what_they_say(family: str) -> None:
 def test_a_limit_beyond_the_models_own_other_limit_holds(limit: dict[str, int], side: int) -> None:
     """Qwen3-VL's smallest image has 65,536 pixels: a lower max_pixels must not be overruled by it."""
     parts = tiny("qwen3_vl")
-    parts.image_processor.size = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
-    grid = Renderer(parts, from_array, **limit).prompt(user(image(1, 96, 96), "x")).images[0].grid_thw
+    parts.processor.image_processor.size = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
+    grid = (
+        Renderer(parts.processor, from_array, **limit)
+        .prompt(user(image(1, 96, 96), "x"))
+        .images[0]
+        .tensors["image_grid_thw"]
+    )
     assert (grid[1] * 8, grid[2] * 8) == (side, side)

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from fovea.config.run import Lora, Model, TinyModel
 from fovea.errors import ConfigError
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import (
     adapters_off,
     choose_trainable,
@@ -22,7 +22,7 @@ from fovea.train.packing import pack_row
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
 
 
-def with_lora(parts: ModelParts, **lora: object) -> ModelParts:
+def with_lora(parts: TinyParts, **lora: object) -> TinyParts:
     settings = Model(tiny=TinyModel(), lora=Lora.model_validate(lora))
     choose_trainable(parts.network, settings, seed=0)
     with torch.no_grad():
@@ -32,13 +32,13 @@ def with_lora(parts: ModelParts, **lora: object) -> ModelParts:
     return parts
 
 
-def logprobs(parts: ModelParts) -> torch.Tensor:
-    row = pack_row(mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
+def logprobs(parts: TinyParts) -> torch.Tensor:
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
     with torch.no_grad():
-        return VLM(parts)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        return VLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
 
 
-def test_only_adapters_on_language_layers_are_trained(parts: ModelParts) -> None:
+def test_only_adapters_on_language_layers_are_trained(parts: TinyParts) -> None:
     with_lora(parts, rank=4)
     names = trainable_parameters(parts.network)
     assert names
@@ -46,21 +46,21 @@ def test_only_adapters_on_language_layers_are_trained(parts: ModelParts) -> None
     assert len(lora_layers(parts.network)) == 3 * 7, "seven linear layers in each of three decoder layers"
 
 
-def test_targets_and_exclude_are_obeyed(parts: ModelParts) -> None:
+def test_targets_and_exclude_are_obeyed(parts: TinyParts) -> None:
     with_lora(parts, rank=2, targets=["q_proj", "o_proj"], exclude=["layers.0"])
     layers = set(lora_layers(parts.network))
     assert {name.split(".")[-1] for name in layers} == {"q_proj", "o_proj"}
     assert not any(".layers.0." in name for name in layers)
 
 
-def test_targets_that_match_nothing_are_refused(parts: ModelParts) -> None:
+def test_targets_that_match_nothing_are_refused(parts: TinyParts) -> None:
     with pytest.raises(
         ConfigError, match=r"qproj .* matches no linear layer of the language model; leave model\.lora\.targets out"
     ):
         with_lora(parts, targets=["q_proj", "qproj"])
 
 
-def test_merged_weights_give_the_adapted_model(parts: ModelParts) -> None:
+def test_merged_weights_give_the_adapted_model(parts: TinyParts) -> None:
     with_lora(parts, rank=4)
     merged = dict(merged_weights(parts.network))
     plain = tiny(str(parts.network.config.model_type))
@@ -72,13 +72,13 @@ def test_merged_weights_give_the_adapted_model(parts: ModelParts) -> None:
     torch.testing.assert_close(logprobs(plain), logprobs(parts), atol=1e-5, rtol=0)
 
 
-def test_weights_without_adapters_are_not_copied(parts: ModelParts) -> None:
+def test_weights_without_adapters_are_not_copied(parts: TinyParts) -> None:
     own = dict(parts.network.named_parameters())
     for name, tensor in merged_weights(parts.network):
         assert tensor.data_ptr() == own[name].data_ptr()
 
 
-def test_adapters_off_is_the_model_before(parts: ModelParts) -> None:
+def test_adapters_off_is_the_model_before(parts: TinyParts) -> None:
     before = logprobs(parts)
     with_lora(parts, rank=4)
     with adapters_off(parts.network):
@@ -86,7 +86,7 @@ def test_adapters_off_is_the_model_before(parts: ModelParts) -> None:
     assert not torch.allclose(logprobs(parts), before, atol=1e-3)
 
 
-def test_equal_to_peft_as_its_users_call_it(parts: ModelParts) -> None:
+def test_equal_to_peft_as_its_users_call_it(parts: TinyParts) -> None:
     """The same adapters through get_peft_model, weights copied over, give the same log-probs."""
     with_lora(parts, rank=4, alpha=12)
     expected = logprobs(parts)
@@ -101,7 +101,7 @@ def test_equal_to_peft_as_its_users_call_it(parts: ModelParts) -> None:
     torch.testing.assert_close(logprobs(plain), expected, atol=1e-6, rtol=0)
 
 
-def test_the_table_adds_up(parts: ModelParts) -> None:
+def test_the_table_adds_up(parts: TinyParts) -> None:
     with_lora(parts, rank=4)
     rows = {row.part: row for row in count_parameters(parts.network)}
     assert rows["all"].total == sum(p.numel() for p in parts.network.parameters())
@@ -113,12 +113,12 @@ def test_the_table_adds_up(parts: ModelParts) -> None:
     assert rows["vision tower"].trainable == 0
 
 
-def test_the_head_gets_no_adapter(parts: ModelParts) -> None:
+def test_the_head_gets_no_adapter(parts: TinyParts) -> None:
     """It is tied to the embedding: the rollout would draw from the head without its adapter."""
     with pytest.raises(ConfigError, match=r"lm_head .* matches no linear layer of the language model"):
         with_lora(parts, targets=["q_proj", "lm_head"])
 
 
-def test_the_vision_tower_gets_no_adapter_whatever_is_excluded(parts: ModelParts) -> None:
+def test_the_vision_tower_gets_no_adapter_whatever_is_excluded(parts: TinyParts) -> None:
     with_lora(parts, exclude=[])
     assert not any(".visual." in name for name in lora_layers(parts.network))

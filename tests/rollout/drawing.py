@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -18,9 +18,9 @@ from fovea.utils.event_loop import wait_for
 LOGPROB_TOLERANCE = 1e-5
 
 
-def make_engine(parts: ModelParts, max_batch_tokens: int = 10_000, **tuning: object) -> EmbeddedEngine:
+def make_engine(parts: TinyParts, max_batch_tokens: int = 10_000, **tuning: object) -> EmbeddedEngine:
     options = Tuning(**tuning)  # type: ignore[arg-type]
-    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=max_batch_tokens, tuning=options)
+    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=max_batch_tokens, tuning=options)
     engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine
 

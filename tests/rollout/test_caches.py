@@ -32,13 +32,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
 def request(prompt_tokens: int, n: int, limit: int) -> QueuedRequest:
-    prompt = Prompt(
-        token_ids_L=np.zeros(prompt_tokens, dtype=np.int64),
+    ids = np.zeros(prompt_tokens, dtype=np.int64)
+    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
+    return QueuedRequest(
+        request=Request(id="r", prompt=prompt, sampling=Sampling(max_new_tokens=limit), n=n),
+        done=asyncio.Future(loop=LOOP),
         positions_3L=np.zeros((3, prompt_tokens), dtype=np.int64),
-        next_position=prompt_tokens,
+        first_position=prompt_tokens,
     )
-    request = Request(id="r", prompt=prompt, sampling=Sampling(max_new_tokens=limit), n=n)
-    return QueuedRequest(request=request, done=asyncio.Future(loop=LOOP))
 
 
 LOOP = asyncio.new_event_loop()
@@ -177,7 +178,7 @@ def test_room_for_tokens_grows_by_doubling() -> None:
 
 def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones() -> None:
     parts = tiny("qwen2_vl")
-    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=8000)
+    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=8000)
     engine.load_weights(dict(merged_weights(parts.network)), version=0)
     held: list[int] = []
     reserve = KeyValues.reserve
@@ -189,8 +190,7 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
         held.append(cache._prompts.rows * cache._prompts.room + cache._own.rows * cache._own.room)
 
     def prompt(tokens: int) -> Prompt:
-        positions = np.broadcast_to(np.arange(tokens), (3, tokens))
-        return Prompt(token_ids_L=np.arange(tokens) % 200, positions_3L=positions, next_position=tokens)
+        return Prompt(token_ids_L=np.arange(tokens) % 200, unexpanded_ids_U=np.arange(tokens) % 200)
 
     async def all_of_them() -> None:
         calls = [

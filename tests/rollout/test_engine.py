@@ -10,7 +10,7 @@ import torch
 
 from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
-from fovea.models.loaded import ModelParts, banned_token_ids
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vision.attention import use_segment_attention
 from fovea.models.vlm import VLM
@@ -25,21 +25,21 @@ from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, renderer, tiny, user
 
 
-def test_greedy_equals_transformers_generate(parts: ModelParts) -> None:
+def test_greedy_equals_transformers_generate(parts: TinyParts) -> None:
     prompts = mixed_prompts(parts)
     groups = generate(make_engine(parts), prompts, [Sampling(max_new_tokens=24, temperature=0)] * 3, n=1)
     parts.network.set_attn_implementation("sdpa")
     for prompt, group in zip(prompts, groups, strict=True):
         inputs = model_inputs(parts, prompt, np.empty(0, dtype=np.int64))
         expected = parts.network.generate(
-            **inputs, max_new_tokens=24, do_sample=False, suppress_tokens=list(banned_token_ids(parts))
+            **inputs, max_new_tokens=24, do_sample=False, suppress_tokens=list(parts.processor.banned_ids)
         )
         assert group[0].token_ids_T.tolist() == expected[0, prompt.num_tokens :].tolist()
     use_segment_attention(parts.network)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_equal_transformers_forward(parts: ModelParts, temperature: float) -> None:
+def test_logprobs_equal_transformers_forward(parts: TinyParts, temperature: float) -> None:
     prompts = mixed_prompts(parts)
     samplings = seeded(3, max_new_tokens=12, temperature=temperature)
     for prompt, group in zip(prompts, generate(make_engine(parts), prompts, samplings, n=4), strict=True):
@@ -50,17 +50,17 @@ def test_logprobs_equal_transformers_forward(parts: ModelParts, temperature: flo
             )
 
 
-def test_logprobs_equal_the_trainers(parts: ModelParts) -> None:
+def test_logprobs_equal_the_trainers(parts: TinyParts) -> None:
     prompts = mixed_prompts(parts)
     groups = generate(make_engine(parts), prompts, seeded(3, max_new_tokens=12, temperature=0.8), n=5)
-    row = pack_row(prompts, [[c.token_ids_T for c in group] for group in groups], CPU)
+    row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in groups], CPU)
     with torch.no_grad():
-        scores = VLM(parts)(row, temperature=0.8, chunk_tokens=100)
+        scores = VLM(parts.network)(row, temperature=0.8, chunk_tokens=100)
     drawn = torch.from_numpy(np.concatenate([c.logprobs_T for group in groups for c in group]))
     torch.testing.assert_close(drawn, scores.logprobs_A, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
-def test_a_request_does_not_feel_what_runs_beside_it(parts: ModelParts) -> None:
+def test_a_request_does_not_feel_what_runs_beside_it(parts: TinyParts) -> None:
     prompts = mixed_prompts(parts)
     samplings = [
         Sampling(max_new_tokens=20, seed=1),
@@ -73,7 +73,7 @@ def test_a_request_does_not_feel_what_runs_beside_it(parts: ModelParts) -> None:
         assert same(group, alone[index % 3])
 
 
-def test_a_small_budget_and_mixed_group_sizes_change_nothing(parts: ModelParts) -> None:
+def test_a_small_budget_and_mixed_group_sizes_change_nothing(parts: TinyParts) -> None:
     prompts = mixed_prompts(parts) * 3
     samplings, counts = seeded(9, max_new_tokens=9), [2, 2, 1, 4, 4, 4, 2, 1, 1]
     free = generate(make_engine(parts), prompts, samplings, counts)
@@ -82,30 +82,30 @@ def test_a_small_budget_and_mixed_group_sizes_change_nothing(parts: ModelParts) 
     assert all(same(a, b) for a, b in zip(free, tight, strict=True))
 
 
-def test_completions_of_a_group_are_those_of_a_smaller_group(parts: ModelParts) -> None:
+def test_completions_of_a_group_are_those_of_a_smaller_group(parts: TinyParts) -> None:
     prompt, sampling = mixed_prompts(parts)[0], Sampling(max_new_tokens=8, seed=5)
     eight, three = (generate(make_engine(parts), [prompt], [sampling], n)[0] for n in (8, 3))
     assert same(eight[:3], three)
 
 
-def test_each_image_and_prompt_is_run_once(parts: ModelParts) -> None:
+def test_each_image_and_prompt_is_run_once(parts: TinyParts) -> None:
     engine, prompts = make_engine(parts), mixed_prompts(parts)
     patches: list[int] = []
     tower = parts.network.get_submodule("model.visual")
     tower.register_forward_pre_hook(lambda _module, args: patches.append(len(args[0])))
     generate(engine, prompts, seeded(3, max_new_tokens=6), n=8)
-    distinct = {image.key: len(image.pixels_NC) for prompt in prompts for image in prompt.images}
+    distinct = {image.key: len(image.tensors["pixel_values"]) for prompt in prompts for image in prompt.images}
     assert patches == [sum(distinct.values())]
 
 
-def test_stop_token_ends_a_completion_and_is_part_of_it(parts: ModelParts) -> None:
+def test_stop_token_ends_a_completion_and_is_part_of_it(parts: TinyParts) -> None:
     prompt = mixed_prompts(parts)[0]
     group = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=300, seed=1, temperature=2.0)], n=8)[0]
     stopped = [completion for completion in group if completion.finish == "stop"]
     assert stopped, "300 tokens of near-uniform sampling meet the stop token"
     for completion in stopped:
-        assert completion.token_ids_T[-1] == parts.tokenizer.eos_token_id
-        assert parts.tokenizer.eos_token_id not in completion.token_ids_T[:-1]
+        assert completion.token_ids_T[-1] == parts.processor.tokenizer.eos_token_id
+        assert parts.processor.tokenizer.eos_token_id not in completion.token_ids_T[:-1]
         assert "<|im_end|>" not in completion.text
 
 
@@ -121,18 +121,18 @@ def test_stop_string_ends_a_completion_and_is_cut_from_its_text() -> None:
         assert short.token_ids_T.tolist() == whole.token_ids_T[: len(short.token_ids_T)].tolist()
         if stop in whole.text:
             assert short.finish == "stop"
-            assert stop in parts.tokenizer.decode(short.token_ids_T, skip_special_tokens=True)
+            assert stop in parts.processor.tokenizer.decode(short.token_ids_T, skip_special_tokens=True)
 
 
-def test_no_special_token_is_ever_drawn(parts: ModelParts) -> None:
+def test_no_special_token_is_ever_drawn(parts: TinyParts) -> None:
     groups = generate(make_engine(parts), mixed_prompts(parts), seeded(3, max_new_tokens=200, temperature=5.0), n=8)
     drawn = {int(token) for group in groups for completion in group for token in completion.token_ids_T}
     assert len(drawn) > 200, "near-uniform sampling visits most of the vocabulary"
-    assert not drawn & set(banned_token_ids(parts))
-    assert parts.tokenizer.convert_tokens_to_ids("<|image_pad|>") in banned_token_ids(parts)
+    assert not drawn & set(parts.processor.banned_ids)
+    assert parts.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>") in parts.processor.banned_ids
 
 
-def test_length_ends_a_completion(parts: ModelParts) -> None:
+def test_length_ends_a_completion(parts: TinyParts) -> None:
     completion = generate(make_engine(parts), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=1)], n=2)[0][0]
     assert (len(completion.token_ids_T), completion.finish, completion.version) == (1, "length", 7)
 
@@ -167,7 +167,7 @@ def test_a_request_beyond_the_budget_says_what_to_change() -> None:
 
 def test_an_engine_without_weights_says_so_to_every_caller() -> None:
     parts = tiny("qwen3_vl")
-    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000)
+    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=10_000)
     with pytest.raises(EngineError, match="load_weights first"):
         generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=3), n=2)
 
@@ -202,7 +202,9 @@ def test_a_stop_string_that_the_last_allowed_token_completes_counts_as_stop() ->
 
 def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> None:
     parts = tiny("qwen2_5_vl")
-    engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000, tuning=Tuning(int8_decoding=True))
+    engine = EmbeddedEngine(
+        VLM(parts.network), parts.processor, max_batch_tokens=10_000, tuning=Tuning(int8_decoding=True)
+    )
     engine.load_weights(dict(merged_weights(parts.network)), version=0)
     prompts = mixed_prompts(parts)
     differences = []
@@ -240,7 +242,7 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
         groups = []
         for packed in (True, False):
             tuning = Tuning(packed_decoding=packed)
-            engine = EmbeddedEngine(VLM(parts), parts, max_batch_tokens=10_000, tuning=tuning)
+            engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=10_000, tuning=tuning)
             engine.load_weights(dict(merged_weights(parts.network)), version=0)
             assert tuning.packs(12, parts.network.get_input_embeddings().weight) == packed
             groups.append(generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=12), n=4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from fovea.config.run import Config
 from fovea.errors import DataError, ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.models.families.qwen_vl import QwenVL
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, gate_reading
 from fovea.run.parity import DrawnToken, _reading, without_images
@@ -50,13 +50,13 @@ def plain_positions(run: Run) -> None:
     """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
     own = run.policy.worker.logprobs
 
+    def like_words(_self: QwenVL, ids: NDArray[np.int64], _images: object, start: int) -> tuple[NDArray[np.int64], int]:
+        return np.arange(start, start + len(ids))[None].repeat(3, axis=0), start + len(ids)
+
     def scored(batch: Batch) -> Sequence[NDArray[np.float32]]:
-        groups = []
-        for group in batch.groups:
-            length = group.prompt.num_tokens
-            positions_3L = np.broadcast_to(np.arange(length), (3, length)).copy()
-            groups.append(replace(group, prompt=replace(group.prompt, positions_3L=positions_3L, next_position=length)))
-        return own(replace(batch, groups=tuple(groups)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(QwenVL, "positions", like_words)
+            return own(batch)
 
     run.policy.worker.logprobs = scored  # type: ignore[method-assign]
 

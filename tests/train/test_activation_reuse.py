@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.models.activation_tape import Tape
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
@@ -40,7 +40,7 @@ class Pair:
 
     def __init__(
         self,
-        parts: ModelParts,
+        parts: TinyParts,
         settings: Model = TRAINED,
         max_bytes: float = 2**26,
         linears: bool = True,
@@ -48,9 +48,9 @@ class Pair:
         **train: object,
     ) -> None:
         choose_trainable(parts.network, settings, seed=0)
-        self.vlm = VLM(parts, feature_cache=None if settings.trains_vision else FeatureCache(2**20))
+        self.vlm = VLM(parts.network, feature_cache=None if settings.trains_vision else FeatureCache(2**20))
         self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
-        self.engine = EmbeddedEngine(self.vlm, parts, max_batch_tokens=10_000, tape=self.tape)
+        self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
         self.policy = TorchPolicy(
             self.vlm,
@@ -122,7 +122,7 @@ def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> Non
     for traces in (True, False):
         parts = tiny("qwen3_vl")
         pair = Pair(parts)
-        pair.engine = EmbeddedEngine(pair.vlm, parts, max_batch_tokens=160, tape=pair.tape)
+        pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=160, tape=pair.tape)
         pair.weight_sync = SharedWeights(pair.policy, pair.engine)
         wait_for(pair.weight_sync.push(0))
         pair.prompts = pair.prompts * 3
@@ -142,7 +142,9 @@ def test_no_linear_layer_of_the_decoder_runs_forward_again_and_no_image_is_encod
         with FlopCounterMode(display=False) as counter:
             pair.policy.update(batch)
         operations[traces] = counter.get_total_flops()
-        patches = sum(len(i.pixels_NC) for i in {i.key: i for p in pair.prompts for i in p.images}.values())
+        patches = sum(
+            len(i.tensors["pixel_values"]) for i in {i.key: i for p in pair.prompts for i in p.images}.values()
+        )
     layers = pair.vlm.network.get_submodule("model.language_model.layers")
     tokens = sum(p.num_tokens for p in pair.prompts) + sum(
         len(s.token_ids_T) - 1 for group in batch.groups for s in group.samples
@@ -156,7 +158,7 @@ def test_no_linear_layer_of_the_decoder_runs_forward_again_and_no_image_is_encod
         for name, m in layers.named_modules()
         if isinstance(m, torch.nn.Linear)
     )
-    pixels = torch.randn(patches, pair.prompts[0].images[0].pixels_NC.shape[1])
+    pixels = torch.randn(patches, pair.prompts[0].images[0].tensors["pixel_values"].shape[1])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         images = list({i.key: i for p in pair.prompts for i in p.images}.values())
         pair.vlm.encode(images)
@@ -228,7 +230,7 @@ def test_some_updates_are_plain_so_that_the_sampler_stays_checked() -> None:
 
 def test_what_does_not_fit_is_computed_again() -> None:
     parts = tiny("qwen3_vl")
-    graph_bytes = VLM(parts).graph_bytes([image for prompt in mixed_prompts(parts) for image in prompt.images])
+    graph_bytes = VLM(parts.network).graph_bytes([image for prompt in mixed_prompts(parts) for image in prompt.images])
     for max_bytes, images in ((graph_bytes + 1000, 3), (graph_bytes - 1, 0)):
         pair = Pair(tiny("qwen3_vl"), max_bytes=max_bytes)
         metrics = pair.policy.update(batch_of(pair.prompts, pair.rollout()))
@@ -311,6 +313,6 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
 @pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(steps_per_look=3), Tuning(cache="pages")])
 def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
     parts = tiny("qwen3_vl")
-    tape = Tape(VLM(parts).linear_widths, 2**20, torch.float32)
+    tape = Tape(VLM(parts.network).linear_widths, 2**20, torch.float32)
     with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding in slots"):
-        EmbeddedEngine(VLM(parts), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)
+        EmbeddedEngine(VLM(parts.network), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)

@@ -11,7 +11,7 @@ import torch
 
 from fovea.advantages import with_advantages
 from fovea.errors import TrainError
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
@@ -25,7 +25,7 @@ FAR = 1e6
 
 
 @pytest.fixture
-def parts() -> ModelParts:
+def parts() -> TinyParts:
     return tiny("qwen3_vl")
 
 
@@ -65,7 +65,7 @@ def advantages_of(policy: TorchPolicy, batch: Batch, value: float = 0.0) -> Batc
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("value", NOT_FINITE)
 def test_a_critic_that_gives_no_numbers_moves_nothing_and_stops_the_run(
-    value: float, separate: bool, parts: ModelParts
+    value: float, separate: bool, parts: TinyParts
 ) -> None:
     policy = ppo_policy(parts, separate=separate, max_skipped_updates=1)
     batch = scored(policy, named(make_batch(parts)))
@@ -82,7 +82,7 @@ def test_a_critic_that_gives_no_numbers_moves_nothing_and_stops_the_run(
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_a_task_whose_values_are_not_finite_is_the_one_named(value: float, separate: bool, parts: ModelParts) -> None:
+def test_a_task_whose_values_are_not_finite_is_the_one_named(value: float, separate: bool, parts: TinyParts) -> None:
     """Although whitening has made every advantage of the step NaN."""
     policy = ppo_policy(parts, separate=separate, max_skipped_updates=0)
     batch = advantages_of(policy, with_rewards(named(make_batch(parts))), value)
@@ -94,7 +94,7 @@ def test_a_task_whose_values_are_not_finite_is_the_one_named(value: float, separ
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_reward_that_is_no_number_skips_one_update_and_no_more(separate: bool, parts: ModelParts) -> None:
+def test_a_reward_that_is_no_number_skips_one_update_and_no_more(separate: bool, parts: TinyParts) -> None:
     policy = ppo_policy(parts, separate=separate, max_skipped_updates=1)
     good = with_rewards(named(make_batch(parts)))
     bad = advantages_of(policy, with_group(good, 2, lambda sample: replace(sample, reward=np.nan)))
@@ -114,7 +114,7 @@ def test_a_reward_that_is_no_number_skips_one_update_and_no_more(separate: bool,
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_gradient_that_is_not_finite_in_the_critic_alone_is_traced_to_its_group(
-    separate: bool, parts: ModelParts
+    separate: bool, parts: TinyParts
 ) -> None:
     """Of a return so far off that the gradient overflows behind the head, which keeps it from a shared trunk."""
     policy = ppo_policy(parts, separate=separate, detach_trunk=not separate, max_skipped_updates=0)

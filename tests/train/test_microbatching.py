@@ -14,6 +14,7 @@ from fovea.errors import TrainError
 from fovea.models.flops import Passes, Work
 from fovea.train.microbatching import Cost, Part, balanced, cut_by_cost, cut_by_count
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
+from tests.records import all_actions
 
 TRAINED = Passes(linear=3, attention=3, vision=3)
 CACHED = Passes(linear=3, attention=3, vision=0)
@@ -23,16 +24,22 @@ FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, wi
 
 
 def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | None = None) -> SampleGroup:
-    pixels = np.zeros((1, 1), dtype=np.float32)
-    images = () if grid is None else (PromptImage(key="", pixels_NC=pixels, grid_thw=grid),)
-    ids, positions = np.arange(prompt_tokens), np.zeros((3, prompt_tokens), dtype=np.int64)
-    prompt = Prompt(token_ids_L=ids, positions_3L=positions, next_position=prompt_tokens, images=images)
+    images = () if grid is None else (PromptImage(key="", tensors={"image_grid_thw": np.array(grid)}, num_tokens=1),)
+    ids = np.arange(prompt_tokens)
+    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=images)
     return SampleGroup(prompt=prompt, samples=tuple(sample(tokens) for tokens in completions))
 
 
 def sample(tokens: int) -> Sample:
     zeros = np.zeros(tokens, dtype=np.float32)
-    return Sample(token_ids_T=np.arange(tokens), rollout_logprobs_T=zeros, reward=0.0, weight=1.0, advantages_T=zeros)
+    return Sample(
+        token_ids_T=np.arange(tokens),
+        mask_T=all_actions(tokens),
+        rollout_logprobs_T=zeros,
+        reward=0.0,
+        weight=1.0,
+        advantages_T=zeros,
+    )
 
 
 def all_samples(groups: list[SampleGroup]) -> list[Sample]:

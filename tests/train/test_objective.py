@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.run import Algorithm
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples
 from fovea.types import Batch, Sample
@@ -60,7 +60,7 @@ class Row:
     kl_reference: Tensor
 
 
-def moved_batch(parts: ModelParts, aggregation: str) -> Batch:
+def moved_batch(parts: TinyParts, aggregation: str) -> Batch:
     """The batch of other tests with everything off from the log-probs now, and an advantage for every token."""
     rng = np.random.default_rng(1)
 
@@ -160,7 +160,7 @@ def aggregate(aggregation: str, losses: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(losses)).sum() / (len(losses) * LONGEST)
 
 
-def rows_of(parts: ModelParts, batch: Batch, loss: str, level: str, kl: str) -> list[Row]:
+def rows_of(parts: TinyParts, batch: Batch, loss: str, level: str, kl: str) -> list[Row]:
     """By transformers' own forward, one completion at a time."""
     pairs = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
     return [

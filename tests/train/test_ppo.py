@@ -14,7 +14,8 @@ import torch
 from fovea.advantages import with_advantages
 from fovea.config.run import Algorithm
 from fovea.models import trained_layer as linears
-from fovea.models.loaded import ModelParts, config_of
+from fovea.models.modules import config_of
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import (
     policy_parameters,
     recompute_activations,
@@ -36,7 +37,7 @@ PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, value_clip=None)
 
 
 def ppo_policy(
-    parts: ModelParts,
+    parts: TinyParts,
     *,
     separate: bool = False,
     detach_trunk: bool = False,
@@ -49,7 +50,7 @@ def ppo_policy(
     settings = train_settings(**{"lr_warmup_steps": 0, **train})
     width = config_of(parts.network).text_config.hidden_size
     head = None if separate else ValueHead(width, detach_trunk=detach_trunk)
-    vlm = VLM(parts, value_head=head)
+    vlm = VLM(parts.network, value_head=head)
     model = ValueModel(copy.deepcopy(vlm)) if separate else None
     linear = (model.head if model is not None else vlm.value_head).linear  # type: ignore[union-attr]
     torch.nn.init.normal_(linear.weight, std=0.1)
@@ -106,7 +107,7 @@ def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_values_are_the_head_on_transformers_own_states(parts: ModelParts, separate: bool) -> None:
+def test_values_are_the_head_on_transformers_own_states(parts: TinyParts, separate: bool) -> None:
     """One row at a time through transformers; packed and shared prefixes change nothing."""
     policy, batch = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=100), make_batch(parts)
     critic = policy._critic
@@ -119,7 +120,7 @@ def test_values_are_the_head_on_transformers_own_states(parts: ModelParts, separ
         np.testing.assert_allclose(values_T, head(states_TE)[:, 0].detach(), atol=1e-5)
 
 
-def test_the_gradient_is_that_of_the_written_out_loss(parts: ModelParts) -> None:
+def test_the_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
     """Policy loss at ratio 1 plus value_coef times half the squared error, token mean; through transformers."""
     policy = ppo_policy(parts)
     batch = scored(policy, make_batch(parts))

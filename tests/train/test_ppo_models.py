@@ -39,7 +39,7 @@ def built_policy(trunk: str, dtype: torch.dtype = torch.float32, **settings: dic
     parts = tiny("qwen3_vl")
     for parameter in parts.network.parameters():
         parameter.data = parameter.data.to(dtype)
-    return make_policy(config, make_vlm(config, parts))
+    return make_policy(config, make_vlm(config, parts.network))
 
 
 def tensors(policy: TorchPolicy) -> dict[str, Tensor]:

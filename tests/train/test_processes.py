@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.run import Algorithm
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
@@ -32,7 +32,7 @@ PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.1, value_clip=0.1)
 Result = dict[str, Tensor]
 
 
-def double() -> ModelParts:
+def double() -> TinyParts:
     """In float64, so that the tolerance is for what is float32 by itself: the loss, and the summed gradients."""
     parts = tiny("qwen3_vl")
     for parameter in parts.network.parameters():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fovea.config.run import Algorithm
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Metrics, SampleGroup
 from tests.policies import make_batch, make_policy
@@ -23,7 +23,7 @@ def split(batch: Batch) -> Batch:
     return replace(batch, groups=batch.groups[:2], left_out=batch.groups[2:])
 
 
-def differences(parts: ModelParts, groups: tuple[SampleGroup, ...]) -> np.ndarray:
+def differences(parts: TinyParts, groups: tuple[SampleGroup, ...]) -> np.ndarray:
     """The engine's log-probs less transformers' of the same tokens."""
     rows = [
         sample.rollout_logprobs_T

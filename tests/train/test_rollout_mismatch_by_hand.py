@@ -9,8 +9,9 @@ import pytest
 
 from fovea.train.update_metrics import mismatch
 from fovea.types import Prompt, Sample, SampleGroup
+from tests.records import all_actions
 
-PROMPT = Prompt(token_ids_L=np.arange(3), positions_3L=np.zeros((3, 3), dtype=np.int64), next_position=3)
+PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -18,7 +19,10 @@ def floats(*values: float) -> np.ndarray:
 
 
 def group(*rollout: np.ndarray) -> SampleGroup:
-    samples = (Sample(token_ids_T=np.arange(len(x)), rollout_logprobs_T=x, reward=0.0, weight=1.0) for x in rollout)
+    samples = (
+        Sample(token_ids_T=np.arange(len(x)), mask_T=all_actions(len(x)), rollout_logprobs_T=x, reward=0.0, weight=1.0)
+        for x in rollout
+    )
     return SampleGroup(prompt=PROMPT, samples=tuple(samples))
 
 

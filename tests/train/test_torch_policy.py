@@ -12,7 +12,7 @@ import torch
 
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
-from fovea.models.loaded import ModelParts
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
@@ -33,7 +33,7 @@ def gradient_of(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
 
 
-def test_gradient_is_that_of_the_written_out_loss(parts: ModelParts) -> None:
+def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
     """Token mean over the batch of -A exp(lp - sg(lp)), one row at a time through transformers."""
     batch = make_batch(parts)
     loss = torch.zeros(())
@@ -120,9 +120,7 @@ def test_a_completion_that_no_budget_holds_says_what_to_change() -> None:
     ],
     ids=str,
 )
-def test_logprobs_come_in_the_order_of_the_batch_under_any_split(
-    parts: ModelParts, settings: dict[str, object]
-) -> None:
+def test_logprobs_come_in_the_order_of_the_batch_under_any_split(parts: TinyParts, settings: dict[str, object]) -> None:
     batch = make_batch(parts)
     values = make_policy(parts, **settings).logprobs(batch)
     samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
@@ -180,9 +178,9 @@ def test_minibatches_take_that_many_optimizer_steps() -> None:
 def test_kl_term_pulls_towards_the_reference() -> None:
     """At the reference itself the k3 estimate has no gradient; away from it, it has."""
     parts = tiny("qwen3_vl")
-    reference = VLM(tiny("qwen3_vl")).requires_grad_(False)
+    reference = VLM(tiny("qwen3_vl").network).requires_grad_(False)
     policy = TorchPolicy(
-        VLM(parts),
+        VLM(parts.network),
         train=Train(learning_rate=1e-3),
         algorithm=Algorithm(kl_coef=1.0),
         temperature=1.0,
@@ -222,7 +220,7 @@ def test_frozen_vision_tower_stays_and_its_features_are_made_once(lora: bool) ->
     choose_trainable(parts.network, settings, seed=0)
     cache = FeatureCache(2**20)
     policy = TorchPolicy(
-        VLM(parts, feature_cache=cache),
+        VLM(parts.network, feature_cache=cache),
         train=Train(learning_rate=1e-2),
         algorithm=Algorithm(),
         temperature=1.0,
@@ -330,12 +328,12 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
         parts.network.to(dtype)
         reference.network.to(dtype)
         return TorchPolicy(
-            VLM(parts),
+            VLM(parts.network),
             train=Train(learning_rate=1e-3),
             algorithm=Algorithm(kl_coef=1.0),
             temperature=1.0,
             max_steps=10,
-            reference=VLM(reference).requires_grad_(False),
+            reference=VLM(reference.network).requires_grad_(False),
         )
 
     policy, batch = policy_with_reference(), make_batch(tiny("qwen3_vl"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from fovea.models.loaded import config_of, vision_tower
+from fovea.models.modules import config_of, vision_tower
 
 Attention = Callable[..., Tensor]
 """As torch's scaled_dot_product_attention."""

@@ -220,7 +220,7 @@ def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowSta
         limit_B=limit_B,
         running_B=torch.ones_like(limit_B, dtype=torch.bool),
         stopped_B=torch.zeros_like(limit_B, dtype=torch.bool),
-        first_position_B=column([request.prompt.next_position for request in requests]),
+        first_position_B=column([request.first_position for request in requests]),
         token_B=torch.zeros_like(limit_B),
         uniforms_BT=uniforms_BT,
         tokens_BT=torch.zeros_like(uniforms_BT, dtype=torch.long),

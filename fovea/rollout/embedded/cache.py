@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.decoder import Attend
@@ -96,6 +98,10 @@ class QueuedRequest:
 
     request: Request
     done: asyncio.Future[Sequence[Completion]]
+    positions_3L: NDArray[np.int64]
+    """Of the prompt's tokens (`models.families`)."""
+    first_position: int
+    """Of the completions' first token, on all axes."""
     kept: KeptKeys | None = None
     """Keys of the beginning of the prompt, from the turn before."""
 

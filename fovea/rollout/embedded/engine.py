@@ -20,7 +20,7 @@ from torch import Tensor
 from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import decoder_shape
-from fovea.models.loaded import ModelParts, banned_token_ids, stop_token_ids
+from fovea.models.processor import Processor
 from fovea.models.trainable import weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import Batch, Ended
@@ -49,7 +49,7 @@ class EmbeddedEngine:
     def __init__(
         self,
         vlm: VLM,
-        parts: ModelParts,
+        processor: Processor,
         *,
         max_batch_tokens: int,
         tape: Tape | None = None,
@@ -67,10 +67,10 @@ class EmbeddedEngine:
         self._max_batch_tokens = max_batch_tokens
         self._tuning = tuning
         self._shape = decoder_shape(vlm.text_config)
-        self._text = CompletionText(parts.tokenizer, stop_token_ids(parts))
+        self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = next(vlm.parameters()).device
-        self._stop_ids = torch.tensor(stop_token_ids(parts), device=self._device)
-        self._banned_ids = banned_token_ids(parts)
+        self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
+        self._banned_ids = processor.banned_ids
         self._weights: TextWeights | None = None
         self._named: Mapping[str, Tensor] = {}
         self._may_approximate = True
@@ -99,9 +99,13 @@ class EmbeddedEngine:
         """n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
         if self._asleep:
             raise EngineError("a request to an engine that is asleep; call wake first")
+        prompt = request.prompt
+        positions_3L, first_position = self._vlm.family.positions(prompt.token_ids_L, prompt.images, 0)
         queued = QueuedRequest(
             request=request,
             done=asyncio.get_running_loop().create_future(),
+            positions_3L=positions_3L,
+            first_position=first_position,
             kept=None if request.continues is None else self._kept.get(request.continues),
         )
         needed = self._ready_cache().cost([queued.demand])

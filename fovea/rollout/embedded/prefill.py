@@ -93,12 +93,12 @@ def prompt_row(
     """The new tokens of the prompts with the features of their images, in order."""
     device = weights.embed.device
     token_ids_N = _joined([request.prompt.token_ids_L[request.first_new_token :] for request in requests], device)
-    positions_3N = _joined([request.prompt.positions_3L[:, request.first_new_token :] for request in requests], device)
+    positions_3N = _joined([request.positions_3L[:, request.first_new_token :] for request in requests], device)
     hidden_NE = weights.embed[token_ids_N]
     visual = None
     if features:
         joined = concatenate(features)
-        pads = (token_ids_N == vlm.image_pad_id).nonzero()[:, 0]
+        pads = (token_ids_N == vlm.family.image_token_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
     return PromptRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)

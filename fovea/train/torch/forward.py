@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fovea.config.run import Train
 from fovea.models.flops import training_passes, work_of
-from fovea.models.loaded import config_of, vision_tower
+from fovea.models.modules import config_of, vision_tower
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import lora_layers
@@ -48,7 +48,7 @@ class Scorer:
             rows = cut_by_cost(groups, self.cost, max_tokens)
         else:
             rows = cut_by_count(groups, train.groups_per_microbatch, fixed_tokens)
-        return micro_batches(rows, self._device, fixed_tokens)
+        return micro_batches(self.vlm.family, rows, self._device, fixed_tokens)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
@@ -64,8 +64,20 @@ def _cost_of(vlm: VLM) -> Cost:
 
 
 def in_batch_order(scored: Iterable[tuple[MicroBatch, Tensor]]) -> list[NDArray[np.float32]]:
-    """What rows say of their actions [A] as [T] of each sample, whichever row it was in."""
-    values: dict[int, Tensor] = {}
+    """Per-action values [A] of micro-batches as one array [T] per sample, 0 where the mask is False, in batch order."""
+    values: dict[int, NDArray[np.float32]] = {}
     for micro, values_A in scored:
-        values |= zip(micro.sample_numbers, values_A.cpu().split(micro.lengths), strict=True)
-    return [values[number].numpy() for number in range(len(values))]
+        samples = (sample for group in micro.groups for sample in group.samples)
+        parts = values_A.cpu().split(micro.lengths)
+        for number, sample, part in zip(micro.sample_numbers, samples, parts, strict=True):
+            values[number] = _spread(part.numpy(), sample.mask_T)
+    return [values[number] for number in range(len(values))]
+
+
+def _spread(values_a: NDArray[np.float32], mask_T: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """One value per action as one per token."""
+    if len(values_a) == len(mask_T):
+        return values_a
+    spread_T = np.zeros(len(mask_T), dtype=np.float32)
+    spread_T[mask_T] = values_a
+    return spread_T

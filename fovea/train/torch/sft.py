@@ -63,6 +63,7 @@ class SupervisedTrainer:
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
         row = pack_row(
+            self._vlm.family,
             [pair.prompt for pair in pairs],
             [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in pairs],
             self._parameters[0].device,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fovea.models.loaded import ModelParts
 from fovea.models.shared_prefix.attention import Kernel
+from fovea.models.tiny import TinyParts
 from fovea.models.trainable import recompute_activations
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
@@ -24,7 +24,7 @@ UNEQUAL = ((5, 1, 7), (3, 9), (4,))
 
 @pytest.mark.parametrize("attention", ["merged", "varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperature: float, attention: Kernel) -> None:
+def test_logprobs_and_gradients_equal_separate_rows(parts: TinyParts, temperature: float, attention: Kernel) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     expected = torch.cat(
         [
@@ -35,24 +35,24 @@ def test_logprobs_and_gradients_equal_separate_rows(parts: ModelParts, temperatu
     )
     expected.sum().backward()
     expected_gradients = gradients(parts.network)
-    vlm = VLM(parts, attention=attention)
-    row = pack_row(prompts, completions, CPU)
+    vlm = VLM(parts.network, attention=attention)
+    row = pack_row(parts.processor.family, prompts, completions, CPU)
     scores = vlm(row, temperature=temperature, chunk_tokens=1000)
     scores.logprobs_A.sum().backward()
     torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
     assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 
-def test_row_holds_each_prompt_once_and_no_last_tokens(vlm: VLM, parts: ModelParts) -> None:
+def test_row_holds_each_prompt_once_and_no_last_tokens(vlm: VLM, parts: TinyParts) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
-    row = pack_row(prompts, completions, CPU)
+    row = pack_row(parts.processor.family, prompts, completions, CPU)
     assert row.num_tokens == sum(prompt.num_tokens for prompt in prompts) + sum(sum(n) - len(n) for n in UNEQUAL)
     assert row.num_actions == sum(map(sum, UNEQUAL))
     assert vlm(row, temperature=1.0, chunk_tokens=10).logprobs_A.shape == (row.num_actions,)
 
 
-def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: ModelParts) -> None:
-    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: TinyParts) -> None:
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU)
     results = []
     for chunk in (1000, 4):
         scores = vlm(row, temperature=1.0, chunk_tokens=chunk)
@@ -64,8 +64,8 @@ def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: ModelParts)
     assert largest_relative_difference(whole_gradients, cut_gradients) < GRADIENT_TOLERANCE
 
 
-def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: ModelParts) -> None:
-    row = pack_row(mixed_prompts(parts)[:1], random_completions(UNEQUAL[:1]), CPU)
+def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: TinyParts) -> None:
+    row = pack_row(parts.processor.family, mixed_prompts(parts)[:1], random_completions(UNEQUAL[:1]), CPU)
     hidden = vlm.action_states(row)
     logits = parts.network.get_submodule("lm_head")(hidden)
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
@@ -73,8 +73,8 @@ def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: ModelParts) -> 
     torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0)
 
 
-def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: ModelParts) -> None:
-    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: TinyParts) -> None:
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU)
     vlm.train()
     vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
     plain = gradients(parts.network)
@@ -87,53 +87,59 @@ def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: ModelParts) -> 
     assert largest_relative_difference(plain, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 
-def test_cached_features_equal_encoded_ones_and_are_made_once(parts: ModelParts) -> None:
+def test_cached_features_equal_encoded_ones_and_are_made_once(parts: TinyParts) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
-    row = pack_row(prompts, completions, CPU)
+    row = pack_row(parts.processor.family, prompts, completions, CPU)
     with torch.no_grad():
-        encoded = VLM(parts)(row, temperature=1.0, chunk_tokens=1000).logprobs_A
+        encoded = VLM(parts.network)(row, temperature=1.0, chunk_tokens=1000).logprobs_A
         cache = FeatureCache(2**20)
-        cached_vlm = VLM(parts, feature_cache=cache)
+        cached_vlm = VLM(parts.network, feature_cache=cache)
         passes = [cached_vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A for _ in range(3)]
     assert cache.encoded_images == 3
     for cached in passes:
         torch.testing.assert_close(cached, encoded, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
-def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(parts: ModelParts) -> None:
+def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(parts: TinyParts) -> None:
     render = renderer(parts)
     prompts = [render.prompt(user(image(1), question)) for question in ("How many?", "What colour is the circle?")]
     completions = random_completions([(3,), (4,)])
     expected = [reference_logprobs(parts, prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
     torch.cat(expected).sum().backward()
     expected_gradients = gradients(parts.network)
-    vlm = VLM(parts)
+    vlm = VLM(parts.network)
     encoded: list[int] = []
     tower = parts.network.get_submodule("model.visual")
     tower.register_forward_pre_hook(lambda _module, args: encoded.append(len(args[0])))
-    vlm(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
+    vlm(
+        pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
+    ).logprobs_A.sum().backward()
     assert encoded == [36], "one image of 36 patches"
     assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 
-def test_what_padding_holds_does_not_matter(vlm: VLM, parts: ModelParts) -> None:
+def test_what_padding_holds_does_not_matter(vlm: VLM, parts: TinyParts) -> None:
     """A row of unequal groups equals its groups alone: nothing leaks from one into another."""
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     with torch.no_grad():
-        together = vlm(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100).logprobs_A
+        together = vlm(
+            pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
+        ).logprobs_A
         alone = [
-            vlm(pack_row([prompt], [[completion]], CPU), temperature=1.0, chunk_tokens=100).logprobs_A
+            vlm(
+                pack_row(parts.processor.family, [prompt], [[completion]], CPU), temperature=1.0, chunk_tokens=100
+            ).logprobs_A
             for prompt, group in zip(prompts, completions, strict=True)
             for completion in group
         ]
     torch.testing.assert_close(together, torch.cat(alone), atol=LOGPROB_TOLERANCE, rtol=0)
 
 
-def test_padding_to_one_length_changes_nothing(vlm: VLM, parts: ModelParts) -> None:
+def test_padding_to_one_length_changes_nothing(vlm: VLM, parts: TinyParts) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     results = []
     for padded_tokens in (None, 200):
-        row = pack_row(prompts, completions, CPU, padded_tokens)
+        row = pack_row(parts.processor.family, prompts, completions, CPU, padded_tokens)
         scores = vlm(row, temperature=1.0, chunk_tokens=1000)
         scores.logprobs_A.sum().backward()
         results.append((scores.logprobs_A, gradients(parts.network)))
@@ -143,10 +149,10 @@ def test_padding_to_one_length_changes_nothing(vlm: VLM, parts: ModelParts) -> N
     assert largest_relative_difference(plain_gradients, padded_gradients) < GRADIENT_TOLERANCE
 
 
-def test_no_real_token_sees_the_padding(vlm: VLM, parts: ModelParts) -> None:
+def test_no_real_token_sees_the_padding(vlm: VLM, parts: TinyParts) -> None:
     """Other tokens at other positions there, and every log-prob is the same to the last bit."""
-    row = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU, 200)
-    real = pack_row(mixed_prompts(parts), random_completions(UNEQUAL), CPU).num_tokens
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU, 200)
+    real = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU).num_tokens
     tokens, positions = row.token_ids_N.clone(), row.positions_3N.clone()
     tokens[real:] = torch.arange(200 - real) % 250
     positions[:, real:] = torch.arange(200 - real)
@@ -162,7 +168,9 @@ def test_grouped_heads_with_more_than_one_key_head() -> None:
     expected = torch.cat(
         [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
     )
-    scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
+    scores = VLM(parts.network)(
+        pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
+    )
     torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
@@ -173,5 +181,7 @@ def test_deepstack_that_reaches_the_last_layer() -> None:
     expected = torch.cat(
         [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
     )
-    scores = VLM(parts)(pack_row(prompts, completions, CPU), temperature=1.0, chunk_tokens=100)
+    scores = VLM(parts.network)(
+        pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
+    )
     torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)

@@ -1,0 +1,58 @@
+"""Opening a model folder or hub id: what must be there, and the one-line error when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from fovea.config.run import Model
+from fovea.errors import ModelError
+
+UNREADABLE: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+WHOLE_MODEL = "download the whole model again, or give another folder"
+
+
+def hub_options(settings: Model) -> dict[str, Any]:
+    """Arguments of every `from_pretrained`."""
+    return {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision or "main"}
+
+
+@contextmanager
+def damaged_model(path: str, *others: type[Exception]) -> Iterator[None]:
+    """Turn the errors of transformers about missing or damaged files, and `others`, into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (*UNREADABLE, *others) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(f"model.path={path}: {first_line}; {WHOLE_MODEL}") from error
+
+
+def check_folder(path: str, revision: str | None) -> None:
+    """ModelError when `path` is neither a hub id nor a folder with a config and weights."""
+    folder = Path(path)
+    if folder.is_dir() and revision is not None:
+        raise ModelError(
+            f"model.revision={revision}, but model.path={path} is a folder, and only hub ids have revisions; set "
+            "model.revision=null"
+        )
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+            raise ModelError(
+                f"model.path={path}: no such folder; give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
+            )
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path={path}: the folder has no config.json; give the folder that holds the model's files"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"model.path={path}: the folder has a config.json but no weights (*.safetensors); "
+            "download the whole model, or convert its .bin files to safetensors"
+        )

@@ -1,0 +1,130 @@
+"""What turns messages into token ids and pixels, and token ids into text: everything of a model but its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from fovea.config.run import Model
+from fovea.errors import ModelError
+from fovea.models.families.base import ModelFamily
+from fovea.models.families.registry import family_of
+from fovea.models.model_files import check_folder, damaged_model, hub_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """Tokenizer, image processor and chat template of a model, with the ids that end a completion or are banned."""
+
+    tokenizer: PreTrainedTokenizerBase
+    image_processor: Any
+    """Of PIL and numpy only, so that torchvision is not needed."""
+    chat_template: str
+    family: ModelFamily
+    stop_ids: tuple[int, ...]
+    """Ids that end a completion: those of the generation config, and the tokenizer's end token."""
+    banned_ids: tuple[int, ...]
+    """Ids that are never sampled: special tokens (an image pad in a completion breaks the next forward pass) and
+    entries of the embedding beyond the tokenizer's vocabulary."""
+    name: str
+    """Folder or hub id, for messages."""
+
+
+def load_processor(settings: Model) -> Processor:
+    """The processor of `model.path`, without its weights; ModelError when a part is missing or damaged."""
+    path = settings.path
+    assert path is not None, "a tiny model is loaded from the folder that it was written to"
+    check_folder(path, settings.revision)
+    options = hub_options(settings)
+    with damaged_model(path, TemplateError):
+        config = AutoConfig.from_pretrained(path, **options)
+        family = family_of(config, path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        image_processor = family.load_image_processor(path, options["revision"])
+        if family.image_token not in tokenizer.get_vocab():
+            raise ModelError(
+                f"model.path={path}: its tokenizer has no {family.image_token}; "
+                "download the whole model again, or give another folder"
+            )
+        template = _chat_template(path, options["revision"], tokenizer.chat_template)
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
+        generation = _generation_config(path, options["revision"], config)
+    return make_processor(config, generation, tokenizer, image_processor, template, path)
+
+
+def make_processor(
+    config: Any,
+    generation: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    image_processor: Any,
+    chat_template: str,
+    name: str,
+) -> Processor:
+    """A processor from its parts, with the special ids derived from the configs of transformers."""
+    stop_ids = _stop_ids(generation, tokenizer)
+    return Processor(
+        tokenizer=tokenizer,
+        image_processor=image_processor,
+        chat_template=chat_template,
+        family=family_of(config, name),
+        stop_ids=stop_ids,
+        banned_ids=_banned_ids(tokenizer, config.get_text_config().vocab_size, stop_ids),
+        name=name,
+    )
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """Id of one token."""
+    index = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(index, int), f"{token} has no id"
+    return index
+
+
+def _stop_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    configured = generation.eos_token_id
+    ids = [configured] if isinstance(configured, int) else list(configured or [])
+    own = tokenizer.eos_token_id
+    return tuple(dict.fromkeys([*ids, *([own] if isinstance(own, int) else [])]))
+
+
+def _banned_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = range(len(tokenizer), vocab_size)
+    return tuple(sorted((special | set(beyond)) - set(stop_ids)))
+
+
+def _generation_config(path: str, revision: str, config: Any) -> GenerationConfig:
+    """generation_config.json, or what transformers derives from the model's config without one."""
+    file = _optional_file(path, "generation_config.json", revision)
+    if file is None:
+        return GenerationConfig.from_model_config(config)
+    return GenerationConfig.from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _chat_template(path: str, revision: str, of_tokenizer: str | None) -> str:
+    """The processor's template where the model has one of its own, else the tokenizer's."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        file = _optional_file(path, name, revision)
+        if file is not None:
+            text = file.read_text(encoding="utf-8")
+            return str(json.loads(text)["chat_template"]) if name.endswith(".json") else text
+    if of_tokenizer is None:
+        raise ModelError(f"model.path={path}: it has no chat template (chat_template.jinja); use an Instruct model")
+    return of_tokenizer
+
+
+def _optional_file(path: str, name: str, revision: str) -> Path | None:
+    file = cached_file(
+        path,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if file is None else Path(file)

@@ -1,0 +1,31 @@
+"""Records of the simplest kind, for tests that are about something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fovea.types import Completion, Episode, Prompt, Score, Task, Turn, TurnTokens
+
+
+def text_prompt(token_ids: Sequence[int]) -> Prompt:
+    """A prompt without images."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
+
+
+def one_turn(task: Task, completion: Completion, score: Score) -> Episode:
+    """An episode of one turn; the prompt is a token."""
+    turn = Turn(
+        messages=(),
+        text=completion.text,
+        finish=completion.finish,
+        tokens=TurnTokens(observation=text_prompt([0]), completion=completion),
+    )
+    return Episode(task=task, turns=(turn,), score=score)
+
+
+def all_actions(num_tokens: int) -> np.ndarray:
+    """The mask of a sample of one turn."""
+    return np.ones(num_tokens, dtype=np.bool_)
