@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from fovea.build.environment import make_environment
 from fovea.build.model import make_model, make_vlm
-from fovea.config.describe import CLOSE_ENOUGH
 from fovea.config.loading import load_config
+from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
 from fovea.models.load import load_pretrained

@@ -35,7 +35,7 @@ def load_pretrained(settings: Model) -> ModelParts:
     path = settings.path
     assert path is not None
     _check_folder(path, settings.revision)
-    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision or "main"}
+    options: dict[str, Any] = {"trust_remote_code": False, "revision": settings.revision or "main"}
     try:
         config = AutoConfig.from_pretrained(path, **options)
         _check_family(path, config.model_type)
