@@ -126,7 +126,7 @@ def _num_bytes(module: torch.nn.Module) -> int:
 def reuses_rollout(case: Case) -> bool:
     """Whether the update takes over linear outputs and features of the rollout, so that it need not make them again."""
     config = config_of(case)
-    return config.rollout.reuse_gib > 0 and not config.train.gradient_checkpointing
+    return config.rollout.engine.reuse_gib > 0 and not config.train.gradient_checkpointing
 
 
 def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:

@@ -30,9 +30,9 @@ from fovea.types import Weights
 from fovea.utils.malloc import keep_freed_memory
 
 RUNS = ("exact", "corrected", "uncorrected")
-INT8 = ["rollout.decode_weights=int8"]
+INT8 = ["rollout.engine.decode_weights=int8"]
 # what was drawn from rounded weights can serve no update, and the gate at the start would rightly stop the run
-ROUNDED = ["rollout.reuse_gib=0", "parity.prompts=0"]
+ROUNDED = ["rollout.engine.reuse_gib=0", "parity.prompts=0"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

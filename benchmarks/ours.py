@@ -143,7 +143,7 @@ def config_of(case: Case) -> Config:
                 "prompts_per_step": case.prompts,
                 "samples_per_prompt": case.samples,
                 "max_new_tokens": case.completion_tokens,
-                **({"max_batch_tokens": case.max_batch_tokens} if case.max_batch_tokens else {}),
+                **({"engine": {"max_batch_tokens": case.max_batch_tokens}} if case.max_batch_tokens else {}),
             },
             "algorithm": {"max_groups_without_signal": case.prompts},
             "train": {

@@ -19,44 +19,47 @@ from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, rloo
 from fovea.algorithms.gae import gae, whiten
 from fovea.algorithms.kl import ESTIMATORS
 from fovea.algorithms.value_loss import explained_variance
+from fovea.config.algorithm_parts import DrGrpo, Gae, Grpo, KlInReward, ReinforcePlusPlus, Rloo
 from fovea.config.run import Algorithm
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
 GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""Estimators with a group baseline by `algorithm.advantage`: [P, G] rewards to [P, G] advantages."""
+"""Estimators with a group baseline by `algorithm.advantage.name`: [P, G] rewards to [P, G] advantages."""
 
 
 def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[Batch, Metrics]:
     """The batch with advantages (and returns, for GAE), and metrics of advantages, values and KL penalty.
 
-    `kl_coef` is the current KL coefficient. With `kl_in=reward`, gae and reinforce++ subtract the penalty per token;
+    `kl_coef` is the current KL coefficient. With `kl=reward`, gae and reinforce++ subtract the penalty per token;
     the group estimators, which rate whole completions, subtract its sum over the completion.
     """
     if not batch.groups:
         return batch, {}
     penalties = _kl_penalties(batch, settings, kl_coef)
-    if settings.needs_values:
-        batch, metrics = _by_values(batch, penalties, settings)
-    elif settings.advantage == "reinforce++":
-        batch, metrics = _by_actions(batch, penalties), {}
-    else:
-        batch, metrics = _by_groups(batch, penalties, GROUP_ESTIMATORS[settings.advantage]), {}
+    match settings.advantage:
+        case Gae() as advantage:
+            batch, metrics = _by_values(batch, penalties, advantage)
+        case ReinforcePlusPlus():
+            batch, metrics = _by_actions(batch, penalties), {}
+        case Grpo() | DrGrpo() | Rloo() as advantage:
+            batch, metrics = _by_groups(batch, penalties, GROUP_ESTIMATORS[advantage.name]), {}
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
 
 
 def _kl_penalties(batch: Batch, settings: Algorithm, kl_coef: float) -> list[NDArray[np.float32]]:
-    """Per-token KL penalties [T] of each sample, to be subtracted from the reward; zeros unless `kl_in=reward`."""
-    if settings.kl_in != "reward" or not settings.kl_coef:
+    """Per-token KL penalties [T] of each sample, to be subtracted from the reward; zeros unless `kl=reward`."""
+    kl = settings.kl
+    if not isinstance(kl, KlInReward):
         return [np.zeros(len(sample.token_ids_T), dtype=np.float32) for sample in batch.samples]
-    return [kl_coef * _kl_to_reference(sample, settings) * sample.mask_T for sample in batch.samples]
+    return [kl_coef * _kl_to_reference(sample, kl) * sample.mask_T for sample in batch.samples]
 
 
-def _kl_to_reference(sample: Sample, settings: Algorithm) -> NDArray[np.float32]:
+def _kl_to_reference(sample: Sample, settings: KlInReward) -> NDArray[np.float32]:
     assert sample.old_logprobs_T is not None, "a KL in the reward needs the policy's log-probs from before the update"
     assert sample.reference_logprobs_T is not None, "and those of the reference"
     old_T, reference_T = torch.from_numpy(sample.old_logprobs_T), torch.from_numpy(sample.reference_logprobs_T)
-    kl_T: NDArray[np.float32] = ESTIMATORS[settings.kl_estimator](old_T, reference_T).numpy()
+    kl_T: NDArray[np.float32] = ESTIMATORS[settings.estimator](old_T, reference_T).numpy()
     return kl_T
 
 
@@ -84,7 +87,7 @@ def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch
     return replace_samples(batch, lambda sample: replace(sample, advantages_T=next(advantages)))
 
 
-def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Algorithm) -> tuple[Batch, Metrics]:
+def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Gae) -> tuple[Batch, Metrics]:
     """GAE advantages per token, whitened over the batch, and returns as value targets."""
     samples = batch.samples
     values = [_values(sample) for sample in samples]
@@ -148,8 +151,9 @@ def _statistics(batch: Batch) -> Metrics:
 
 
 def _kl_metrics(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Algorithm, kl_coef: float) -> Metrics:
-    if settings.kl_in != "reward" or not settings.kl_coef:
+    kl = settings.kl
+    if not isinstance(kl, KlInReward):
         return {}
-    kl_A = np.concatenate([_kl_to_reference(sample, settings)[sample.mask_T] for sample in batch.samples])
+    kl_A = np.concatenate([_kl_to_reference(sample, kl)[sample.mask_T] for sample in batch.samples])
     off = [float(kl_T.sum()) for kl_T in penalties]
     return {"kl/reward": float(kl_A.mean()), "kl/coef": kl_coef, "reward_kl": sum(off) / len(off)}

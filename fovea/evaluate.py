@@ -169,7 +169,8 @@ async def ask_target(target: Target, eval_set: EvalSet, overrides: Sequence[str]
 def _engine_settings(config: Config, model: OpenedModel) -> Config:
     """The evaluation's settings with the `model` section of the checkpoint."""
     # no update follows, so that the engine need not keep activations for reuse
-    rollout = config.rollout.model_copy(update={"reuse_gib": 0.0})
+    engine = config.rollout.engine.model_copy(update={"reuse_gib": 0.0})
+    rollout = config.rollout.model_copy(update={"engine": engine})
     return config.model_copy(update={"model": model.config.model, "rollout": rollout})
 
 

@@ -54,19 +54,19 @@ def make_batch(
     if len(rewards[0]) == 1:
         # "signal" compares episodes of one group; there is none in groups of one
         counts = {}
-    if settings.overlong_buffer_frac:
+    if settings.overlong is not None:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
     return batch, counts
 
 
 def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> float:
-    if not settings.overlong_buffer_frac:
+    if settings.overlong is None:
         return 0.0
     return overlong_penalty(
         max(len(turn.completion.token_ids_T) for turn in episode.tokens),
         max_tokens=max_new_tokens,
-        buffer_tokens=settings.overlong_buffer_frac * max_new_tokens,
-        factor=settings.overlong_penalty_factor,
+        buffer_tokens=settings.overlong.buffer_frac * max_new_tokens,
+        factor=settings.overlong.penalty_factor,
     )
 
 
@@ -81,7 +81,7 @@ def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm)
     """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
     # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
     # function, groups of one) and where a KL term acts on every token
-    if rewards_PG.shape[1] == 1 or settings.advantage in ("reinforce++", "gae") or settings.kl_coef:
+    if rewards_PG.shape[1] == 1 or settings.advantage.name in ("reinforce++", "gae") or settings.kl:
         return list(range(len(rewards_PG)))
     silent = (~signal_P).nonzero()[:, 0]
     worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()

@@ -111,7 +111,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int = 0
     exact: bool = True
-    """False: the engine may decode with approximate weights (`rollout.decode_weights`), which importance weights
+    """False: the engine may decode with approximate weights (`rollout.engine.decode_weights`), which importance weights
     correct in training."""
 
 

@@ -63,7 +63,7 @@ def test_of_the_whole_step_a_kl_counts_for_what_comes_before_it() -> None:
     .525^2 + 2 * .475^2 = 0.9075, over 3 = 0.3025 = 0.55^2."""
     first = sample(1.0, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-2, -1))
     second = sample(0.0, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-1, -1))
-    settings = {"advantage": "reinforce++", "kl_in": "reward", "kl_coef": 0.1}
+    settings = {"advantage": "reinforce++", "kl": {"name": "reward", "coef": 0.1}}
     assert advantages(batch((first, second)), 0.1, **settings) == [
         pytest.approx([0.425 / 0.55, 0.525 / 0.55], rel=1e-5),
         pytest.approx([-0.475 / 0.55, -0.475 / 0.55], rel=1e-5),
@@ -74,7 +74,7 @@ def test_a_kl_in_the_reward_is_taken_off_in_sum() -> None:
     """k1 of the first: (-1 + 2) + (-1 + 3) = 3, of the second 0. Rewards 1 - 0.1 * 3 = 0.7 and 0.5, mean 0.6."""
     first = sample(1.0, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-2, -3))
     second = sample(0.5, old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-1, -1))
-    settings = {"advantage": "dr_grpo", "kl_in": "reward", "kl_estimator": "k1", "kl_coef": 0.1}
+    settings = {"advantage": "dr_grpo", "kl": {"name": "reward", "estimator": "k1", "coef": 0.1}}
     assert advantages(batch((first, second)), 0.1, **settings) == [
         pytest.approx([0.1, 0.1], abs=1e-6),
         pytest.approx([-0.1, -0.1], abs=1e-6),
@@ -85,7 +85,7 @@ def test_a_kl_in_the_reward_is_taken_off_in_sum() -> None:
     assert metrics["kl/coef"] == 0.1
 
 
-PPO = {"advantage": "gae", "gamma": 0.5, "gae_lambda": 0.5}
+PPO = {"advantage": {"name": "gae", "gamma": 0.5, "gae_lambda": 0.5}}
 
 
 def test_gae_of_a_completion_by_hand_whitened_over_the_step() -> None:
@@ -107,7 +107,7 @@ def test_gae_of_a_completion_by_hand_whitened_over_the_step() -> None:
 def test_a_kl_in_the_reward_falls_where_it_arises() -> None:
     """With gamma = lambda = 1 and values 0 a token's return is what is still to come: -0.1 off at token 0 only."""
     one = sample(1.0, values_T=floats(0, 0), old_logprobs_T=floats(-1, -1), reference_logprobs_T=floats(-2, -1))
-    settings = Algorithm(advantage="gae", kl_in="reward", kl_estimator="k1", kl_coef=0.1)
+    settings = Algorithm.model_validate({"advantage": "gae", "kl": {"name": "reward", "estimator": "k1", "coef": 0.1}})
     result, _ = with_advantages(batch((one,)), settings, 0.1)
     np.testing.assert_allclose(result.samples[0].returns_T, [0.9, 1.0], atol=1e-6)  # type: ignore[arg-type]
 

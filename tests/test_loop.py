@@ -84,7 +84,7 @@ def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
     train(on_policy)
     epochs = bandit_run(tmp_path / "e", max_steps=1, algorithm={"ppo_epochs": 2})
     train(epochs)
-    off_policy = bandit_run(tmp_path / "b", max_steps=1, algorithm={"minibatches": 2, "kl_coef": 0.1})
+    off_policy = bandit_run(tmp_path / "b", max_steps=1, algorithm={"minibatches": 2, "kl": {"coef": 0.1}})
     train(off_policy)
     (first,), (second,) = on_policy.policy.batches, off_policy.policy.batches  # type: ignore[attr-defined]
     (of_epochs,) = epochs.policy.batches  # type: ignore[attr-defined]
@@ -106,7 +106,9 @@ def test_a_critic_of_its_own_asks_the_policy_only_where_the_first_epoch_has_seve
 ) -> None:
     """On the policy's trunk log-probs come with the values."""
     run = bandit_run(
-        tmp_path, max_steps=1, algorithm={"name": "ppo", "minibatches": minibatches}, critic={"trunk": trunk}
+        tmp_path,
+        max_steps=1,
+        algorithm={"name": "ppo", "minibatches": minibatches, "advantage": {"critic": {"trunk": trunk}}},
     )
     train(run)
     (batch,) = run.policy.batches  # type: ignore[attr-defined]
@@ -139,7 +141,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_kl_term_acts_on_groups_without_signal_too(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path, algorithm={"kl_coef": 0.1})
+    run = bandit_run(tmp_path, algorithm={"kl": {"coef": 0.1}})
     wait_for(begin(run))
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
     wait_for(run.weight_sync.push(0))
@@ -212,14 +214,14 @@ def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
     assert saved == [".step-0.partial", ".step-10.partial", ".step-20.partial"]
 
 
-KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1", "kl_coef": 0.1}
+KL_IN_REWARD = {"name": "reward", "estimator": "k1", "coef": 0.1}
 
 
 def test_a_kl_in_the_reward_keeps_the_policy_near(tmp_path: Path) -> None:
     """The bandit sits at its reference to begin with; a strong KL holds it there, a weak one lets it go."""
     ends = {}
     for coefficient in (0.01, 3.0):
-        algorithm = KL_IN_REWARD | {"kl_coef": coefficient, "advantage": "dr_grpo"}
+        algorithm = {"kl": KL_IN_REWARD | {"coef": coefficient}, "advantage": "dr_grpo"}
         ends[coefficient] = train(bandit_run(tmp_path / str(coefficient), algorithm=algorithm))
     rewards = {c: read_metrics(tmp_path / str(c))[-1]["reward"] for c in ends}
     assert rewards[3.0] < 0.7 < 0.9 < rewards[0.01]
@@ -227,7 +229,7 @@ def test_a_kl_in_the_reward_keeps_the_policy_near(tmp_path: Path) -> None:
 
 def test_the_weight_of_the_kl_moves_towards_its_target_and_survives_a_resume(tmp_path: Path) -> None:
     """From 0 to a KL far above the target: up by 1 + 0.2 * 64 / 640 = 1.02 a step once it is 1.2 times the target."""
-    algorithm = KL_IN_REWARD | {"kl_target": 1e-6, "kl_horizon_samples": 640}
+    algorithm = {"kl": KL_IN_REWARD | {"controller": {"target": 1e-6, "horizon_samples": 640}}}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(bandit_run(whole, algorithm=algorithm))
     coefficients = [row["kl/coef"] for row in read_metrics(whole)]

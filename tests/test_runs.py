@@ -142,19 +142,19 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
         ["model.lora.rank=4"],
         ["model.freeze_vision_tower=true", "train.gradient_checkpointing=true"],
         [
-            "algorithm.kl_coef=0.01",
+            "algorithm.kl.coef=0.01",
             "algorithm.ppo_epochs=2",
             "algorithm.minibatches=2",
             "train.max_tokens_per_microbatch=150",
         ],
-        ["model.lora.rank=4", "algorithm.kl_coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
-        ["warmup=null", "environment.level=3", "rollout.max_batch_tokens=200"],
+        ["model.lora.rank=4", "algorithm.kl.coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
+        ["warmup=null", "environment.level=3", "rollout.engine.max_batch_tokens=200"],
         ["train.variable_seq_lengths=false", "train.max_tokens_per_microbatch=400", "algorithm.ppo_epochs=2"],
         [
             "model.freeze_vision_tower=true",
             "model.feature_cache_gib=0",
             "model.feature_spill_gib=0.1",
-            "algorithm.kl_coef=0.01",
+            "algorithm.kl.coef=0.01",
             "train.enable_dynamic_batch_size=false",
             "train.groups_per_microbatch=2",
         ],
@@ -190,7 +190,10 @@ def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) ->
     ("family", "trunk"), [(family, trunk) for family in FAMILIES for trunk in ("shared", "separate")]
 )
 def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path: Path) -> None:
-    settings = [f"model.tiny.family={family}", f"critic.trunk={trunk}", "critic.warmup_steps=1"]
+    settings = [
+        f"model.tiny.family={family}",
+        *(f"algorithm.advantage.critic.{x}" for x in (f"trunk={trunk}", "warmup_steps=1")),
+    ]
     done = fovea("train", "recipes/shapes_ppo.yaml", f"run_dir={tmp_path / 'run'}", *SMALL, "max_steps=3", *settings)
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "run")

@@ -60,7 +60,7 @@ def test_weights_follow_the_aggregation_and_count_what_is_left_out(aggregation: 
 def test_the_overlong_penalty_reaches_the_reward() -> None:
     """A buffer of 0.4 x 10 tokens, from the 7th on; 3 / 4 of a token's share of the factor, at the limit all of it."""
     groups = [group((1, 6), (1, 10)), group((0.5, 7), (0, 9))]
-    batch, counts = batch_of(groups, overlong_buffer_frac=0.4, overlong_penalty_factor=2.0)
+    batch, counts = batch_of(groups, overlong={"buffer_frac": 0.4, "penalty_factor": 2.0})
     rewards = [sample.reward for sample in batch.samples]
     assert rewards == pytest.approx([1, 1 - 2, 0.5 - 2 / 4, 0 - 2 * 3 / 4])
     assert counts["reward/overlong"] == pytest.approx(-(2 + 2 / 4 + 2 * 3 / 4) / 4)
@@ -76,7 +76,7 @@ def test_the_overlong_penalty_reaches_the_reward() -> None:
         ({}, 2),
         ({"advantage": "reinforce++"}, 4),
         ({"advantage": "gae"}, 4),
-        ({"kl_coef": 0.1}, 4),
+        ({"kl": {"coef": 0.1}}, 4),
         ({"advantage": "rloo"}, 2),
         ({"advantage": "dr_grpo"}, 2),
     ],

@@ -96,7 +96,7 @@ def test_what_does_not_train_is_handed_on_for_the_comparison_with_the_engine() -
     batch, _ = batch_of(max_groups_without_signal=1)
     assert [[s.reward for s in g.samples] for g in batch.left_out] == [[1, 1], [0.5, 0.5]]
     assert len(batch.groups) + len(batch.left_out) == len(GROUPS)
-    assert not batch_of(kl_coef=0.1)[0].left_out
+    assert not batch_of(kl={"coef": 0.1})[0].left_out
 
 
 def test_the_share_without_signal_is_of_all_that_was_drawn_and_needs_two_answers() -> None:

@@ -37,7 +37,7 @@ def k3(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
-"""Estimators by the value of `algorithm.kl_estimator`."""
+"""Estimators by the value of `algorithm.kl.estimator`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,8 @@ class KlController:
         return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
 
 
-def next_kl_coef(
-    coef: float, kl: float | None, *, target: float | None, horizon_samples: int, num_samples: int
-) -> float:
-    """The coefficient after a step of `num_samples` with this KL; unchanged without a target or a finite KL."""
-    if target is None or kl is None or not math.isfinite(kl):
+def next_kl_coef(coef: float, kl: float | None, *, target: float, horizon_samples: int, num_samples: int) -> float:
+    """The coefficient after a step of `num_samples` with this KL; unchanged without a finite KL."""
+    if kl is None or not math.isfinite(kl):
         return coef
     return KlController(coef=coef, target=target, horizon=horizon_samples).after(kl, num_samples).coef

@@ -25,7 +25,6 @@ def url_limits(settings: Data) -> UrlLimits:
     return UrlLimits(
         max_mib=settings.max_image_mib,
         timeout_seconds=settings.url_timeout_seconds,
-        max_redirects=settings.max_url_redirects,
         retries=settings.url_retries,
         allow_private_addresses=settings.allow_private_addresses,
     )

@@ -22,17 +22,18 @@ MIN_RECORDED_WIDTH = 128
 
 def make_engine(config: Config, processor: Processor, vlm: VLM, tape: Tape | None = None) -> EmbeddedEngine:
     """The embedded engine, drawing with the network of a policy in this process."""
-    int8 = config.rollout.decode_weights == "int8"
+    settings = config.rollout.engine
+    int8 = settings.decode_weights == "int8"
     device = next(vlm.parameters()).device
     if int8 and device.type != "cpu":
         raise ConfigError(
-            f"rollout.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for CPUs; set "
-            "rollout.decode_weights=exact"
+            f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
+            "CPUs; set rollout.engine.decode_weights=exact"
         )
     return EmbeddedEngine(
         vlm,
         processor,
-        max_batch_tokens=config.rollout.max_batch_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
         tape=tape,
         tuning=Tuning(int8_decoding=int8),
     )
@@ -43,19 +44,20 @@ def make_tape(config: Config, vlm: VLM) -> Tape | None:
 
     Of the vision tower alone where linear outputs do not pay, or are not those that the update computes.
     """
-    device = next(vlm.parameters()).device
-    if config.rollout.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
+    device, settings = next(vlm.parameters()).device, config.rollout.engine
+    if settings.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
         return None
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
-    inexact = config.rollout.decode_weights != "exact"
+    inexact = settings.decode_weights != "exact"
     padded = not config.train.variable_seq_lengths
     # in 16 bits the later steps of an update would be compared with another computation of the first
     algorithm = config.algorithm
-    scored = algorithm.needs_old_logprobs or (algorithm.needs_values and config.critic.trunk == "shared")
+    critic = algorithm.critic
+    scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
     again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
     mixed = vlm.dtype != torch.float32 and again
     return Tape(
-        [] if narrow or inexact or padded or mixed else vlm.linear_widths, config.rollout.reuse_gib * 2**30, vlm.dtype
+        [] if narrow or inexact or padded or mixed else vlm.linear_widths, settings.reuse_gib * 2**30, vlm.dtype
     )
 
 

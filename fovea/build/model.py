@@ -57,7 +57,7 @@ def make_vlm(config: Config, network: PreTrainedModel) -> VLM:
     """This network on its device, frozen and adapted as the config says."""
     settings = config.model
     device = pick_device(settings.device)
-    kernels = _liger_kernels(device) if config.train.liger_kernels else TORCH_KERNELS
+    kernels = _liger_kernels(device) if config.train.backend.liger_kernels else TORCH_KERNELS
     choose_trainable(network, settings, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(network)
@@ -75,9 +75,10 @@ def make_vlm(config: Config, network: PreTrainedModel) -> VLM:
 
 def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | None:
     """On the policy's trunk, where PPO's value function shares that."""
-    if not config.algorithm.needs_values or config.critic.trunk != "shared":
+    critic = config.algorithm.critic
+    if critic is None or critic.trunk == "separate":
         return None
-    return ValueHead(config_of(network).text_config.hidden_size, detach_trunk=config.critic.detach_trunk)
+    return ValueHead(config_of(network).text_config.hidden_size, detach_trunk=critic.trunk == "detached")
 
 
 def _check_attention(settings: Model, device: torch.device) -> None:
@@ -95,8 +96,8 @@ def _liger_kernels(device: torch.device) -> Kernels:
     """Its kernels run on CUDA, from an extra."""
     if device.type != "cuda":
         raise ConfigError(
-            f"train.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA only; set "
-            "train.liger_kernels=false, or model.device=cuda where there is one"
+            f"train.backend.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA "
+            "only; set train.backend.liger_kernels=false, or model.device=cuda where there is one"
         )
     # an extra: absent packages are named by its own error
     kernels: Kernels = importlib.import_module("fovea.models.kernels_liger").LIGER_KERNELS

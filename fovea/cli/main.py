@@ -18,6 +18,7 @@ from fovea.cli.errors import one_line_errors
 from fovea.cli.eval import evaluate
 from fovea.cli.export import export
 from fovea.cli.grade import grade
+from fovea.config.base import MAY_CHANGE
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
 from fovea.errors import ConfigError, DataError
@@ -152,7 +153,10 @@ def doctor(
 
 def explain(prefix: str) -> str:
     """Help text of the settings at or below `prefix`, two lines each."""
-    return "\n".join(f"{each.key} = {each.default}    ({each.type})\n    {each.doc}" for each in describe(prefix))
+    return "\n".join(
+        f"{each.key} = {each.default}    ({each.type}{f'; {MAY_CHANGE}' if each.may_change else ''})\n    {each.doc}"
+        for each in describe(prefix)
+    )
 
 
 def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], list[str]]:

@@ -1,17 +1,31 @@
-"""What every section of the settings is made of (`fovea.config.run`)."""
+"""The base of every section of the settings (`fovea.config.run`), and how a section may be written short."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+T = TypeVar("T")
+Tree: TypeAlias = dict[str, Any]
+"""Nested mappings of plain values, as YAML gives them."""
 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
 NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+
+MAY_CHANGE = "may change on resume"
+MayChange: TypeAlias = Annotated[T, MAY_CHANGE]
+"""A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
+pieces things are computed or written down, not what is computed."""
+
+NAME = "name"
+"""The field by which the section of a union is chosen; a text in place of the section is short for it."""
 
 
 class Section(BaseModel):
@@ -20,11 +34,96 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Names that people know, and the settings that each stands for."""
-    bundles: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """By the section's `name`, the settings that choosing it sets."""
-    follow_the_name: ClassVar[tuple[str, ...]] = ()
-    """Settings whose default depends on it."""
+    """Names from elsewhere, and the settings that each stands for."""
+    bundles: ClassVar[Mapping[str, Tree]] = {}
+    """By the value of the section's `name`, the settings that choosing it sets."""
+
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given, in their long forms; each union without a name is its first section."""
+        return {key: _named(cls.model_fields.get(key), value) for key, value in long_forms(cls, given).items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        return cls.completed(given) if isinstance(given, dict) else given
+
+
+def long_forms(section: type[Section], given: Tree) -> Tree:
+    """The settings of a section with aliases replaced by what they stand for, and short forms by sections.
+
+    Short forms: a text for a union chooses one of its sections, `path/to/file.py:Class` the user's own environment;
+    true and false stand for the defaults and for the absence of an optional section.
+    ValueError where an alias and what it stands for are both set.
+    """
+    for alias in section.aliases.keys() & given.keys():
+        names = section.aliases[alias]
+        if set(names) & given.keys():
+            raise ValueError(f"{alias} stands for {' and '.join(names)}, which are set beside it; drop one of them")
+        given = {key: value for key, value in given.items() if key != alias} | dict.fromkeys(names, given[alias])
+    return {key: _long_form(section.model_fields.get(key), value) for key, value in given.items()}
+
+
+def _long_form(field: FieldInfo | None, value: Any) -> Any:
+    if field is None or not sections_of(field):
+        return value
+    if isinstance(value, str) and variants_of(field):
+        own = ".py" in value and "own" in variants_of(field)
+        return {NAME: "own", "file": value} if own else {NAME: value}
+    if isinstance(value, bool) and NoneType in get_args(field.annotation):
+        return {} if value else None
+    return value
+
+
+def _named(field: FieldInfo | None, value: Any) -> Any:
+    if isinstance(value, list):
+        # strict validation takes a tuple for a tuple, and YAML has none
+        return tuple(value)
+    variants = variants_of(field) if field is not None and isinstance(value, dict) else {}
+    return {NAME: next(iter(variants)), **value} if variants else value
+
+
+def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
+    """The sections that a field may hold: one, one per member of a union, or none (a plain setting)."""
+    return tuple(_sections_in(field.annotation))
+
+
+def _sections_in(annotation: object) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
+
+
+def variants_of(field: FieldInfo) -> dict[str, type[Section]]:
+    """The sections of a union, by the name that chooses each; empty where there is nothing to choose."""
+    named = [section for section in sections_of(field) if _has_a_fixed_name(section)]
+    return {section.model_fields[NAME].default: section for section in named}
+
+
+def _has_a_fixed_name(section: type[Section]) -> bool:
+    field = section.model_fields.get(NAME)
+    return field is not None and get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+
+
+def over(below: Tree, above: Tree) -> Tree:
+    """Settings over others, section by section; another member of a union replaces the section whole."""
+    merged = dict(below)
+    for key, value in above.items():
+        under: Any = below.get(key)
+        both = isinstance(value, dict) and isinstance(under, dict)
+        same = both and value.get(NAME, under.get(NAME)) == under.get(NAME)
+        merged[key] = over(under, value) if same else value
+    return merged
+
+
+def leaves(tree: Tree, path: str = "") -> Tree:
+    """The values of nested mappings by dotted key; an empty mapping is a value."""
+    found: Tree = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, dict) and value
+        found |= leaves(value, f"{path}{name}.") if is_section else {f"{path}{name}": value}
+    return found
 
 
 def refuse(complaints: Iterable[str]) -> None:

@@ -11,16 +11,16 @@ from fovea.config.base import Fraction, NonNegativeFloat, PositiveFloat, Positiv
 
 
 class GeoSpotWeights(Section):
-    """What each part is worth; those that a stage asks for are scaled to sum to 1."""
+    """Weights of the parts of the reward; those of the parts that a stage asks for are scaled to sum to 1."""
 
     country: NonNegativeFloat = 0.3
-    """The country's name, or its ISO code."""
+    """Weight of the country: its name or ISO code."""
     region: NonNegativeFloat = 0.2
-    """State or province."""
+    """Weight of the state or province."""
     city: NonNegativeFloat = 0.2
-    """City, town or village."""
+    """Weight of the city, town or village."""
     coordinates: NonNegativeFloat = 0.3
-    """exp(-distance / tolerance) of latitude and longitude."""
+    """Weight of latitude and longitude, graded by exp(-distance / tolerance)."""
 
     @model_validator(mode="after")
     def _country_counts(self) -> GeoSpotWeights:
@@ -55,13 +55,12 @@ class GeoSpotEnvironment(Section):
         "Where was this picture taken? Answer with five lines: City: ..., Region: ... (state or province), "
         "Country: ..., Latitude: ... and Longitude: ... in decimal degrees."
     )
-    """The question, the same for every picture."""
+    """Question, the same for every picture."""
     system_prompt: str | None = None
-    """Put before every question."""
+    """System prompt."""
     weights: GeoSpotWeights = Field(default_factory=GeoSpotWeights)
-    """Of the parts of the reward."""
     tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)
-    """How far off earns 1/e of a part, in each of the five stages; tightens from one to the next."""
+    """Distance at which the score for coordinates falls to 1/e, in each of the five stages, from large to small."""
 
     @model_validator(mode="after")
     def _tolerances_tighten(self) -> GeoSpotEnvironment:
@@ -74,20 +73,21 @@ class GeoSpotEnvironment(Section):
 
 
 class Curriculum(Section):
-    """When a run goes on to the next stage of its environment (geospot has five), or to other levels of its rows."""
+    """Curriculum: stages of the environment (geospot has five), and the difficulty of its rows in each stage."""
 
     enabled: bool = True
-    """false: the last stage from the first step on."""
+    """Go through the stages; false: the last stage from the first step on."""
     advance: Literal["step", "success"] = "step"
-    """By the number of steps taken, or by the mean reward."""
+    """Criterion for the next stage: the number of steps, or the mean reward."""
     starts: tuple[PositiveInt, ...] | None = None
-    """Steps at which the second and later stages begin; default: the environment's (geospot: 100, 300, 600, 1000)."""
+    """First steps of the second and later stages (advance=step); default: the environment's (geospot: 100, 300, 600,
+    1000)."""
     success_rate: Fraction = 0.8
-    """by success: the mean reward that ends a stage ..."""
+    """Mean reward that ends a stage (advance=success) ..."""
     success_window_steps: PositiveInt = 20
     """... over this many steps of that stage."""
     level_weights: tuple[dict[str, NonNegativeFloat], ...] = ()
-    """How often rows of each level are drawn, one table per stage (0: never; a level not named: 1)."""
+    """Sampling weights of the difficulty levels, one table per stage (0: never; a level not named: 1)."""
 
     @model_validator(mode="after")
     def _starts_rise(self) -> Curriculum:

@@ -10,8 +10,7 @@ from fovea.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveI
 from fovea.config.curriculum import GeoSpotEnvironment
 
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
-IDF_ROWS = 20_000
-"""Enough references to know how rare words are; more would only take memory."""
+Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
 JUDGE_PROMPT = """\
 You grade a description of the image above. It was written for this request:
 <request>
@@ -32,29 +31,28 @@ class ShapesEnvironment(Section):
     """Rendered scenes with questions on number, colour, shape and existence."""
 
     name: Literal["shapes"] = "shapes"
-    level: Annotated[int, Field(ge=1, le=3)] = 1
-    """1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all sizes."""
-    levels: tuple[Annotated[int, Field(ge=1, le=3)], ...] = ()
-    """Levels mixed in equal parts, which curriculum.level_weights names '1' to '3'; default: level alone."""
+    level: Level | Annotated[tuple[Level, ...], Field(min_length=1)] = 1
+    """Difficulty. 1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all
+    sizes. A list mixes its levels in equal parts, and curriculum.level_weights names them '1' to '3'."""
     comparison_share: Fraction = 0.0
-    """Share of rows with two images, which are to be compared."""
+    """Share of rows with two images to compare."""
     text_share: Fraction = 0.0
-    """Share of rows without an image: their scene is told in words."""
+    """Share of text-only rows, whose scene is described in words."""
     train_size: PositiveInt = 24_000
     """Distinct training scenes, rendered when first used."""
     dev_size: PositiveInt = 400
-    """Scenes for the stop rule of the warm-up and for readings while training."""
+    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
     test_size: PositiveInt = 800
-    """Held-out scenes for the final table."""
+    """Held-out scenes of the final table."""
     image_side_px: Annotated[int, Field(ge=32)] = 48
     """Width and height of a scene."""
 
     @model_validator(mode="after")
     def _rows_can_be_mixed(self) -> ShapesEnvironment:
-        if self.levels and (self.level != 1 or len(set(self.levels)) < len(self.levels)):
+        if len(set(self.levels)) < len(self.levels):
             raise ValueError(
-                f"environment.levels={list(self.levels)} with environment.level={self.level}: the levels of a mix "
-                "stand in levels alone, each once; leave level out and name no level twice"
+                f"environment.level={list(self.levels)} names a level twice, but a mix has equal parts of each; name "
+                "each once"
             )
         if self.comparison_share + self.text_share > 1:
             raise ValueError(
@@ -63,9 +61,14 @@ class ShapesEnvironment(Section):
             )
         return self
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of the scenes, one or a mix."""
+        return self.level if isinstance(self.level, tuple) else (self.level,)
+
 
 class FileEnvironment(Section):
-    """What every environment with rows of the user's own can be told about them (docs/data.md)."""
+    """Rows in files of your own (docs/data.md)."""
 
     train_files: tuple[str, ...]
     """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
@@ -78,13 +81,13 @@ class FileEnvironment(Section):
     image_keys: tuple[str, ...] | None = None
     """Columns of the images, in order; [] for none; default: images or image, where there is one."""
     image_key: str | None = None
-    """The same for one column."""
+    """Column of the only image."""
     kind_key: str | None = None
     """Column of the question type, by which accuracies are told apart; default: all rows are of one type."""
     system_prompt: str | None = None
-    """Put before every question."""
+    """System prompt."""
     prompt_template: str | None = None
-    """A text around every question, which it names {prompt}."""
+    """Template of the user message, with the question at {prompt}."""
 
     @model_validator(mode="after")
     def _keys_agree(self) -> FileEnvironment:
@@ -106,13 +109,13 @@ class Geo3kEnvironment(FileEnvironment):
 
     name: Literal["geo3k"] = "geo3k"
     format_weight: Fraction | None = None
-    """Share of the reward for the form of the response; default 0.1, the rest is for the answer; 0: all is."""
+    """Share of the reward for the format of the response; default 0.1, the rest is for the answer."""
     reward_max_val: float | None = None
-    """Binary reward: what a right answer is worth (default 1), whatever its form; goes without format_weight."""
+    """Binary reward of a right answer (default 1), whatever its format; excludes format_weight."""
     reward_min_val: float | None = None
-    """Binary reward: what a wrong answer is worth (default 0)."""
+    """Binary reward of a wrong answer (default 0)."""
     think_tags: bool = False
-    """The form asks for reasoning that `</think>` ends before the boxed answer; Instruct models do not write it."""
+    """Require reasoning that ends in `</think>` before the boxed answer; Instruct models do not write it."""
 
     @model_validator(mode="after")
     def _one_reward(self) -> Geo3kEnvironment:
@@ -175,23 +178,23 @@ class Judge(Section):
     model: str
     """Name of the model there."""
     prompt: str = JUDGE_PROMPT
-    """What it is asked after the images; holds {answer}, and {question} and {references} if you like."""
+    """Prompt after the images; holds {answer}, and optionally {question} and {references}."""
     max_score: PositiveFloat = 10.0
-    """The best score it can give; the reward is its share of that."""
+    """Highest score; the reward is the score divided by it."""
     max_new_tokens: PositiveInt = 256
-    """Longest reply."""
+    """Longest reply, in tokens."""
     max_concurrency: PositiveInt = 8
-    """Calls at once."""
+    """Concurrent calls."""
     max_retries: NonNegativeInt = 3
-    """Tries after the first, with growing pauses, where the server is away, busy or slow, or its reply is no score."""
+    """Retries with growing pauses, where the server is unreachable, busy or slow, or its reply holds no score."""
     timeout_seconds: PositiveFloat = 60.0
-    """For one try, from connecting to the last byte."""
+    """Time limit of one try, from connecting to the last byte."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the endpoint; the key itself is no setting."""
     max_image_side_px: PositiveInt = 1024
-    """Larger images are scaled down before they are sent."""
+    """Longest image side sent; larger images are scaled down."""
     on_failure: Literal["error", "drop"] = "error"
-    """When all tries have failed: stop, or leave the group out of the step and count it (`groups/unscored`)."""
+    """Handling of a grade that all tries failed to get: stop, or drop the group and count it (`groups/unscored`)."""
 
     @model_validator(mode="after")
     def _prompt_has_an_answer(self) -> Judge:
@@ -206,7 +209,7 @@ class RewardModel(Section):
     path: str
     """Folder with config, tokenizer and weights as safetensors."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where it runs."""
+    """Device of the reward model."""
 
 
 class CaptionEnvironment(FileEnvironment):
@@ -216,13 +219,11 @@ class CaptionEnvironment(FileEnvironment):
     references_key: str | None = None
     """Column with all references of an image; default: the true answer, which may be a list of them."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
-    """What the reward is made of, by share: cider (CIDEr-D), chrf, bleu, judge, reward_model."""
-    idf_rows: PositiveInt = IDF_ROWS
-    """Rows of a split whose references tell CIDEr-D how rare words are."""
+    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, judge, reward_model."""
     judge: Judge | None = None
-    """The model of the metric `judge`."""
+    """Model behind the metric `judge`."""
     reward_model: RewardModel | None = None
-    """The model of the metric `reward_model`."""
+    """Model behind the metric `reward_model`."""
 
     @model_validator(mode="after")
     def _metrics_have_models(self) -> CaptionEnvironment:
@@ -244,7 +245,7 @@ class OwnEnvironment(Section):
     file: Annotated[str, Field(min_length=1)]
     """`path/to/file.py:Class`; relative paths start at the working directory."""
     settings: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
-    """What its constructor gets as `settings`."""
+    """Argument `settings` of its constructor."""
 
 
 EnvironmentConfig: TypeAlias = Annotated[

@@ -4,78 +4,34 @@ A layer is one recipe or one override; later layers win:
 
 * Mappings merge key by key, anything else replaces. `null` clears what earlier layers had there, so
   `model.lora=null model.lora.rank=8` starts the section over and `model.lora.rank=8` alone fills it up.
-* A layer that chooses another variant (`environment.name=geo3k`) drops what earlier layers set in that
-  section: those keys belong to the other variant. Among overrides the choice comes first, wherever it is
+* A layer that chooses another member of a union (`environment.name=geo3k`, or `algorithm.loss=sapo` for short) drops
+  what earlier layers set in that section. A layer that chooses another `algorithm.name` drops what earlier layers set
+  of the parts that the old name or the new one stands for. Among overrides these choices come first, wherever they are
   written, so that an override is never dropped.
-* A layer that chooses another `algorithm.name` drops what earlier layers set of the parts that the old name or
-  the new one stands for.
-* `environment: path/to/file.py:Class` stands for the section `{name: own, file: path/to/file.py:Class}`.
 * Values are YAML, read strictly: `"8"` in quotes is text and no number.
 """
 
 from __future__ import annotations
 
-import difflib
+import copy
 import json
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fovea.config.describe import (
-    CLOSE_ENOUGH,
-    Tree,
-    hint,
-    is_at_or_below,
-    one_of,
-    section_of,
-    sections_of,
-    show,
-    type_text,
-    unknown_key,
-    variants_of,
-)
-from fovea.config.run import Config, OwnEnvironment, Section
+from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
+from fovea.config.describe import describe, full_key, moved_key, unknown_key
+from fovea.config.listing import allowed_at
+from fovea.config.recipes import COMMAND_LINE, parse_override, read_recipe, write_yaml
+from fovea.config.run import Config
+from fovea.config.type_text import hint, one_of, show
 from fovea.errors import ConfigError
 
-COMMAND_LINE = "command line"
-FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
-"""YAML 1.1 takes `1e-6` for text; everybody who writes it means the number."""
-
-
-class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a key written twice, reads 1e-6 as a number, and leaves dates text."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to say it)
-        first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith(":timestamp")]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """safe_dump that quotes the texts which `_Loader` would read as something else."""
-
-    def represent_str(self, text: str) -> yaml.ScalarNode:
-        # PyYAML writes these four as they are and reads them as line breaks or not at all
-        style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+0123456789"))
+MOVED_AT_ONCE = 5
+"""Moved settings that one message names; the config.yaml of an old run has some thirty."""
 
 
 def load_config(recipes: Sequence[Path], overrides: Sequence[str]) -> Config:
@@ -83,7 +39,7 @@ def load_config(recipes: Sequence[Path], overrides: Sequence[str]) -> Config:
     layers = _Layers()
     for recipe in recipes:
         layers.add(read_recipe(recipe), str(recipe))
-    for override in sorted(map(parse_override, overrides), key=_chooses_no_variant):
+    for override in sorted(map(parse_override, overrides), key=_choices_first):
         layers.add(override, COMMAND_LINE)
     return layers.config()
 
@@ -97,200 +53,137 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
     unknown = next((section for section in sections if section not in tree), None)
     if unknown is not None:
         raise ConfigError(f"{unknown}: no section of a recipe; there are {', '.join(tree)}")
-    tree = {key: value for key, value in tree.items() if not sections or key in sections}
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-def read_recipe(recipe: Path) -> Tree:
-    """One YAML file."""
-    try:
-        content = recipe.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{recipe}: no such recipe; {_near_recipes(recipe)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{recipe}: a folder, no recipe; {_near_recipes(recipe / 'any')}") from None
-    except OSError as error:
-        raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); give a YAML file") from None
-    tree = _parse_yaml(content, str(recipe))
-    if not isinstance(tree, dict):
-        seen = "it is empty" if tree is None else f"it holds {show(tree)}"
-        raise ConfigError(f"{recipe}: a recipe is a mapping of settings, but {seen}; write lines such as `seed: 0`")
-    return _with_own_environment(tree)
-
-
-def parse_override(text: str) -> Tree:
-    """`a.b=value` as the tree `{a: {b: value}}`."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{COMMAND_LINE}: {text}: an override is written key=value, such as seed=1")
-    tree = _parse_yaml(value, f"{COMMAND_LINE}: {key}")
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    assert isinstance(tree, dict)
-    return _with_own_environment(tree)
-
-
-def _with_own_environment(layer: Tree) -> Tree:
-    """`environment: path/to/file.py:Class` as the section that it stands for."""
-    value = layer.get("environment")
-    if not isinstance(value, str) or ".py" not in value:
-        return layer
-    return layer | {"environment": {"name": OwnEnvironment.model_fields["name"].default, "file": value}}
+    return write_yaml({key: value for key, value in tree.items() if not sections or key in sections})
 
 
 class _Layers:
-    """The merged tree, and which layer each key came from."""
+    """The merged tree, and the layers that it was made of."""
 
     def __init__(self) -> None:
         # the one section without a default: empty, so that its own check says what it needs
         self.values: Tree = {"model": {}}
-        self.sources: dict[str, str] = {}
-        self.order: list[str] = []
+        self.layers: list[tuple[str, Tree]] = []
 
     def add(self, layer: Tree, source: str) -> None:
-        if source not in self.order:
-            self.order.append(source)
-        self._merge(self.values, layer, Config, "", source)
+        self.layers.append((source, layer))
+        moved = [text for key in leaves(layer) if (text := moved_key(key)) is not None]
+        if moved:
+            more = f"; and {len(moved) - MOVED_AT_ONCE} more" if len(moved) > MOVED_AT_ONCE else ""
+            raise ConfigError(f"{source}: {'; '.join(moved[:MOVED_AT_ONCE])}{more}")
+        try:
+            _merge(self.values, layer, Config, "")
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
 
     def config(self) -> Config:
         self._one_model_source()
         try:
-            # strict JSON takes lists for tuples and integers for floats, and nothing else that looks alike
-            return Config.model_validate_json(json.dumps(self.values), strict=True)
+            return Config.model_validate(self.values, strict=True)
         except ValidationError as error:
             raise ConfigError(self._explain(error)) from None
-
-    def _merge(self, into: Tree, layer: Tree, section: type[Section], path: str, source: str) -> None:
-        for name, value in _spelled_out(layer, section, path, source).items():
-            key = f"{path}{name}"
-            field = section.model_fields.get(name)
-            if field is None:
-                raise ConfigError(f"{source}: {unknown_key(_full_key(key, value))}")
-            self.sources[key] = source
-            if not isinstance(value, dict):
-                self._forget_below(key)
-                into[name] = _plain(value, key, source)
-            elif sections_of(field):
-                current = into[name] if isinstance(into.get(name), dict) else {}
-                into[name] = self._choose_variant(field, current, value, key, source)
-                self._merge(into[name], value, section_of(field, into[name]), f"{key}.", source)
-            else:
-                current = into[name] if isinstance(into.get(name), dict) else {}
-                into[name] = {**current, **_plain(value, key, source)}
-                self.sources |= {f"{key}.{entry}": source for entry in value}
-
-    def _choose_variant(self, field: FieldInfo, current: Tree, new: Tree, key: str, source: str) -> Tree:
-        """What of `current` the section starts from, its variant written out."""
-        tag = field.discriminator
-        if not isinstance(tag, str):
-            return self._choose_bundle(section_of(field, current), current, new, key)
-        old_name = current.get(tag, getattr(field.get_default(call_default_factory=True), tag))
-        name = new.get(tag, old_name)
-        variants = variants_of(field)
-        if not isinstance(name, str) or name not in variants:
-            raise ConfigError(f"{source}: {key}.{tag}: {show(name)} does not fit; allowed: {one_of(variants)}")
-        if name == old_name:
-            return {tag: name} | current
-        self._forget_below(key)
-        return {tag: name}
-
-    def _choose_bundle(self, section: type[Section], current: Tree, new: Tree, key: str) -> Tree:
-        """What of `current` stays when a layer chooses a name that stands for some of it."""
-        name = new.get("name")
-        if not section.bundles or name is None or name == current.get("name"):
-            return current
-        old = section.bundles.get(str(current.get("name")), {})
-        replaced = {*section.bundles.get(str(name), {}), *old, *section.follow_the_name}
-        for entry in replaced:
-            self._forget_below(f"{key}.{entry}")
-            self.sources.pop(f"{key}.{entry}", None)
-        return {entry: value for entry, value in current.items() if entry not in replaced}
-
-    def _forget_below(self, key: str) -> None:
-        for known in [known for known in self.sources if known.startswith(f"{key}.")]:
-            del self.sources[known]
 
     def _one_model_source(self) -> None:
         """The one clash that a sound override makes with a sound recipe: say how to lift it."""
         model = self.values["model"]
         if not isinstance(model, dict) or model.get("path") is None or model.get("tiny") is None:
             return
-        by_layer = {self.order.index(self.sources[key]): key for key in ("model.path", "model.tiny")}
-        if len(by_layer) == 2:
-            first, last = by_layer[min(by_layer)], by_layer[max(by_layer)]
+        (first, old), (last, new) = sorted((self._sources_at(key)[-1], key) for key in ("model.path", "model.tiny"))
+        if first != last:
             raise ConfigError(
-                f"{self.sources[last]}: {last} is set, but {self.sources[first]} sets {first} "
-                f"and a run has one model; add {first}=null"
+                f"{last[1]}: {new} is set, but {first[1]} sets {old} and a run has one model; add {old}=null"
             )
 
     def _explain(self, error: ValidationError) -> str:
         details = error.errors(include_url=False)[0]
-        key, value, allowed = self._locate(details["loc"])
-        sources = self._sources_at(key)
+        key, value = _locate(self.values, details["loc"])
+        is_missing = details["type"] == "missing" and value is None
+        # what a section lacks is for the layer to give that chose it
+        asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
+        sources = dict.fromkeys(source for _, source in self._sources_at(asked))
         where = f"{' and '.join(sources)}: " if sources else ""
         if details["type"] == "value_error":
             return f"{where}{details['ctx']['error']}"
-        if details["type"] == "missing" and value is None:
+        allowed = allowed_at(key, {f"{name}={chosen}" for name, chosen in leaves(self.values).items()})
+        if is_missing:
             return f"{where}{key}: must be set; allowed: {allowed}"
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 
-    def _locate(self, loc: tuple[int | str, ...]) -> tuple[str, object, str]:
-        """Key, value and allowed type of what pydantic complains of; its way there names the variants too."""
-        names: list[str] = []
-        value: Any = self.values
-        allowed = ""
-        section: type[Section] = Config
-        steps = iter(loc)
-        for step in steps:
-            names.append(str(step))
-            value = value.get(step)
-            field = section.model_fields[str(step)]
-            allowed = type_text(field.annotation, field.metadata)
-            if variants_of(field):
-                next(steps, None)
-            if not isinstance(value, dict):
-                break
-            if not sections_of(field):
-                entry = str(next(steps, ""))
-                if entry in value:
-                    names, value = [*names, entry], value[entry]
-                    allowed = type_text(get_args(field.annotation)[1])
-                break
-            section = section_of(field, value)
-        return ".".join(names), value, allowed
-
-    def _sources_at(self, key: str) -> list[str]:
+    def _sources_at(self, key: str) -> list[tuple[int, str]]:
         """The layers that set this key or one below it; where none did, those of the section around it."""
-        below = {source for known, source in self.sources.items() if is_at_or_below(known, key)}
-        if below or not key:
-            return [source for source in self.order if source in below]
+        names = [source for source, _ in self.layers]
+        found = [(names.index(source), source) for source, layer in self.layers if _has(layer, key)]
+        is_section = not key or isinstance(_locate(self.values, tuple(key.split(".")))[1], dict)
+        if found or not key:
+            return found if is_section else found[-1:]
         return self._sources_at(key.rpartition(".")[0])
 
 
-def _spelled_out(layer: Tree, section: type[Section], path: str, source: str) -> Tree:
-    """The layer with the settings that an alias stands for in its place."""
-    for alias in section.aliases.keys() & layer.keys():
-        names = section.aliases[alias]
-        if set(names) & layer.keys():
-            raise ConfigError(
-                f"{source}: {path}{alias} stands for {' and '.join(names)}, which are set beside it; drop one of them"
-            )
-        layer = {key: value for key, value in layer.items() if key != alias} | dict.fromkeys(names, layer[alias])
-    return layer
+def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
+    """Set the values of a layer in the tree, section by section; ConfigError for a key that there is not."""
+    try:
+        layer = long_forms(section, layer)
+    except ValueError as error:
+        raise ConfigError(f"{path}{error}") from None
+    _take_bundle(into, layer, section)
+    for name, value in layer.items():
+        key, field, current = f"{path}{name}", section.model_fields.get(name), into.get(name)
+        if field is None:
+            raise ConfigError(unknown_key(full_key(key, value)))
+        if not isinstance(value, dict):
+            into[name] = _plain(value, key)
+        elif not sections_of(field):
+            into[name] = {**(current if isinstance(current, dict) else {}), **_plain(value, key)}
+        else:
+            into[name], chosen = _section_for(field, current if isinstance(current, dict) else {}, value, key)
+            _merge(into[name], value, chosen, f"{key}.")
 
 
-def _chooses_no_variant(override: Tree) -> bool:
-    """Sort key: overrides that choose a variant go first."""
-    for name, value in override.items():
-        field = Config.model_fields.get(name)
-        if field is None or not isinstance(value, dict):
-            continue
-        if field.discriminator in value or ("name" in value and any(x.bundles for x in sections_of(field))):
-            return False
-    return True
+def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:
+    """Where a layer chooses a name that stands for other settings, set those, and drop what was there of them."""
+    old, new = into.get(NAME), layer.get(NAME)
+    if isinstance(new, str) and new in section.bundles and new != old:
+        for entry in section.bundles.get(str(old), {}):
+            into.pop(entry, None)
+        into |= long_forms(section, copy.deepcopy(section.bundles[new]))
 
 
-def _plain(value: Any, key: str, source: str) -> Any:
+def _section_for(field: FieldInfo, current: Tree, new: Tree, key: str) -> tuple[Tree, type[Section]]:
+    """What of the current values a section starts from (nothing where another member is chosen), and which it is."""
+    variants = variants_of(field)
+    if not variants:
+        return current, sections_of(field)[0]
+    name = new.get(NAME, current.get(NAME, next(iter(variants))))
+    if not isinstance(name, str) or name not in variants:
+        raise ConfigError(f"{key}.{NAME}: {show(name)} does not fit; allowed: {one_of(variants)}")
+    return (current if current.get(NAME) == name else {NAME: name}), variants[name]
+
+
+def _choices_first(override: Tree) -> int:
+    """Sort key: overrides that choose a member of a union or a name of a bundle first, outer ones before inner ones."""
+    key = full_key("", override).lstrip(".")
+    choices = {setting.key for setting in describe() if setting.key.endswith(f".{NAME}")}
+    return next((choice.count(".") for choice in choices if choice in (key, f"{key}.{NAME}")), len(choices))
+
+
+def _has(layer: Tree, key: str) -> bool:
+    """Whether a layer sets a key or something below it; a short form sets all of its section."""
+    name, _, below = key.partition(".")
+    return not key or (name in layer and (not isinstance(layer[name], dict) or _has(layer[name], below)))
+
+
+def _locate(values: Any, loc: Sequence[int | str]) -> tuple[str, Any]:
+    """Key and value at a location that may name members of unions on its way, as pydantic's do."""
+    names, value = [], values
+    for step in loc:
+        if not isinstance(value, dict):
+            break
+        if step in value or step != value.get(NAME):
+            names.append(str(step))
+            value = value.get(step)
+    return ".".join(names), value
+
+
+def _plain(value: Any, key: str) -> Any:
     """The value, if JSON can hold it: no sets, no bytes, no infinity, no keys but texts."""
     try:
         json.dumps(value, allow_nan=False)
@@ -299,38 +192,7 @@ def _plain(value: Any, key: str, source: str) -> Any:
         plain = False
     if not plain:
         raise ConfigError(
-            f"{source}: {key}: {str(value)[:60]} does not fit; a value is text, a finite number, true, "
+            f"{key}: {str(value)[:60]} does not fit; a value is text, a finite number, true, "
             "false, null, a list, or a mapping with texts as keys"
         )
     return value
-
-
-def _parse_yaml(content: str | bytes, where: str) -> Any:
-    try:
-        return yaml.load(content, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark and isinstance(content, bytes) else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
-
-
-def _full_key(key: str, value: object) -> str:
-    """The key with the only one below it and so on: what the user of `a.b=value` wrote."""
-    while isinstance(value, dict) and len(value) == 1:
-        (below, value), *_ = value.items()
-        key = f"{key}.{below}"
-    return key
-
-
-def _near_recipes(recipe: Path) -> str:
-    """The recipes that may be meant: near names in the same folder, or in recipes/ for a bare name."""
-    folders = [recipe.parent] if recipe.parent.name else [Path(), Path("recipes")]
-    found = {path.with_suffix("").name: path for folder in folders for path in sorted(folder.glob("*.y*ml"))}
-    near = difflib.get_close_matches(recipe.with_suffix("").name, found, cutoff=CLOSE_ENOUGH)
-    if near:
-        return f"did you mean {' or '.join(str(found[name]) for name in near)}?"
-    if found:
-        return f"there are {', '.join(str(path) for path in found.values())}"
-    return f"no *.yaml in {' or '.join(f'{folder}/' for folder in folders)}"

@@ -6,17 +6,17 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class TinyModel(Section):
-    """A real Qwen-VL of transformers' own classes, small enough to learn on a laptop; made on the spot."""
+    """A small Qwen-VL of transformers' own classes with random weights, that learns on a laptop."""
 
     family: Family = "qwen3_vl"
-    """Which architecture."""
+    """Architecture."""
     hidden_size: PositiveInt = 64
     """Width of the language model."""
     num_layers: PositiveInt = 3
@@ -96,28 +96,27 @@ class Model(Section):
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     tiny: TinyModel | None = None
-    """Make a tiny model instead of loading one."""
+    """Make a tiny model with random weights instead of loading one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; log-probs, losses and the optimizer's copy of the weights are float32 always."""
-    attention: Literal["auto", "merged", "varlen", "sdpa", "eager"] = "auto"
-    """Of packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the prompt for every
-    completion; eager is the plain formula, for checks."""
+    """Number format of weights and activations; log-probs, losses and the optimizer's copy of the weights are always
+    float32."""
+    attention: MayChange[Literal["auto", "merged", "varlen", "sdpa", "eager"]] = "auto"
+    """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the
+    prompt for every completion; eager is the plain formula, for checks."""
     freeze_vision_tower: bool = False
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
-    feature_cache_gib: NonNegativeFloat = 2.0
-    """Memory for the features of a frozen vision tower; the least recently used go first."""
-    feature_spill_gib: NonNegativeFloat = 0.0
-    """Disk, in run_dir/features while the run goes on, for features that left memory; 0: they are encoded again."""
+    feature_cache_gib: MayChange[NonNegativeFloat] = 2.0
+    """Memory for the features of a frozen vision tower; the least recently used are evicted."""
+    feature_spill_gib: MayChange[NonNegativeFloat] = 0.0
+    """Disk, in run_dir/features during the run, for features evicted from memory; 0: encode them again."""
     lora: Lora | None = None
     """Train adapters instead of the weights (the vision tower is then frozen)."""
     min_pixels: PositiveInt | None = None
     """Smaller images are scaled up to this area; default: the model's own."""
     max_pixels: PositiveInt | None = None
     """Larger images are scaled down to this area; default: the model's own."""
-    trust_remote_code: bool = False
-    """Run Python code that the model folder brings. Leave it off unless you wrote that code."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one; the run prints what it became."""
+    device: MayChange[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Device of model and optimizer. auto: cuda where there is one; the run prints its choice."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

@@ -6,15 +6,17 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.algorithm import Algorithm, Critic
+from fovea.config.algorithm import Algorithm
+from fovea.config.algorithm_parts import KlInReward
+from fovea.config.backends import BackendConfig, EmbeddedEngine, EngineConfig, TorchBackend
 from fovea.config.base import (
     Fraction,
+    MayChange,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -40,7 +42,6 @@ from fovea.config.model import Lora, Model, TinyModel
 __all__ = [
     "Algorithm",
     "CaptionEnvironment",
-    "Critic",
     "Curriculum",
     "EnvironmentConfig",
     "FileEnvironment",
@@ -61,104 +62,93 @@ Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
 
 
 class Data(Section):
-    """What happens to rows and images on their way in."""
+    """Checks and limits of rows and images as they are read."""
 
-    on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot become a prompt: stop, or drop it, count it (`data/rows_skipped`) and list it."""
+    on_bad_row: MayChange[Literal["error", "skip"]] = "error"
+    """Handling of a row that cannot become a prompt: stop, or drop it, count it (`data/rows_skipped`) and list it."""
     max_prompt_tokens: PositiveInt = 2048
-    """Longer prompts (visual tokens counted) are bad rows; nothing is ever cut."""
+    """Longest prompt, visual tokens counted; longer ones are bad rows, and nothing is ever cut."""
     max_image_mib: PositiveFloat = 32.0
-    """Larger image files are refused, and so is what a URL sends beyond it."""
+    """Largest image file, and most that is read from a URL."""
     max_image_megapixels: PositiveFloat = 64.0
-    """Images of more pixels are refused before they are decoded."""
+    """Most pixels of an image, checked before it is decoded."""
     convert_images: tuple[Conversion, ...] = ()
-    """Images to be converted instead of refused: colours for printing, 16 bits a channel to 8, the first of several
-    frames or pages, upright where a camera noted its rotation."""
+    """Conversions of images that are refused otherwise: cmyk to RGB, 16_bit channels to 8, the first of several
+    frames or pages, rotated ones upright as their EXIF tag says."""
     image_root: str | None = None
-    """Folder in which the rows' image paths start; default: that of the data file. Paths out of it are refused."""
-    url_timeout_seconds: PositiveFloat = 20.0
-    """For one image, redirects and all."""
-    max_url_redirects: NonNegativeInt = 5
-    """Of one image."""
-    url_retries: NonNegativeInt = 2
-    """Tries after the first where the server is busy, broken or away."""
+    """Folder that relative image paths start from; default: the data file's. Paths that lead out of it are refused."""
+    url_timeout_seconds: MayChange[PositiveFloat] = 20.0
+    """Time limit for one image, redirects included."""
+    url_retries: MayChange[NonNegativeInt] = 2
+    """Further tries where the server is busy, broken or unreachable."""
     allow_private_addresses: bool = False
-    """Let URLs of rows reach this machine and its own network."""
-    url_cache_gib: NonNegativeFloat = 8.0
-    """Disk in run_dir/images for what URLs have sent; 0: fetch it again each time."""
-    cache_dir: str = "~/.cache/fovea"
-    """Folder for copies of remote data files, and of Parquet files that cannot be read in small pieces."""
+    """Allow image URLs that resolve to this machine or its private network."""
+    url_cache_gib: MayChange[NonNegativeFloat] = 8.0
+    """Disk in run_dir/images for downloaded images; 0: download each time."""
+    cache_dir: MayChange[str] = "~/.cache/fovea"
+    """Folder for copies of remote data files, and of Parquet files whose row groups are too large to read singly."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """How often each question type is drawn for RL, relative to its share of the rows; default 1."""
-    prompt_cache_gib: NonNegativeFloat = 1.0
-    """Memory for prompts whose images were processed before; the least recently used go first."""
+    """Sampling weight of each question type in RL, relative to its share of the rows; default 1."""
+    prompt_cache_gib: MayChange[NonNegativeFloat] = 1.0
+    """Memory for processed prompts and images; the least recently used are evicted."""
 
 
 class Rollout(Section):
-    """How completions are drawn."""
+    """Sampling of completions."""
 
-    engine: Literal["embedded"] = "embedded"
-    """The embedded engine shares the trainer's weights without a copy."""
+    engine: EngineConfig = Field(default_factory=EmbeddedEngine)
     prompts_per_step: PositiveInt = 40
-    """Groups of one step."""
+    """Prompts (groups) per step."""
     samples_per_prompt: PositiveInt = 8
-    """n: completions of one prompt, the size of a group."""
+    """Completions per prompt (n): the size of a group."""
     max_new_tokens: PositiveInt = 512
-    """Longest completion."""
+    """Longest completion, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Of sampling and of every log-prob in training."""
+    """Sampling temperature, applied to every log-prob in training too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the smallest set of tokens with this much probability."""
+    """Nucleus sampling: keep the smallest set of tokens with this much probability."""
     top_k: NonNegativeInt = 0
-    """Keep the k likeliest tokens; 0: all."""
+    """Keep the k most likely tokens; 0: all."""
     min_p: Fraction = 0.0
-    """Keep tokens with at least this share of the likeliest one's probability."""
+    """Keep tokens with at least this share of the most likely token's probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end a completion, besides the model's own end token."""
-    max_batch_tokens: PositiveInt = 65_536
-    """Key-value cache of the embedded engine: prompts once, plus max_new_tokens of each running completion."""
-    decode_weights: Literal["exact", "int8"] = "exact"
-    """int8 (CPU): faster, and completions come from slightly other probabilities: needs importance_sampling_fix."""
-    reuse_gib: NonNegativeFloat = 2.0
-    """Memory for what the rollout computes and the update needs again (CPU, no gradient_checkpointing); 0: none."""
+    """Strings that end a completion, besides the model's end token."""
 
 
 class Train(Section):
-    """The optimizer and how a batch is cut."""
+    """Optimizer, schedule and micro-batches."""
 
+    backend: BackendConfig = Field(default_factory=TorchBackend)
     learning_rate: PositiveFloat = 1e-6
-    """Peak rate of AdamW."""
+    """Peak learning rate of AdamW."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's decay of the two moments."""
+    """Decay rates of AdamW's two moments."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's, decoupled."""
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradient clipping: largest global norm."""
     max_skipped_updates: NonNegativeInt = 3
-    """Updates in a row that may end early because something was not finite; one more stops the run."""
+    """Consecutive updates that may end early because a value was not finite; one more stops the run."""
     lr_warmup_steps: NonNegativeInt = 10
-    """Steps of linear rise."""
+    """Steps of linear learning-rate warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From the peak at the end of the rise to final_lr_frac at max_steps."""
+    """Learning-rate decay from the end of the warm-up to final_lr_frac at max_steps."""
     final_lr_frac: Fraction = 0.0
-    """Rate at max_steps as a share of the peak (linear and cosine)."""
-    enable_dynamic_batch_size: bool = True
-    """Fill microbatches by their work, as even as can be; false: groups_per_microbatch groups each."""
-    max_tokens_per_microbatch: PositiveInt = 16_384
-    """Packed tokens of a microbatch (larger groups are split), attention and images counted as tokens of equal work."""
-    groups_per_microbatch: PositiveInt = 1
-    """Groups of a microbatch where enable_dynamic_batch_size is false."""
-    variable_seq_lengths: bool = True
-    """false: pad every microbatch to max_tokens_per_microbatch tokens, for kernels that are compiled for one length."""
-    logits_mib: PositiveFloat = 512.0
-    """Memory for logits that exist at once; a row with more makes them in turns, and again in the backward pass."""
-    plain_update_every_steps: PositiveInt = 50
-    """How often an update reuses nothing of its rollout and scores what it leaves out or dynamic sampling dropped, too:
-    rollout_train_* then compares two separate computations of all that was drawn."""
-    gradient_checkpointing: bool = False
+    """Learning rate at max_steps as a share of the peak (linear and cosine)."""
+    enable_dynamic_batch_size: MayChange[bool] = True
+    """Fill micro-batches up to max_tokens_per_microbatch with balanced work; false: groups_per_microbatch groups."""
+    max_tokens_per_microbatch: MayChange[PositiveInt] = 16_384
+    """Largest packed micro-batch, with attention and images counted as tokens of equal cost; larger groups are
+    split."""
+    groups_per_microbatch: MayChange[PositiveInt] = 1
+    """Groups per micro-batch where enable_dynamic_batch_size is false."""
+    variable_seq_lengths: MayChange[bool] = True
+    """Allow micro-batches of different lengths; false: pad each to max_tokens_per_microbatch, for compiled kernels."""
+    plain_update_every_steps: MayChange[PositiveInt] = 50
+    """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
+    that rollout_train_* compares two independent computations of every completion."""
+    gradient_checkpointing: MayChange[bool] = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
-    liger_kernels: bool = False
-    """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Train:
@@ -172,24 +162,22 @@ class Train(Section):
 
 
 class Warmup(Section):
-    """Supervised pairs before RL, so that a model that starts from nothing has something to reinforce."""
+    """Supervised fine-tuning before RL, for a model that starts from random weights."""
 
     max_steps: PositiveInt = 800
-    """At most this many."""
+    """Most optimizer steps."""
     batch_size: PositiveInt = 32
-    """Pairs of a step."""
+    """Prompt-answer pairs per step."""
     learning_rate: PositiveFloat = 1e-3
-    """Peak rate of AdamW."""
+    """Peak learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = 20
-    """Steps of linear rise."""
-    weight_decay: NonNegativeFloat = 0.01
-    """AdamW's, decoupled."""
+    """Steps of linear learning-rate warm-up."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """How often each question type is drawn, relative to its share of the rows; default 1."""
+    """Sampling weight of each question type, relative to its share of the rows; default 1."""
     check_every_steps: PositiveInt = 25
-    """How often the stop rule is read."""
+    """Interval of dev evaluations for early stopping."""
     stop_accuracy: Fraction = 1.0
-    """Stop at this accuracy on dev ..."""
+    """Early stopping at this dev accuracy ..."""
     stop_kind_accuracy: dict[str, Fraction] = Field(default_factory=dict)
     """... once these question types have reached theirs."""
 
@@ -198,98 +186,94 @@ class Evaluate(Section):
     """Greedy accuracy on held-out rows."""
 
     every_steps: NonNegativeInt = 0
-    """Read dev accuracy this often while training; 0: never."""
+    """Interval of dev evaluations during training; 0: never."""
     dev_size: PositiveInt = 200
-    """Dev rows of such a reading."""
+    """Dev rows of one evaluation."""
     test_size: PositiveInt | None = None
     """Rows of the final table; default: all."""
     batch_size: PositiveInt = 200
-    """Rows in flight at once."""
+    """Rows generated at once."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"
     """Test images that are also in the training split: count them, or stop with an error, before any training."""
     image_controls: bool = True
-    """Also answer every question with another row's image and with a blank one: what the text alone gives."""
+    """Image ablation: answer every question also with a shuffled and with a blank image, as text alone would be."""
     samples_per_prompt: NonNegativeInt = 0
-    """In `fovea eval`: this many answers to each row, drawn as the rollout draws, for pass@k and majority; 0: none."""
+    """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
     image_type_key: str | None = None
-    """In `fovea eval`: the key of a row that says of which type its images are, to tell accuracies apart by."""
+    """Column of the image type in `fovea eval`, by which accuracies are broken down."""
 
 
 class Parity(Section):
-    """The gate at the start of a run: the engine's log-probs of what it draws against the trainer's of the same."""
+    """Check at the start of a run that engine and trainer give the same log-probs for the same completions."""
 
     prompts: NonNegativeInt = 4
-    """First training rows that are drawn from and scored again, each with and without its images; 0: no gate."""
+    """Training prompts that are sampled from and scored again, with and without their images; 0: no check."""
     max_new_tokens: PositiveInt = 32
-    """Longest completion of the gate (never above rollout.max_new_tokens)."""
+    """Longest completion of the check (at most rollout.max_new_tokens)."""
     max_abs_logprob_diff: PositiveFloat = 0.1
-    """The run stops when the mean absolute difference, with or without images, is above this."""
+    """Largest mean absolute difference; above it, with or without images, the run stops."""
 
 
 class Checkpoint(Section):
-    """When a run is saved, so that it can go on bit for bit."""
+    """Checkpoints, from which a run resumes bit for bit."""
 
     every_steps: NonNegativeInt = 100
-    """0: before the first step and at the end only."""
+    """Interval of checkpoints; 0: before the first step and at the end only."""
     keep: PositiveInt = 2
-    """Older ones are deleted."""
+    """Checkpoints kept; older ones are deleted."""
 
 
 class Log(Section):
-    """What a run writes down."""
+    """Outputs of a run besides its metrics."""
 
     samples_every_steps: PositiveInt = 50
-    """How often prompts, images and answers are kept for the report."""
-    samples_prompts: PositiveInt = 4
-    """Prompts of such a record."""
-    samples_answers: PositiveInt = 4
-    """Answers shown of each."""
+    """Interval at which prompts, images and answers are kept for the report."""
     tensorboard: bool = True
     """Write tensorboard/ in the run folder."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project (extra: wandb)."""
+    """Weights & Biases project to log to (extra: wandb)."""
     progress: bool = True
     """Live display in the terminal."""
     peak_tflops: PositiveFloat | None = None
-    """What `mfu` is a share of; default: the data sheet's dense bfloat16 rate, where the GPU is a known one."""
+    """Peak FLOP rate that `mfu` is a share of; default: the data sheet's dense bfloat16 rate of known GPUs."""
 
 
 class Config(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of weights, data order and sampling."""
-    run_dir: Annotated[str, Field(min_length=1)] = "runs/run"
-    """Folder of this run: config, metrics, samples, checkpoints, report."""
-    max_steps: PositiveInt = 1000
-    """RL steps."""
-    resume: Literal["never", "auto"] = "never"
-    """auto: go on from the newest checkpoint in run_dir, if there is one."""
-    threads: PositiveInt | None = None
+    """Random seed of weights, data order and sampling."""
+    run_dir: MayChange[Annotated[str, Field(min_length=1)]] = "runs/run"
+    """Output folder of the run: config, metrics, samples, checkpoints, report."""
+    max_steps: MayChange[PositiveInt] = 1000
+    """Number of RL steps."""
+    resume: MayChange[Literal["never", "auto"]] = "never"
+    """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one."""
+    threads: MayChange[PositiveInt | None] = None
     """CPU threads of torch; default: torch's own choice."""
-    profile: bool = False
-    """Write where the time of a few steps goes to profile/ of the run folder: phases, operators, a trace of one."""
+    profile: MayChange[bool] = False
+    """Profile a few steps into profile/ of the run folder: phases, operators, a trace of one step."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     reward: str | None = None
-    """`path/to/file.py:function`: a function of your own that scores in place of the environment (docs/own.md)."""
+    """Reward function of your own, `path/to/file.py:function`, in place of the environment's score (docs/own.md)."""
     reward_timeout_seconds: PositiveFloat = 10.0
-    """For one call of your own function, or of your own environment's score."""
+    """Time limit for one call of your own reward function, or of your own environment's score."""
     reward_on_failure: Literal["error", "drop"] = "error"
-    """When such a call raises, is late or returns no number: stop, or leave the group out (`groups/unscored`)."""
+    """Handling of such a call that raises, is late or returns no number: stop, or drop the group
+    (`groups/unscored`)."""
     reward_calls_at_once: PositiveInt = 1
-    """Such calls at a time, in threads; more than 1 only where your code can be called so."""
+    """Concurrent calls, in threads; more than 1 only for thread-safe code."""
     curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None
     rollout: Rollout = Field(default_factory=Rollout)
     algorithm: Algorithm = Field(default_factory=Algorithm)
-    critic: Critic = Field(default_factory=Critic)
     train: Train = Field(default_factory=Train)
-    evaluate: Evaluate = Field(default_factory=Evaluate)
-    parity: Parity = Field(default_factory=Parity)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    log: Log = Field(default_factory=Log)
+    evaluate: MayChange[Evaluate] = Field(default_factory=Evaluate)
+    parity: MayChange[Parity] = Field(default_factory=Parity)
+    checkpoint: MayChange[Checkpoint] = Field(default_factory=Checkpoint)
+    log: MayChange[Log] = Field(default_factory=Log)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -300,44 +284,38 @@ class Config(Section):
 def _disagreements(config: Config) -> Iterator[str]:
     """Settings of one section that cannot work with those of another."""
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.decode_weights == "int8" and not algorithm.importance_sampling_fix:
+    if rollout.engine.decode_weights == "int8" and not algorithm.importance_sampling_fix:
         yield (
-            "rollout.decode_weights=int8 draws from other probabilities than those that are trained; set "
-            "algorithm.importance_sampling_fix=true, or rollout.decode_weights=exact"
+            "rollout.engine.decode_weights=int8 draws from other probabilities than those that are trained; set "
+            "algorithm.importance_sampling_fix=true, or rollout.engine.decode_weights=exact"
         )
     if algorithm.minibatches > rollout.prompts_per_step:
         yield (
             f"algorithm.minibatches={algorithm.minibatches} is more than rollout.prompts_per_step="
             f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
         )
-    if rollout.samples_per_prompt == 1 and (algorithm.advantage == "rloo" or algorithm.dynamic_sampling):
+    if rollout.samples_per_prompt == 1 and (algorithm.advantage.name == "rloo" or algorithm.dynamic_sampling):
         which = "dynamic_sampling=true" if algorithm.dynamic_sampling else "advantage=rloo"
         yield (
             f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1; set "
             "rollout.samples_per_prompt=2 or more"
         )
+    yield from _too_short(config)
+
+
+def _too_short(config: Config) -> Iterator[str]:
+    """Spans of steps or completions that leave no room for what they pace."""
+    rollout, kl, critic = config.rollout, config.algorithm.kl, config.algorithm.critic
     samples_per_step = rollout.prompts_per_step * rollout.samples_per_prompt
-    if algorithm.kl_target is not None and algorithm.kl_horizon_samples <= samples_per_step:
+    controller = kl.controller if isinstance(kl, KlInReward) else None
+    if controller is not None and controller.horizon_samples <= samples_per_step:
         yield (
-            f"algorithm.kl_horizon_samples={algorithm.kl_horizon_samples} is no more than the {samples_per_step} "
-            "completions of one step, in which kl_coef would jump; set it to many steps' worth"
+            f"algorithm.kl.controller.horizon_samples={controller.horizon_samples} is no more than the "
+            f"{samples_per_step} completions of one step, in which the coefficient would jump; set it to many steps' "
+            "worth"
         )
-    if algorithm.needs_values and config.critic.warmup_steps >= config.max_steps:
+    if critic is not None and critic.warmup_steps >= config.max_steps:
         yield (
-            f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of max_steps={config.max_steps}; "
-            "lower critic.warmup_steps, or raise max_steps"
+            f"algorithm.advantage.critic.warmup_steps={critic.warmup_steps} leaves the policy none of max_steps="
+            f"{config.max_steps}; lower it, or raise max_steps"
         )
-    # a rate alone misleads nobody, and config.yaml of every run before the rate followed the policy's has one
-    unread = config.critic.model_copy(update={"learning_rate": None})
-    if unread != Critic() and not algorithm.needs_values:
-        yield (
-            f"critic is set, but algorithm.advantage={algorithm.advantage} has no value function; set "
-            f"algorithm.name=ppo, or {_back_to_default(unread)}"
-        )
-
-
-def _back_to_default(section: Section) -> str:
-    """The overrides that undo what was set."""
-    default = type(section)()
-    changed = [key for key in type(section).model_fields if getattr(section, key) != getattr(default, key)]
-    return " ".join(f"critic.{key}={json.dumps(getattr(default, key))}" for key in changed).replace('"', "")

@@ -104,7 +104,7 @@ def _opened(url: str, where: str, limits: UrlLimits) -> Iterator[httpcore2.Respo
                     yield response
                     return
                 url = urljoin(str(target), httpx2.Headers(response.headers).get("Location", ""))
-        raise _bad(where, f"more than data.max_url_redirects={limits.max_redirects} redirects", "url_redirects")
+        raise _bad(where, f"more than {limits.max_redirects} redirects", "url_redirects")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import IMAGE_MARK, plain_answer
 from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
 from fovea.environments.graders.base import Grade, shown
-from fovea.environments.graders.cider import CiderD, words_of
+from fovea.environments.graders.cider import IDF_ROWS, CiderD, words_of
 from fovea.errors import DataError
 from fovea.types import Message, Score, Task, Turn
 
@@ -122,7 +122,7 @@ class CaptionGrader:
 
     def _reference_sets(self, split: Split) -> Iterator[list[str]]:
         tasks = self._tasks(split)
-        for index in range(min(len(tasks), self._config.idf_rows)):
+        for index in range(min(len(tasks), IDF_ROWS)):
             try:
                 references = self.references(tasks[index])
             except DataError:

@@ -10,7 +10,7 @@ HEAD = """\
 # Metrics
 
 The metrics that are logged at every step to `metrics.jsonl`, TensorBoard and W&B. This page is generated from
-[`fovea/metrics/names.py`](../fovea/metrics/names.py) by `python -m fovea.metrics.docs > docs/metrics.md`:
+[`fovea/metrics/names.yaml`](../fovea/metrics/names.yaml) by `python -m fovea.metrics.docs > docs/metrics.md`:
 change it there.
 
 A metric that does not apply to a step is absent from its line. A value that is not finite is null. "Healthy" is what to

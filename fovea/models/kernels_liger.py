@@ -20,8 +20,8 @@ try:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"train.liger_kernels=true, but {error.name} is not installed; pip install 'fovea[liger]', or set "
-        "train.liger_kernels=false"
+        f"train.backend.liger_kernels=true, but {error.name} is not installed; pip install 'fovea[liger]', or set "
+        "train.backend.liger_kernels=false"
     ) from error
 
 AS_LLAMA = "llama"

@@ -18,7 +18,7 @@ WHOLE_MODEL = "download the whole model again, or give another folder"
 
 def hub_options(settings: Model) -> dict[str, Any]:
     """Arguments of every `from_pretrained`."""
-    return {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision or "main"}
+    return {"trust_remote_code": False, "revision": settings.revision or "main"}
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from typing import Any
 
 from PIL import Image
 
-from fovea.config.run import Log
 from fovea.data.images import OpenImage
 from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.types import Group
 from fovea.utils.files import from_json_number, json_number, write_atomically
 
+MAX_PROMPTS, MAX_ANSWERS = 4, 4
 MAX_SIDE_PX = 768
 """Larger images are stored at this size, enough for display."""
 
@@ -39,19 +39,19 @@ class SampleRecord:
     answers: tuple[SampledAnswer, ...]
 
 
-def sample_records(groups: Sequence[Group], settings: Log, open_image: OpenImage) -> list[SampleRecord]:
-    """The first groups of a step, each with some of its answers, as many as the settings say."""
-    return [_sample_record(group, settings.samples_answers, open_image) for group in groups[: settings.samples_prompts]]
+def sample_records(groups: Sequence[Group], open_image: OpenImage) -> list[SampleRecord]:
+    """The first MAX_PROMPTS groups of a step, each with its first MAX_ANSWERS answers."""
+    return [_sample_record(group, open_image) for group in groups[:MAX_PROMPTS]]
 
 
-def _sample_record(group: Group, num_answers: int, open_image: OpenImage) -> SampleRecord:
+def _sample_record(group: Group, open_image: OpenImage) -> SampleRecord:
     task = group.episodes[0].task
     return SampleRecord(
         prompt=task.question,
         truth=task.answer,
         kind=task.kind,
         images=tuple(png_bytes(open_image(ref)) for ref in task.images),
-        answers=tuple(map(sampled_answer, group.episodes[:num_answers])),
+        answers=tuple(map(sampled_answer, group.episodes[:MAX_ANSWERS])),
     )
 
 

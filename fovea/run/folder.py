@@ -6,24 +6,14 @@ from pathlib import Path
 
 import yaml
 
+from fovea.config.base import leaves
+from fovea.config.describe import describe, moved_key
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.utils.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
-MAY_CHANGE = (
-    *("run_dir", "max_steps", "resume", "threads", "log", "checkpoint", "evaluate", "parity", "profile"),
-    # where and in what pieces things are computed, not what: the way out of a batch that does not fit
-    *("model.device", "model.feature_cache_gib", "model.feature_spill_gib"),
-    # the way out of a bad row, or of a server that has become slow
-    *("data.on_bad_row", "data.url_timeout_seconds", "data.url_retries", "data.url_cache_gib", "data.cache_dir"),
-    *("data.prompt_cache_gib", "rollout.max_batch_tokens", "rollout.reuse_gib", "model.attention"),
-    *("train.enable_dynamic_batch_size", "train.groups_per_microbatch", "train.variable_seq_lengths"),
-    *("train.max_tokens_per_microbatch", "train.logits_mib", "train.gradient_checkpointing"),
-    *("train.liger_kernels", "train.plain_update_every_steps"),
-)
-"""Settings that a resumed run may have other than it began with."""
 
 
 def open_run_folder(folder: Path, config: Config) -> Path:
@@ -62,6 +52,11 @@ def _check_same(saved: Path, config: Config) -> None:
         tree = None
     if not isinstance(tree, dict):
         raise ConfigError(f"{saved} cannot be read, so that its run cannot go on; set another run_dir")
+    moved = [text for key in leaves(tree) if (text := moved_key(key)) is not None]
+    if moved:
+        raise ConfigError(
+            f"{saved} is of an earlier version ({moved[0]}), so that its run cannot go on; set another run_dir"
+        )
     before = _fixed_settings(tree)
     now = _fixed_settings(yaml.safe_load(dump_config(config)))
     for key in sorted(before.keys() | now.keys()):
@@ -72,14 +67,7 @@ def _check_same(saved: Path, config: Config) -> None:
             )
 
 
-def _fixed_settings(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """Leaves by dotted key, without those that may change."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        if f"{prefix}{key}" in MAY_CHANGE:
-            continue
-        if isinstance(value, dict):
-            leaves |= _fixed_settings(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
+def _fixed_settings(tree: dict[str, object]) -> dict[str, object]:
+    """Values by dotted key, without those that may change on resume."""
+    may_change = {setting.key for setting in describe() if setting.may_change}
+    return {key: value for key, value in leaves(tree).items() if key not in may_change}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from fovea.algorithms.kl import next_kl_coef
+from fovea.config.algorithm_parts import KlInReward
 from fovea.config.run import Config
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ParityError, TrainError
@@ -44,8 +45,9 @@ async def begin(run: Run) -> TrainState:
     await pass_parity_gate(run, version=0)
     run.progress.stage("looking for test images in the training split")
     # before the hours of training, not after them
+    kl = run.config.algorithm.kl
     state = TrainState(
-        kl_coef=run.config.algorithm.kl_coef, started=run.started, shared_images=_count_shared_images(run)
+        kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=_count_shared_images(run)
     )
     run.progress.stage("reading held-out accuracy before training")
     state = replace(state, before=await evaluate_test(run, run.sources.test))
@@ -151,19 +153,21 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
     if step % settings.log.samples_every_steps == 0 or step == 1:
-        write_samples(run.folder, step, sample_records(groups, settings.log, run.open_image))
+        write_samples(run.folder, step, sample_records(groups, run.open_image))
     if settings.checkpoint.every_steps and step % settings.checkpoint.every_steps == 0:
         await save_checkpoint(run, state)
     return state
 
 
 def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
-    algorithm, rollout = config.algorithm, config.rollout
+    kl, rollout = config.algorithm.kl, config.rollout
+    if not isinstance(kl, KlInReward) or kl.controller is None:
+        return kl_coef
     return next_kl_coef(
         kl_coef,
         metrics.get("kl/reward"),
-        target=algorithm.kl_target,
-        horizon_samples=algorithm.kl_horizon_samples,
+        target=kl.controller.target,
+        horizon_samples=kl.controller.horizon_samples,
         num_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
     )
 

@@ -133,7 +133,7 @@ async def read_parity(
             tokens[each.kind] += _tokens(token_text, each.prompted.task.id, completion, trainer_T)
     return ParityReading(
         model=config.model.name,
-        engine=settings.engine + (f" {INT8}" if settings.decode_weights == "int8" else ""),
+        engine=settings.engine.name + (f" {INT8}" if settings.engine.decode_weights == "int8" else ""),
         limit=config.parity.max_abs_logprob_diff,
         kinds=tuple(
             _reading(kind, sum(each.kind == kind for each in drawn), of_kind)
@@ -286,7 +286,7 @@ def _with_nan_as_most(value: float) -> float:
 
 def _likely_fix(reading: ParityReading) -> str:
     if reading.engine.endswith(INT8):
-        return "Set rollout.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
+        return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
     over = [kind.kind for kind in reading.kinds if not kind.mean_abs <= reading.limit]
     if over == ["with images"] and len(reading.kinds) > 1:
         return "Without images they agree: look at the positions of image tokens and at what encodes the images"

@@ -66,11 +66,12 @@ async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int,
     """
     wanted = config.rollout.prompts_per_step
     first = await _rollout(engine, stream, config, step=step, num_before=0, phases=phases)
-    if not config.algorithm.dynamic_sampling:
+    dynamic = config.algorithm.dynamic_sampling
+    if dynamic is None:
         return first
     batches, groups, unscored = 1, list(first.groups), list(first.unscored)
     mixed, alike = _parted(groups)
-    while len(mixed) < wanted and batches < config.algorithm.max_gen_batches:
+    while len(mixed) < wanted and batches < dynamic.max_gen_batches:
         more = await _rollout(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
         more_mixed, more_alike = _parted(more.groups)
         groups, unscored = [*groups, *more.groups], [*unscored, *more.unscored]

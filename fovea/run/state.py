@@ -15,7 +15,7 @@ class TrainState:
     """How far a run has come; part of every checkpoint."""
 
     kl_coef: float
-    """KL coefficient of the next step; with algorithm.kl_target it moves."""
+    """KL coefficient of the next step; algorithm.kl.controller moves it."""
     step: int = 0
     """RL steps taken: the version of the policy that draws next."""
     before: Evaluation | None = None

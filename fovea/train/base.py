@@ -25,8 +25,8 @@ class Needs:
         return Needs(
             # with one optimizer step per epoch the first epoch sees every sample before any step
             old_logprobs=algorithm.minibatches > 1 or algorithm.needs_old_logprobs,
-            reference_logprobs=algorithm.kl_coef > 0,
-            values=algorithm.needs_values,
+            reference_logprobs=algorithm.kl is not None,
+            values=algorithm.critic is not None,
         )
 
 

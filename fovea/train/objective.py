@@ -10,6 +10,7 @@ from torch import Tensor
 from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from fovea.config.algorithm_parts import CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
 from fovea.config.run import Algorithm
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.packing import MicroBatch
@@ -41,29 +42,24 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
         loss_A = loss_A - settings.entropy_coef * scores.entropies_A
     if micro.reference_logprobs_A is not None:
         sums["kl/reference"] = k3(scores.logprobs_A.detach(), micro.reference_logprobs_A).sum()
-        if settings.kl_in == "loss":
-            estimate = ESTIMATORS[settings.kl_estimator]
-            loss_A = loss_A + settings.kl_coef * estimate(scores.logprobs_A, micro.reference_logprobs_A)
+        if isinstance(settings.kl, KlInLoss):
+            estimate = ESTIMATORS[settings.kl.estimator]
+            loss_A = loss_A + settings.kl.coef * estimate(scores.logprobs_A, micro.reference_logprobs_A)
     return (micro.weights_A * loss_A).sum(), sums | {"policy_loss": policy_loss}
 
 
 def _policy_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> PolicyLoss:
     assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
     given = (logprobs_A, old_A, micro.advantages_A)
-    low, high = settings.clip_low, settings.clip_high
     match settings.loss:
-        case "clip":
-            return clipped_loss(*given, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
-        case "gspo":
+        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
+            return clipped_loss(*given, clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case GspoLoss(clip_low=low, clip_high=high):
             return gspo_loss(*given, micro.lengths, clip_low=low, clip_high=high)
-        case "cispo":
+        case CispoLoss(clip_low=low, clip_high=high):
             return cispo_loss(*given, clip_low=low, clip_high=high)
-        case "sapo":
-            return sapo_loss(
-                *given,
-                temperature_positive=settings.sapo_temperature_positive,
-                temperature_negative=settings.sapo_temperature_negative,
-            )
+        case SapoLoss(temperature_positive=positive, temperature_negative=negative):
+            return sapo_loss(*given, temperature_positive=positive, temperature_negative=negative)
 
 
 def _importance_weights(old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> ImportanceWeights:

@@ -58,8 +58,10 @@ def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path
 
 
 def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the model is on cpu .* CUDA only; set train\.liger_kernels=false, or"):
-        run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"liger_kernels": True})
+    with pytest.raises(
+        ConfigError, match=r"the model is on cpu .* CUDA only; set train\.backend\.liger_kernels=false, or"
+    ):
+        run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"backend": {"liger_kernels": True}})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
@@ -92,7 +94,7 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
     run = run_of(
         tmp_path,
         model={"tiny": {}, "lora": {"rank": 2} if lora else None},
-        algorithm={"kl_coef": 0.1},
+        algorithm={"kl": {"coef": 0.1}},
         warmup={"max_steps": 1} if warmup else None,
     )
     assert (run.policy.worker._reference is not None) is copied  # type: ignore[attr-defined]
@@ -102,7 +104,7 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
 def test_without_a_kl_term_no_reference_is_kept(lora: bool, tmp_path: Path) -> None:
     """A copy would hold the memory of a second model for nothing."""
     model = {"tiny": {}, "lora": {"rank": 2} if lora else None}
-    run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl_coef": 0.0})
+    run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl": None})
     assert run.policy.worker._reference is None  # type: ignore[attr-defined]
 
 
@@ -140,7 +142,7 @@ def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
 
 
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
-    run = run_of(tmp_path, algorithm={"kl_coef": 0.1})
+    run = run_of(tmp_path, algorithm={"kl": {"coef": 0.1}})
     policy = run.policy
     reference, trained = policy.worker._reference.vlm, policy.worker._vlm  # type: ignore[attr-defined]
     assert reference is not trained
@@ -156,6 +158,6 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
 ) -> None:
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
-    run = run_of(tmp_path, algorithm={"name": "ppo"}, critic=critic, train=train)
+    run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
     rates = run.policy.worker._set_rates()  # type: ignore[attr-defined]
     assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})

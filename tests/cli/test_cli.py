@@ -159,7 +159,7 @@ def test_help_beside_a_key_explains_the_key(recipe: str, word: str) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         "rollout.top_p = 1.0    (number > 0 and <= 1)\n"
-        "    Keep the smallest set of tokens with this much probability.\n"
+        "    Nucleus sampling: keep the smallest set of tokens with this much probability.\n"
     )
 
 

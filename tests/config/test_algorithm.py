@@ -7,9 +7,20 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.algorithm import DEFAULTS_OF
+from fovea.config.algorithm_parts import (
+    ClippedLoss,
+    Critic,
+    DynamicSampling,
+    Gae,
+    GspoLoss,
+    KlInReward,
+    Overlong,
+    Rloo,
+    SapoLoss,
+)
 from fovea.config.loading import dump_config, load_config
-from fovea.config.run import Algorithm, Config, Critic, Model
+from fovea.config.papers import DEFAULTS_OF
+from fovea.config.run import Algorithm, Config, Model
 from fovea.errors import ConfigError
 
 RECIPE = "recipes/shapes.yaml"
@@ -19,39 +30,75 @@ def settings(*overrides: str) -> Config:
     return load_config([Path(RECIPE)], list(overrides))
 
 
+def clip_high(config: Config) -> float:
+    assert not isinstance(config.algorithm.loss, SapoLoss)
+    return config.algorithm.loss.clip_high
+
+
 def test_each_name_sets_the_defaults_of_its_paper() -> None:
     assert Algorithm(name="dr_grpo").aggregation == "seq-mean-token-sum-norm"
     dapo = Algorithm(name="dapo")
-    assert (dapo.clip_low, dapo.clip_high, dapo.dynamic_sampling, dapo.overlong_buffer_frac) == (0.2, 0.28, True, 0.2)
+    assert dapo.loss == ClippedLoss(clip_low=0.2, clip_high=0.28)
+    assert (dapo.dynamic_sampling, dapo.overlong) == (DynamicSampling(), Overlong(buffer_frac=0.2))
     gspo = Algorithm(name="gspo")
-    assert (gspo.loss, gspo.clip_low, gspo.clip_high, gspo.dual_clip) == ("gspo", 3e-4, 4e-4, None)
+    assert gspo.loss == GspoLoss(clip_low=3e-4, clip_high=4e-4)
     rloo = Algorithm(name="rloo")
-    assert (rloo.advantage, rloo.kl_in, rloo.kl_estimator) == ("rloo", "reward", "k1")
+    assert (rloo.advantage, rloo.kl) == (Rloo(), KlInReward(coef=0.03, estimator="k1"))
     ppo = Algorithm(name="ppo")
-    assert (ppo.ppo_epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef) == (4, 0.2, 0.2, 0.5)
-    assert (ppo.entropy_coef, ppo.gamma, ppo.gae_lambda, ppo.value_clip) == (0.01, 0.99, 0.95, 0.5)
-    assert ppo.max_policy_kl == 0.03
+    assert (ppo.ppo_epochs, ppo.loss) == (4, ClippedLoss(clip_low=0.2, clip_high=0.2))
+    assert (ppo.entropy_coef, ppo.max_policy_kl) == (0.01, 0.03)
+    critic = Critic(value_coef=0.5, value_clip=0.5)
+    assert ppo.advantage == Gae(gamma=0.99, gae_lambda=0.95, critic=critic)
     assert Algorithm() == Algorithm(name="grpo")
 
 
 @pytest.mark.parametrize("name", DEFAULTS_OF)
 def test_every_part_can_be_overridden_and_written_down(name: str, tmp_path: Path) -> None:
     """A resolved config reads back to itself, whatever its name would set."""
-    config = settings(f"algorithm.name={name}", "algorithm.clip_high=0.33", "algorithm.kl_coef=0.02")
-    assert (config.algorithm.clip_high, config.algorithm.kl_coef) == (0.33, 0.02)
+    config = settings(f"algorithm.name={name}", "algorithm.loss.clip_high=0.33", "algorithm.kl.coef=0.02")
+    assert config.algorithm.kl is not None
+    assert (clip_high(config), config.algorithm.kl.coef) == (0.33, 0.02)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config([tmp_path / "config.yaml"], []) == config
 
 
 def test_a_name_replaces_what_the_recipe_set_of_its_parts_and_nothing_else() -> None:
-    """The recipe sets clip_high=0.28 and entropy_coef=0.08; order on the command line does not matter."""
-    gspo = settings("algorithm.name=gspo").algorithm
-    assert (gspo.clip_high, gspo.entropy_coef) == (4e-4, 0.08)
-    assert settings("algorithm.clip_high=0.1", "algorithm.name=gspo").algorithm.clip_high == 0.1
+    """The recipe sets loss.clip_high=0.28 and entropy_coef=0.08; order on the command line does not matter."""
+    gspo = settings("algorithm.name=gspo")
+    assert (clip_high(gspo), gspo.algorithm.entropy_coef) == (4e-4, 0.08)
+    assert clip_high(settings("algorithm.loss.clip_high=0.1", "algorithm.name=gspo")) == 0.1
     assert settings("algorithm.name=grpo").algorithm == settings().algorithm
     ppo = settings("algorithm.name=ppo").algorithm
-    assert (ppo.entropy_coef, ppo.clip_low, ppo.clip_high) == (0.01, 0.2, 0.2)
-    assert settings("algorithm.kl_in=reward", "algorithm.kl_coef=0.1").algorithm.kl_estimator == "k1"
+    assert (ppo.entropy_coef, ppo.loss) == (0.01, ClippedLoss(clip_low=0.2, clip_high=0.2))
+    assert settings("algorithm.kl=reward", "algorithm.kl.coef=0.1").algorithm.kl == KlInReward(coef=0.1, estimator="k1")
+
+
+def test_a_text_stands_for_its_section_and_a_choice_comes_first() -> None:
+    """Outer choices before inner ones, and settings after both, wherever they are written."""
+    chosen = settings(
+        "algorithm.loss.temperature_positive=2",
+        "algorithm.advantage.gae_lambda=0.9",
+        "algorithm.loss=sapo",
+        "algorithm.advantage=gae",
+        "algorithm.name=dapo",
+    ).algorithm
+    assert chosen.loss == SapoLoss(temperature_positive=2)
+    assert (chosen.advantage, chosen.name) == (Gae(gae_lambda=0.9), "dapo")
+    assert settings("rollout.engine=embedded", "train.backend=torch") == settings()
+    assert Algorithm.model_validate({"loss": "sapo"}).loss == SapoLoss()
+
+
+def test_a_choice_drops_the_bounds_of_another_loss() -> None:
+    """The recipe's clip_high=0.28 would be no bound of gspo."""
+    assert settings("algorithm.loss=gspo").algorithm.loss == GspoLoss()
+    assert settings("algorithm.loss.name=clip").algorithm.loss == settings().algorithm.loss
+
+
+def test_true_and_false_stand_for_an_optional_section() -> None:
+    assert settings("algorithm.dynamic_sampling=true").algorithm.dynamic_sampling == DynamicSampling()
+    assert settings("algorithm.name=dapo", "algorithm.dynamic_sampling=false").algorithm.dynamic_sampling is None
+    assert settings("warmup=false").warmup is None
+    assert settings("algorithm.name=rloo", "algorithm.kl=null").algorithm.kl is None
 
 
 @pytest.mark.parametrize("old", DEFAULTS_OF)
@@ -62,15 +109,14 @@ def test_a_name_over_a_resolved_config_leaves_nothing_of_the_old_one(old: str, n
     renamed = load_config([written], [f"algorithm.name={new}"]).algorithm
     kept = {} if "entropy_coef" in {**DEFAULTS_OF[new], **DEFAULTS_OF[old]} and old != new else {"entropy_coef": 0.02}
     kept |= {"max_groups_without_signal": 8}
-    kept |= {} if "clip_high" in {**DEFAULTS_OF[new], **DEFAULTS_OF[old]} else {"clip_high": 0.28}
+    kept |= {} if "loss" in {**DEFAULTS_OF[new], **DEFAULTS_OF[old]} else {"loss": {"clip_high": 0.28}}
     assert renamed == Algorithm.model_validate({"name": new, **kept})
 
 
 def test_clip_epsilon_sets_both_bounds() -> None:
-    algorithm = settings("algorithm.clip_epsilon=0.1").algorithm
-    assert (algorithm.clip_low, algorithm.clip_high) == (0.1, 0.1)
+    assert settings("algorithm.loss.clip_epsilon=0.1").algorithm.loss == ClippedLoss(clip_low=0.1, clip_high=0.1)
     with pytest.raises(ConfigError, match="clip_epsilon stands for clip_low and clip_high, which are set beside it"):
-        settings("algorithm={clip_epsilon: 0.1, clip_low: 0.2}")
+        settings("algorithm.loss={clip_epsilon: 0.1, clip_low: 0.2}")
 
 
 @pytest.mark.parametrize(
@@ -78,20 +124,7 @@ def test_clip_epsilon_sets_both_bounds() -> None:
     [
         ({"loss": "gspo", "advantage": "gae"}, "every token an advantage of its own; set algorithm.loss=clip"),
         ({"loss": "gspo", "name": "reinforce++"}, "reinforce++ with a KL in the reward gives every token an advantage"),
-        ({"loss": "sapo", "dual_clip": 3.0}, "dual_clip is part of loss=clip"),
-        ({"kl_target": 0.1}, "set kl_in=reward with a kl_coef, or kl_target=null"),
-        ({"kl_target": 0.1, "kl_coef": 0.1}, "set kl_in=reward with a kl_coef"),
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1 in the loss has a gradient of 0 on average"),
         ({"importance_sampling_clip": 5.0}, "importance_sampling_fix=true, or algorithm.importance_sampling_clip=2.0"),
-        ({"gamma": 0.9}, "no value function; set algorithm.name=ppo, or algorithm.gamma=1.0"),
-        ({"value_clip": None}, "no value function; set algorithm.name=ppo, or algorithm.value_clip=0.5"),
-        ({"loss": "sapo", "clip_high": 0.28}, "loss=sapo has none"),
-        ({"sapo_temperature_positive": 2.0}, "set algorithm.loss=sapo, or algorithm.sapo_temperature_positive=1.0"),
-        ({"max_gen_batches": 3}, "set algorithm.dynamic_sampling=true, or algorithm.max_gen_batches=10"),
-        ({"overlong_penalty_factor": 0.5}, "set algorithm.overlong_buffer_frac"),
-        ({"kl_horizon_samples": 99}, "set algorithm.kl_target"),
-        ({"kl_in": "reward"}, "set algorithm.kl_coef, or algorithm.kl_in=loss"),
-        ({"kl_estimator": "k2"}, "set algorithm.kl_coef, or algorithm.kl_estimator=k3"),
         ({"max_policy_kl": 0.1}, "of which there is one; set algorithm.ppo_epochs or"),
     ],
 )
@@ -102,15 +135,48 @@ def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], mes
 
 
 @pytest.mark.parametrize(
+    ("override", "key", "variants"),
+    [
+        ("algorithm.loss={name: sapo, dual_clip: 3}", "algorithm.loss.dual_clip", "algorithm.loss.name=clip"),
+        ("algorithm.loss={name: sapo, clip_high: 0.28}", "algorithm.loss.clip_high",
+         "algorithm.loss.name=clip | cispo | gspo"),
+        ("algorithm.loss.temperature_positive=2", "algorithm.loss.temperature_positive", "algorithm.loss.name=sapo"),
+        ("algorithm.advantage.gamma=0.9", "algorithm.advantage.gamma", "algorithm.advantage.name=gae"),
+        ("algorithm.advantage.critic.value_clip=null", "algorithm.advantage.critic.value_clip",
+         "algorithm.advantage.name=gae"),
+        ("algorithm.kl.controller.target=0.1", "algorithm.kl.controller.target", "algorithm.kl.name=reward"),
+        ("algorithm.kl={coef: 0.1, controller: {target: 0.1}}", "algorithm.kl.controller.target",
+         "algorithm.kl.name=reward"),
+    ],
+)  # fmt: skip
+def test_what_nothing_reads_cannot_be_written(override: str, key: str, variants: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(override)
+    first = variants.partition(" | ")[0]
+    assert str(caught.value) == f"command line: {key}: a setting of {variants} only; drop it, or add {first}"
+
+
+def test_what_is_allowed_is_that_of_the_chosen_section() -> None:
+    with pytest.raises(ConfigError, match=r'algorithm.kl.estimator: "k9" does not fit; allowed: k1 \| k2 \| k3$'):
+        settings("algorithm.kl={name: reward, estimator: k9}")
+
+
+def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
+    """Its gradient is 0 on average."""
+    with pytest.raises(ConfigError, match=r'algorithm.kl.estimator: "k1" does not fit; allowed: k2 \| k3$'):
+        settings("algorithm.kl.estimator=k1")
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
         (["algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=1"],
          "dynamic_sampling=true compares"),
         (["train.groups_per_microbatch=2"], "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"),
-        (["critic.warmup_steps=3"], "set algorithm.name=ppo, or critic.warmup_steps=0"),
-        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1",
-          "algorithm.kl_horizon_samples=320"], "no more than the 320 completions of one step"),
+        (["algorithm.kl=reward", "algorithm.kl.coef=0.1", "algorithm.kl.controller.target=0.1",
+          "algorithm.kl.controller.horizon_samples=320"], "no more than the 320 completions of one step"),
+        (["algorithm.kl.coef=0"], "algorithm.kl.coef: 0 does not fit; allowed: number > 0"),
         (["algorithm.name=grop"], "algorithm.name"),
         (["algorithm.ppo_epoch=2"], "did you mean algorithm.ppo_epochs?"),
     ],
@@ -127,31 +193,21 @@ def test_any_name_goes_over_any_recipe(recipe: Path, name: str) -> None:
     assert load_config([recipe], [f"algorithm.name={name}"]).algorithm.name == name
 
 
-def test_a_run_from_before_the_critics_rate_followed_the_policys_can_be_read(tmp_path: Path) -> None:
-    """Its config.yaml has the rate of then, whatever its algorithm."""
-    written = tmp_path / "config.yaml"
-    written.write_text(dump_config(settings()).replace("learning_rate: null", "learning_rate: 1.0e-05"))
-    assert load_config([written], []).critic.learning_rate == 1e-5
-
-
 def test_ppo_needs_no_groups() -> None:
-    config = Config(model=Model(path="folder"), algorithm=Algorithm(name="ppo"), critic=Critic(warmup_steps=2))
-    assert config.algorithm.needs_values
+    config = Config(model=Model(path="folder"), algorithm=Algorithm(name="ppo"))
+    assert config.algorithm.critic == Critic()
     assert settings("algorithm.name=ppo", "rollout.samples_per_prompt=1")
 
 
 @pytest.mark.parametrize("name", list(DEFAULTS_OF))
 def test_what_a_paper_sets_is_never_refused_as_unread(name: str) -> None:
-    """rloo sets where its KL stands, dapo a bound on the ratio: the user has changed neither."""
-    changes: dict[str, dict[str, object]] = {"rloo": {"kl_coef": 0.0}, "dapo": {"loss": "sapo"}}
+    """ppo sets a limit for passes after the first, dapo a bound on the ratio: the user has changed neither."""
+    changes: dict[str, dict[str, object]] = {"rloo": {"kl": None}, "dapo": {"loss": "sapo"}, "ppo": {"ppo_epochs": 1}}
     settings = Algorithm.model_validate({"name": name, **changes.get(name, {})})
-    assert (settings.kl_in == "reward") == (name in ("rloo", "reinforce++"))
+    assert settings.needs_old_logprobs == (name == "reinforce++")
 
 
-def test_a_critic_that_would_wait_for_ever_or_detach_nothing_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"set critic\.trunk=shared, or critic\.detach_trunk=false"):
-        Critic(trunk="separate", detach_trunk=True)
+def test_a_critic_that_would_wait_for_ever_is_refused() -> None:
+    ppo = {"name": "ppo", "advantage": {"critic": {"warmup_steps": 5}}}
     with pytest.raises(ValidationError, match="leaves the policy none of max_steps=5"):
-        Config.model_validate(
-            {"model": {"tiny": {}}, "max_steps": 5, "algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 5}}
-        )
+        Config.model_validate({"model": {"tiny": {}}, "max_steps": 5, "algorithm": ppo})

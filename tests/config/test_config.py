@@ -112,7 +112,7 @@ def test_a_tiny_model_that_cannot_be_built_is_refused(settings: dict[str, int], 
 
 
 def test_inexact_decoding_needs_its_correction() -> None:
-    settings = {"model": {"tiny": {}}, "rollout": {"decode_weights": "int8"}}
+    settings = {"model": {"tiny": {}}, "rollout": {"engine": {"decode_weights": "int8"}}}
     with pytest.raises(ValidationError, match=r"set algorithm.importance_sampling_fix=true, or"):
         Config.model_validate(settings)
     Config.model_validate(settings | {"algorithm": {"importance_sampling_fix": True}})

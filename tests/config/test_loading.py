@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.config.describe import describe
-from fovea.config.loading import dump_config, load_config, parse_override
+from fovea.config.loading import dump_config, load_config
+from fovea.config.recipes import parse_override
 from fovea.config.run import (
     Config,
     Geo3kEnvironment,
@@ -130,8 +131,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("rolout.tpo_p=1", "rolout.tpo_p: no such setting; did you mean rollout.top_p?"),
         (
             "learning_rate=1",
-            "learning_rate: no such setting; did you mean train.learning_rate or critic.learning_rate or "
-            "warmup.learning_rate?",
+            "learning_rate: no such setting; did you mean train.learning_rate or warmup.learning_rate or "
+            "algorithm.advantage.critic.learning_rate?",
         ),
         ("xyz.abc=1", "xyz.abc: no such setting; `fovea config` lists them all"),
         ("a..b=1", "a..b: no such setting; `fovea config` lists them all"),
@@ -171,8 +172,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
             "rollout: 3 does not fit; allowed: group of settings; `fovea config rollout` lists them",
         ),
         (
-            "model.lora=true",
-            "model.lora: true does not fit; allowed: group of settings or null; "
+            "model.lora=3",
+            "model.lora: 3 does not fit; allowed: group of settings or null; "
             "model.lora={} takes the defaults, `fovea config model.lora` lists them",
         ),
         ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
@@ -243,6 +244,12 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
 def test_what_a_bad_recipe_is_told(recipe: Path, content: str, message: str) -> None:
     recipe.write_text(content, encoding="utf-8")
     assert error_of([recipe]) == f"recipes/small.yaml{message}"
+
+
+def test_settings_without_any_layer_are_told_what_is_missing() -> None:
+    assert error_of([]) == (
+        "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
+    )
 
 
 def test_bytes_that_are_no_text(recipe: Path) -> None:
@@ -340,7 +347,7 @@ def test_every_setting_is_described() -> None:
         ("train.betas", "list of 2, each number >= 0 and <= 1", "[0.9, 0.95]"),
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
-        ("algorithm.dual_clip", "number > 1 or null", "3.0"),
+        ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
         ("environment.name", "shapes | geo3k | vqa | caption | geospot | own", "shapes"),
         ("environment.train_files", "list of text", "must be set"),
     ],
@@ -352,7 +359,7 @@ def test_a_description(key: str, type_text: str, default: str) -> None:
 
 def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.level")
-    assert setting.doc.startswith("[environment.name=shapes] 1: one kind of object")
+    assert setting.doc.startswith("[environment.name=shapes] Difficulty. 1: one kind of object")
     (shared,) = describe("environment.train_files")
     assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | geospot] ")
 

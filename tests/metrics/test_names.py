@@ -77,7 +77,7 @@ def test_a_dot_in_a_name_is_a_dot() -> None:
         {"evaluate": {"every_steps": 1, "dev_size": 4}, "log": {"progress": False, "peak_tflops": 0.1}},
         {
             "algorithm": {
-                **{"kl_coef": 0.1, "importance_sampling_fix": True, "entropy_coef": 0.01},
+                **{"kl": {"coef": 0.1}, "importance_sampling_fix": True, "entropy_coef": 0.01},
                 **{"ppo_epochs": 2, "minibatches": 2},
             },
         },

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fovea.config.describe import describe
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.run.folder import open_run_folder
@@ -64,9 +65,28 @@ def test_resume_may_not_change_what_is_computed(changed: dict[str, object], mess
 def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -> None:
     """The way out of a batch that does not fit."""
     holds_a_run(tmp_path)
-    smaller = config(resume="auto", train={"max_tokens_per_microbatch": 100}, rollout={"max_batch_tokens": 99_999})
+    smaller = config(
+        resume="auto", train={"max_tokens_per_microbatch": 100}, rollout={"engine": {"max_batch_tokens": 99_999}}
+    )
     open_run_folder(tmp_path, smaller)
     assert "max_tokens_per_microbatch: 100" in (tmp_path / "config.yaml").read_text()
+
+
+def test_what_may_change_stands_beside_the_field() -> None:
+    """Sections are marked whole, single settings one by one, in the members of a union too."""
+    may_change = {setting.key for setting in describe() if setting.may_change}
+    assert {"max_steps", "log.progress", "evaluate.every_steps", "rollout.engine.reuse_gib"} <= may_change
+    assert {"train.backend.logits_mib", "data.on_bad_row", "model.attention"} <= may_change
+    fixed = {"seed", "rollout.engine.name", "rollout.engine.decode_weights", "train.learning_rate", "model.path"}
+    assert not fixed & may_change
+
+
+def test_a_run_of_an_earlier_version_is_told_what_has_moved(tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    written = tmp_path / "config.yaml"
+    written.write_text(written.read_text().replace("rollout:\n", "rollout:\n  max_batch_tokens: 65536\n"))
+    with pytest.raises(ConfigError, match=r"earlier version \(rollout\.max_batch_tokens is now rollout\.engine\.max_"):
+        open_run_folder(tmp_path, config(resume="auto"))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]"])

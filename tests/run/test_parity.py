@@ -31,7 +31,7 @@ from tests.tiny_models import FAMILIES, image
 
 ROUNDING = 1e-5
 """float32: two ways to one log-prob."""
-INT8 = {"decode_weights": "int8", "max_new_tokens": 8}
+INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 
 
 def other_weights(run: Run) -> None:
@@ -145,7 +145,7 @@ def test_int8_decoding_is_measured_as_it_decodes(tmp_path: Path) -> None:
     )
     with (
         run.metrics,
-        pytest.raises(ParityError, match=r"embedded \(int8 decoding\) engine.*rollout.decode_weights=exact"),
+        pytest.raises(ParityError, match=r"embedded \(int8 decoding\) engine.*rollout.engine.decode_weights=exact"),
     ):
         wait_for(begin(run))
 

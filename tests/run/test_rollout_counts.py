@@ -29,7 +29,7 @@ def counts(folder: Path, *differ: bool, wanted: int = 4, max_gen_batches: int = 
     """Without the name in front."""
     run = bandit_run(
         folder,
-        algorithm={"dynamic_sampling": True, "max_gen_batches": max_gen_batches},
+        algorithm={"dynamic_sampling": {"max_gen_batches": max_gen_batches}},
         rollout={"prompts_per_step": wanted, "samples_per_prompt": SAMPLES, "max_new_tokens": 1},
     )
     environment = ByList(differ)

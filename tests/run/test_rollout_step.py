@@ -15,7 +15,7 @@ from fovea.types import Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, bandit_run, graded
 
-DYNAMIC = {"dynamic_sampling": True, "max_gen_batches": 4}
+DYNAMIC = {"dynamic_sampling": {"max_gen_batches": 4}}
 
 
 class FormatOnly(BanditEnvironment):

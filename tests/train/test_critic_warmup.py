@@ -23,6 +23,7 @@ def run(folder: Path, trunk: str, resume: str = "never") -> None:
     """A checkpoint after every step; the rate rises over all of them."""
     reward = folder.parent / "reward.py"
     reward.write_text(REWARD)
+    critic = {"trunk": trunk, "warmup_steps": WARM_UP, "learning_rate": 1e-2}
     settings = {
         "run_dir": str(folder),
         "resume": resume,
@@ -31,8 +32,7 @@ def run(folder: Path, trunk: str, resume: str = "never") -> None:
         "model": {"tiny": TINY, "device": "cpu"},
         "environment": {"name": "shapes", "train_size": 16, "dev_size": 2, "test_size": 2},
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
-        "algorithm": {"name": "ppo", "ppo_epochs": 2},
-        "critic": {"trunk": trunk, "warmup_steps": WARM_UP, "learning_rate": 1e-2},
+        "algorithm": {"name": "ppo", "ppo_epochs": 2, "advantage": {"critic": critic}},
         "train": {"learning_rate": 1e-2},
         "evaluate": {"image_controls": False, "shared_images": "ignore"},
         "parity": {"prompts": 0},

@@ -47,8 +47,10 @@ def update(with_pass: bool, **algorithm: object) -> tuple[torch.Tensor, Metrics,
 @pytest.mark.parametrize("clip", [0.2, 0.001])
 def test_the_first_epoch_stands_in_for_a_pass_of_its_own(clip: float) -> None:
     """Also where later epochs clip, which the old log-probs decide."""
-    weights, metrics, passes = update(False, clip_low=clip, clip_high=clip)
-    expected_weights, expected_metrics, expected_passes = update(True, clip_low=clip, clip_high=clip)
+    weights, metrics, passes = update(False, loss={"name": "clip", "clip_low": clip, "clip_high": clip})
+    expected_weights, expected_metrics, expected_passes = update(
+        True, loss={"name": "clip", "clip_low": clip, "clip_high": clip}
+    )
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
     assert metrics == pytest.approx(expected_metrics, abs=1e-6, rel=1e-5)
     assert metrics["clip_frac/low"] + metrics["clip_frac/high"] > 0

@@ -134,7 +134,7 @@ def test_an_engine_that_drew_the_impossible_skips_the_step_whether_or_not_the_lo
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_kl_in_the_reward_that_is_not_finite_is_not_taken_for_a_reward_of_zero(name: str, bad: float) -> None:
     """One token of one sample, to which the reference gives no number."""
-    algorithm = Algorithm.model_validate({"name": name, "kl_in": "reward", "kl_coef": 0.1})
+    algorithm = Algorithm.model_validate({"name": name, "kl": {"name": "reward", "coef": 0.1}})
     policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, max_skipped_updates=0)
     batch = named(make_batch(tiny("qwen3_vl")))
     batch = with_old_logprobs(batch, policy.logprobs(batch))

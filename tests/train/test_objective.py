@@ -89,13 +89,14 @@ def moved_batch(parts: TinyParts, aggregation: str) -> Batch:
 
 def settings_of(loss: str, level: str, kl: str, aggregation: str) -> Algorithm:
     low, high = CLIPS[loss]
-    given: dict[str, object] = {"loss": loss, "aggregation": aggregation, "clip_low": low, "clip_high": high}
-    given |= {"kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
-    given |= {"kl_in": "reward"} if kl == "in the reward" else {"kl_estimator": kl}
+    bounds: dict[str, object] = {"clip_low": low, "clip_high": high}
     if loss == "clip":
-        given["dual_clip"] = DUAL_CLIP
+        bounds["dual_clip"] = DUAL_CLIP
     if loss == "sapo":
-        given |= {"sapo_temperature_positive": TAU_POSITIVE, "sapo_temperature_negative": TAU_NEGATIVE}
+        bounds = {"temperature_positive": TAU_POSITIVE, "temperature_negative": TAU_NEGATIVE}
+    given: dict[str, object] = {"loss": {"name": loss, **bounds}, "aggregation": aggregation}
+    given |= {"kl": {"coef": KL_COEF, **({"name": "reward"} if kl == "in the reward" else {"estimator": kl})}}
+    given |= {"entropy_coef": ENTROPY_COEF}
     if level != "off":
         given |= {"importance_sampling_fix": True, "importance_sampling_level": level, "importance_sampling_clip": CAP}
     return Algorithm.model_validate(given)

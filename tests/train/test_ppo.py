@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from fovea.advantages import with_advantages
+from fovea.config.algorithm_parts import Critic as CriticSettings
+from fovea.config.algorithm_parts import Gae
 from fovea.config.run import Algorithm
 from fovea.models import trained_layer as linears
 from fovea.models.modules import config_of
@@ -33,7 +35,8 @@ from tests.policies import NUM_TOKENS, make_batch, train_settings
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.tiny_models import FAMILIES, tiny
 
-PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, value_clip=None)
+GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=CriticSettings(value_clip=None))
+PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
 
 
 def ppo_policy(

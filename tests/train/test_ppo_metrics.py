@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fovea.advantages import with_advantages
+from fovea.config.algorithm_parts import Critic, Gae
 from fovea.config.run import Algorithm
 from fovea.metrics.names import undefined
 from fovea.samples import with_old_logprobs, with_values
@@ -18,7 +19,7 @@ VALUE_CLIP = 0.05
 
 def algorithm(epochs: int) -> Algorithm:
     """Without a discount: the return of every action is the reward of its completion."""
-    return Algorithm(name="ppo", ppo_epochs=epochs, value_clip=VALUE_CLIP, gamma=1.0, gae_lambda=1.0)
+    return Algorithm(name="ppo", ppo_epochs=epochs, advantage=Gae(critic=Critic(value_clip=VALUE_CLIP)))
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -25,12 +25,17 @@ UPDATES = 3
 SMALL_RATE = 1e-6
 
 
-def built_policy(trunk: str, dtype: torch.dtype = torch.float32, **settings: dict[str, object]) -> TorchPolicy:
+def built_policy(
+    trunk: str, dtype: torch.dtype = torch.float32, rate: float = 1e-2, **settings: dict[str, object]
+) -> TorchPolicy:
     """As a run builds it from its settings."""
     config = Config.model_validate(
         {
-            "algorithm": {"name": "ppo", "ppo_epochs": 1},
-            "critic": {"trunk": trunk, "learning_rate": 1e-2},
+            "algorithm": {
+                "name": "ppo",
+                "ppo_epochs": 1,
+                "advantage": {"critic": {"trunk": trunk, "learning_rate": rate}},
+            },
             "train": {"learning_rate": 1e-3, "lr_warmup_steps": 0},
             **settings,
             "model": {"tiny": {}, "device": "cpu", **settings.get("model", {})},
@@ -114,7 +119,7 @@ def test_small_steps_of_policy_and_critic_add_up_in_bfloat16(trunk: str) -> None
     policy = built_policy(
         trunk,
         torch.bfloat16,
-        critic={"trunk": trunk, "learning_rate": SMALL_RATE},
+        rate=SMALL_RATE,
         train={"learning_rate": SMALL_RATE, "lr_warmup_steps": 0},
     )
     before = tensors(policy)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
+from fovea.config.algorithm_parts import Critic, Gae, KlInLoss
 from fovea.config.run import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
@@ -27,8 +28,8 @@ from tests.train.test_ppo import ppo_policy, scored
 
 TOLERANCE = 1e-6
 PATIENCE = timedelta(seconds=120)
-GRPO = Algorithm(entropy_coef=0.1, kl_coef=0.05, aggregation="seq-mean-token-mean")
-PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.1, value_clip=0.1)
+GRPO = Algorithm(entropy_coef=0.1, kl=KlInLoss(coef=0.05), aggregation="seq-mean-token-mean")
+PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.1, advantage=Gae(critic=Critic(value_clip=0.1)))
 Result = dict[str, Tensor]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.config.algorithm_parts import ClippedLoss, KlInLoss
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
@@ -69,7 +70,7 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
     results = []
     for cut in ({"max_tokens_per_microbatch": 10_000}, settings):
         parts = tiny("qwen3_vl")
-        policy = make_policy(parts, algorithm=Algorithm(entropy_coef=0.1, clip_high=0.3), **cut)
+        policy = make_policy(parts, algorithm=Algorithm(entropy_coef=0.1, loss=ClippedLoss(clip_high=0.3)), **cut)
         batch = make_batch(parts)
         rows = len(policy._scorer.micro_batches(batch.groups))
         assert rows == (num_rows if cut is settings else 1)
@@ -182,7 +183,7 @@ def test_kl_term_pulls_towards_the_reference() -> None:
     policy = TorchPolicy(
         VLM(parts.network),
         train=Train(learning_rate=1e-3),
-        algorithm=Algorithm(kl_coef=1.0),
+        algorithm=Algorithm(kl=KlInLoss(coef=1.0)),
         temperature=1.0,
         max_steps=10,
         reference=reference,
@@ -330,7 +331,7 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
         return TorchPolicy(
             VLM(parts.network),
             train=Train(learning_rate=1e-3),
-            algorithm=Algorithm(kl_coef=1.0),
+            algorithm=Algorithm(kl=KlInLoss(coef=1.0)),
             temperature=1.0,
             max_steps=10,
             reference=VLM(reference.network).requires_grad_(False),

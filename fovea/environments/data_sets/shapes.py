@@ -46,7 +46,7 @@ def write_shapes(
             "together; lower one of them"
         )
     settings = ShapesEnvironment(
-        levels=tuple(dict.fromkeys(levels)),
+        level=tuple(dict.fromkeys(levels)),
         comparison_share=comparison_share,
         text_share=text_share,
         train_size=num_rows,

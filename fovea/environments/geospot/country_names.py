@@ -1,306 +1,38 @@
-"""Names of countries that neither ISO 3166 nor CLDR has: short forms, former names, home countries."""
+"""Names of countries that neither ISO 3166 nor CLDR has, read from country_names.yaml."""
 
 from __future__ import annotations
 
-ALIASES: dict[str, tuple[str, ...]] = {
-    "AE": ("UAE", "U A E", "Emirates", "The Emirates", "United Arab Emirates UAE", "الإمارات"),
-    "AG": ("Antigua",),
-    "AL": ("Shqipëria", "Shqiperia"),
-    "AT": ("Oesterreich",),
-    "AX": ("Aland", "Åland"),
-    "BA": ("Bosnia", "Bosnia-Herzegovina", "Bosnia Hercegovina", "BiH"),
-    "BF": ("Burkina", "Upper Volta"),
-    "BL": ("Saint Barts", "St. Barths"),
-    "BN": ("Brunei", "Brunei Darussalam"),
-    "BO": ("Bolivia", "Plurinational State of Bolivia"),
-    "BY": ("Byelorussia", "Belorussia"),
-    "CC": ("Cocos Islands", "Keeling Islands"),
-    "BJ": ("Dahomey",),
-    "BQ": ("Bonaire",),
-    "CD": (
-        "DR Congo",
-        "DRC",
-        "D R Congo",
-        "RDC",
-        "Congo DR",
-        "Congo DRC",
-        "Congo Kinshasa",
-        "Democratic Republic of Congo",
-        "Democratic Republic of the Congo",
-        "Dem. Rep. Congo",
-        "Dem. Rep. of the Congo",
-        "Democratic Congo",
-        "RD Congo",
-        "Zaire",
-        "Zaïre",
-    ),
-    "CF": ("Central Africa", "Central African Rep."),
-    "CG": (
-        "Congo",
-        "Congo Brazzaville",
-        "Republic of Congo",
-        "Republic of the Congo",
-        "Congo Republic",
-        "Congo, Rep.",
-        "Congo, Republic of the",
-        "Congo, Republic of",
-        "Rep. of Congo",
-        "Rep. of the Congo",
-    ),
-    "CI": (
-        "Ivory Coast",
-        "Cote d'Ivoire",
-        "Cote d Ivoire",
-        "Republic of Ivory Coast",
-        "Elfenbeinküste",
-        "Costa de Marfil",
-    ),
-    "CN": (
-        "China",
-        "PRC",
-        "PR China",
-        "China PRC",
-        "P R China",
-        "Mainland China",
-        "Communist China",
-        "Red China",
-        "Zhongguo",
-        "中华人民共和国",
-        "中華人民共和國",
-    ),
-    "CV": ("Cape Verde", "Cape Verde Islands"),
-    "CZ": ("Czech Republic", "Czechia", "Czech Rep.", "Česko", "Česká republika", "République tchèque", "Bohemia"),
-    "DE": ("Germany", "FRG", "BRD", "Bundesrepublik Deutschland"),
-    "DO": ("Dominican Rep.",),
-    "ET": ("Abyssinia",),
-    "EH": ("Sahrawi Arab Democratic Republic", "SADR"),
-    "FK": ("Falklands", "Falkland Islands", "Malvinas", "Islas Malvinas"),
-    "FM": ("Micronesia", "Federated States of Micronesia", "FSM"),
-    "FO": ("Faroes", "Faeroe Islands", "Faeroes"),
-    "FR": ("République française", "French Republic", "Metropolitan France", "France métropolitaine"),
-    "GB": (
-        "UK",
-        "United Kingdom",
-        "Great Britain",
-        "Britain",
-        "GBR",
-        "England",
-        "Scotland",
-        "Wales",
-        "Cymru",
-        "Northern Ireland",
-        "Großbritannien",
-        "United Kingdom of Great Britain",
-        "UKGBNI",
-    ),
-    "GE": ("Georgia", "Republic of Georgia", "Sakartvelo", "Georgia Country"),
-    "GF": ("Guyane",),
-    "GL": ("Kalaallit Nunaat",),
-    "GM": ("Gambia", "The Gambia", "Gambia, The"),
-    "GN": ("Guinea", "Guinea Conakry", "Republic of Guinea"),
-    "GQ": ("Eq. Guinea", "Spanish Guinea"),
-    "GR": ("Greece", "Hellas", "Hellenic Republic", "Ellada"),
-    "GW": ("Guinea Bissau", "Portuguese Guinea"),
-    "HK": ("Hong Kong", "Hongkong", "Hong Kong SAR", "Hong Kong China", "Hong Kong SAR China", "香港"),
-    "IE": ("Ireland", "Eire", "Éire", "Republic of Ireland", "Irish Republic", "Southern Ireland", "ROI"),
-    "IM": ("Isle of Man", "Mann"),
-    "IN": ("Bharat", "Hindustan", "भारत गणराज्य"),
-    "IO": ("Chagos Islands", "Diego Garcia"),
-    "IR": ("Iran", "Persia", "Islamic Republic of Iran"),
-    "JP": ("Nippon", "Nihon", "日本国", "日本國"),
-    "KG": ("Kyrgyzstan", "Kirghizia", "Kirgizstan", "Kirghizstan"),
-    "KH": ("Cambodia", "Kampuchea"),
-    "KN": ("Saint Kitts", "St Kitts and Nevis"),
-    "KP": (
-        "North Korea",
-        "DPRK",
-        "DPR Korea",
-        "N Korea",
-        "N. Korea",
-        "Korea, North",
-        "Korea (North)",
-        "Korea DPR",
-        "Korea, Dem. People's Rep.",
-        "Democratic Peoples Republic of Korea",
-        "Korea, Democratic People's Republic of",
-        "Choson",
-        "조선민주주의인민공화국",
-        "조선",
-        "北韩",
-        "北韓",
-    ),
-    # what people mean by the bare name; a name of both is none (see `countries`)
-    "KR": (
-        "Korea",
-        "South Korea",
-        "ROK",
-        "S Korea",
-        "S. Korea",
-        "SKorea",
-        "Korea, South",
-        "Korea (South)",
-        "Korea, Rep.",
-        "Korea Republic",
-        "Republic of Korea",
-        "Korea, Republic of",
-        "Hanguk",
-        "한국",
-        "남한",
-        "南韓",
-        "大韩民国",
-        "大韓民國",
-        "大韓民国",
-    ),
-    "LA": ("Laos", "Lao PDR", "Lao"),
-    "LI": ("Liechtenstein",),
-    "LK": ("Sri Lanka", "Ceylon"),
-    "LY": ("Libya", "Libyan Arab Jamahiriya"),
-    "MD": ("Moldova", "Moldavia", "Republic of Moldova"),
-    "MK": (
-        "North Macedonia",
-        "Macedonia",
-        "FYROM",
-        "FYR Macedonia",
-        "Macedonia, FYR",
-        "Republic of Macedonia",
-        "Former Yugoslav Republic of Macedonia",
-    ),
-    "MM": ("Myanmar", "Burma", "Myanmar Burma", "Union of Burma", "Birmanie"),
-    "MO": ("Macau", "Macao", "Macau SAR", "Macao SAR", "Macao SAR China", "Macau China", "澳门", "澳門"),
-    "MX": ("Méjico",),
-    "NL": ("Netherlands", "Holland", "Nederland", "Netherlands, the", "Kingdom of the Netherlands"),
-    "NZ": ("New Zealand", "Aotearoa", "Aotearoa New Zealand", "NZ"),
-    "PF": ("Tahiti",),
-    "PG": ("PNG",),
-    "PM": ("Saint Pierre", "St Pierre and Miquelon"),
-    "PN": ("Pitcairn",),
-    "PS": (
-        "Palestine",
-        "State of Palestine",
-        "Palestinian Territory",
-        "Gaza",
-        "Gaza Strip",
-        "West Bank",
-        "Occupied Palestinian Territory",
-    ),
-    "PT": ("Portugal",),
-    "RU": ("Russia", "Russian Federation", "Rossiya", "РФ", "Российская Федерация"),
-    "SA": ("Saudi Arabia", "KSA", "Saudi", "Kingdom of Saudi Arabia", "السعودية"),
-    "SJ": ("Svalbard",),
-    "SS": ("S. Sudan",),
-    "SX": ("St. Maarten",),
-    "SH": ("Saint Helena", "St Helena"),
-    "SK": ("Slovakia", "Slovak Republic", "Slovak Rep."),
-    "ST": ("Sao Tome and Principe", "São Tomé", "Sao Tome"),
-    "SY": ("Syria", "Syrian Arab Republic"),
-    "SZ": ("Eswatini", "Swaziland", "eSwatini Swaziland"),
-    "TC": ("Turks and Caicos",),
-    "TF": ("French Southern Territories",),
-    "TH": ("Siam", "ประเทศไทย"),
-    "TL": ("East Timor", "Timor-Leste", "Timor Leste", "Timor"),
-    "TR": ("Turkey", "Türkiye", "Turkiye", "Republic of Turkey"),
-    "TT": ("Trinidad", "Trinidad and Tobago"),
-    "TW": (
-        "Taiwan",
-        "Chinese Taipei",
-        "Formosa",
-        "Republic of China",
-        "Taiwan ROC",
-        "Taiwan, Republic of China",
-        "Taiwan (Republic of China)",
-        "Taiwan, Province of China",
-        "Taiwan, China",
-        "台灣",
-        "台湾",
-        "臺灣",
-        "中華民國",
-        "中华民国",
-    ),
-    "TZ": ("Tanzania", "United Republic of Tanzania"),
-    "US": (
-        "USA",
-        "US",
-        "U S",
-        "U S A",
-        "United States",
-        "United States of America",
-        "US of A",
-        "America",
-        "U.S. of America",
-        "United States America",
-        "Estados Unidos de America",
-        "EEUU",
-        "EE UU",
-        "EUA",
-        "アメリカ",
-        "米国",
-        "미국",
-        "США",
-    ),
-    "VA": ("Vatican", "Vatican City", "Holy See", "Vatican City State", "The Vatican"),
-    "VC": ("Saint Vincent", "St Vincent and Grenadines", "St. Vincent and the Grenadines"),
-    "VE": ("Venezuela", "Bolivarian Republic of Venezuela"),
-    "VG": ("British Virgin Islands", "BVI"),
-    "VI": ("US Virgin Islands", "USVI", "United States Virgin Islands", "American Virgin Islands"),
-    "VN": ("Vietnam", "Viet Nam", "Việt Nam"),
-    "WS": ("Western Samoa",),
-    "XK": ("Kosovo", "Republic of Kosovo", "Kosova", "XKX", "XKS", "UNMIK"),
-    "ZA": ("South Africa", "S. Africa", "RSA", "Republic of South Africa"),
-    "ZW": ("Zimbabwe", "Rhodesia"),
-}
-"""By ISO 3166-1 alpha-2 code. What stands here outranks every other source."""
+from pathlib import Path
+from typing import TypedDict
 
-EXTRA_CODES = {"UK": "GB", "EL": "GR", "XKX": "XK", "XKS": "XK", "CAR": "CF", "ROC": "TW"}
-"""In use beside ISO's own."""
+import yaml
 
-_WORDS_IN_LOWER_CASE = """
-    ad am an and are as at be by can car do dos et ga go guy hm id il in io is it la me mar my no nor om pa per
-    pm re roc so sun to ton tv van
-"""
-WORDS_IN_LOWER_CASE = frozenset(_WORDS_IN_LOWER_CASE.split())
+
+class _Tables(TypedDict):
+    aliases: dict[str, list[str]]
+    extra_codes: dict[str, str]
+    words_in_lower_case: list[str]
+    long_forms: list[str]
+    foreign_words: list[str]
+    languages: list[str]
+
+
+_TABLES: _Tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+ALIASES = {code: tuple(names) for code, names in _TABLES["aliases"].items()}
+"""By ISO 3166-1 alpha-2 code. These names outrank every other source."""
+
+EXTRA_CODES = _TABLES["extra_codes"]
+"""Codes in use beside ISO's own."""
+
+WORDS_IN_LOWER_CASE = frozenset(_TABLES["words_in_lower_case"])
 """Codes that are also words: codes only in capitals."""
 
-LONG_FORMS = (
-    "republic of",
-    "federal republic of",
-    "islamic republic of",
-    "arab republic of",
-    "democratic republic of",
-    "socialist republic of",
-    "federative republic of",
-    "federation of",
-    "kingdom of",
-    "hashemite kingdom of",
-    "commonwealth of",
-    "principality of",
-    "grand duchy of",
-    "sultanate of",
-    "union of",
-    "country of",
-    "nation of",
-    "island of",
-    "republica de",
-    "republica del",
-    "republica",
-    "republique de",
-    "republique du",
-    "repubblica",
-    "republik",
-    "reino de",
-    "royaume de",
-)
-"""What may stand before a country's short name."""
+LONG_FORMS = tuple(_TABLES["long_forms"])
+"""Phrases that may stand before a country's short name."""
 
-_FOREIGN_WORDS = """
-    gana guiana indie island pole somali swede toga
-"""
-FOREIGN_WORDS = frozenset(_FOREIGN_WORDS.split())
-"""Names in some language, and words of English."""
+FOREIGN_WORDS = frozenset(_TABLES["foreign_words"])
+"""Names in some language that are also words of English."""
 
-_LANGUAGES = """
-    af am ar az be bg bn bs ca cs da de el es et eu fa fi fil fr ga gl gu he hi hr hu hy id is it ja ka kk km
-    kn ko ky lo lt lv mk ml mn mr ms my nb ne nl nn pa pl ps pt pt_PT ro ru si sk sl so sq sr sr_Latn sv sw ta
-    te th tr uk ur uz vi zh zh_Hant
-"""
-LANGUAGES = tuple(_LANGUAGES.split())
+LANGUAGES = tuple(_TABLES["languages"])
 """Locales of CLDR whose names of countries are known besides English."""

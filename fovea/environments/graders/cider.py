@@ -17,6 +17,8 @@ from typing import TypeAlias
 MAX_N = 4
 SIGMA = 6.0
 SCALE = 10.0
+IDF_ROWS = 20_000
+"""Rows whose references give the document frequencies: enough for rare words; more would only take memory."""
 _WORD = re.compile(r"\w+(?:['\N{RIGHT SINGLE QUOTATION MARK}-]\w+)*")
 
 _Ngram: TypeAlias = tuple[str, ...]

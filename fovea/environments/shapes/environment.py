@@ -59,7 +59,7 @@ class Shapes(Environment):
     def __init__(self, config: ShapesEnvironment, seed: int) -> None:
         self._config = config
         self._seed = seed
-        self._levels = config.levels or (config.level,)
+        self._levels = config.levels
         # exact, as they are written: 0.1 is a tenth
         self._text_share = Fraction(str(config.text_share))
         self._comparison_share = Fraction(str(config.comparison_share))
@@ -74,7 +74,7 @@ class Shapes(Environment):
             lambda index: self._task(split, index),
             range(sizes[split]),
             kind_of=lambda index: self._slot(index).kind,
-            level_of=(lambda index: str(self._slot(index).level)) if self._config.levels else None,
+            level_of=(lambda index: str(self._slot(index).level)) if isinstance(self._config.level, tuple) else None,
         )
 
     def prompt(self, task: Task) -> Sequence[Message]:

@@ -112,7 +112,7 @@ class EmbeddedEngine:
         if needed > self._max_batch_tokens:
             raise EngineError(
                 f"a prompt of {request.prompt.num_tokens} tokens with {request.n} completions of up to "
-                f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.max_batch_tokens="
+                f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.engine.max_batch_tokens="
                 f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         self._queue.append(queued)

@@ -37,9 +37,11 @@ class Critic:
             self.model.train(mode)
 
 
-def value_terms(values_A: Tensor, micro: MicroBatch, settings: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
     """The value loss of a micro-batch, weighed as the policy's, and sums for the metrics."""
-    assert micro.values_A is not None, "a value loss needs the values from before the update"
+    settings = algorithm.critic
+    assert settings is not None, "a value loss needs a value function (algorithm.advantage=gae)"
+    assert micro.values_A is not None, "it needs the values from before the update"
     assert micro.returns_A is not None, "and the returns"
     terms = value_loss(values_A, micro.values_A, micro.returns_A, clip=settings.value_clip)
     loss = (micro.weights_A * terms.loss_A).sum()

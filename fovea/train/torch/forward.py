@@ -33,7 +33,7 @@ class Scorer:
         self._train = train
         self._temperature = temperature
         self._device = next(vlm.parameters()).device
-        self._chunk_tokens = max(1, int(train.logits_mib * 2**20 / vlm.logits_bytes_per_token))
+        self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
 
     def __call__(self, row: PackedRow) -> TokenScores:
         scores: TokenScores = self.vlm(row, temperature=self._temperature, chunk_tokens=self._chunk_tokens)

@@ -17,6 +17,7 @@ from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw
 
 MAX_GRAD_NORM = 1.0
 BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
 
 
 class SupervisedTrainer:
@@ -28,9 +29,7 @@ class SupervisedTrainer:
         parameters = trainable_parameters(vlm)
         self._parameters = list(parameters.values())
         self._masters = MasterWeights(parameters)
-        self._optimizer = make_adamw(
-            list(self._masters.by_name.values()), betas=BETAS, weight_decay=settings.weight_decay
-        )
+        self._optimizer = make_adamw(list(self._masters.by_name.values()), betas=BETAS, weight_decay=WEIGHT_DECAY)
         self._steps = 0
 
     def update(self, pairs: Sequence[Pair]) -> float:

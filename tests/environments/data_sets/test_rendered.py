@@ -112,7 +112,7 @@ def test_gold_answers_of_every_drawn_row_score_full_marks(split: Split) -> None:
 
 
 def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
-    settings = ShapesEnvironment(levels=(1, 3), comparison_share=0.2, text_share=0.2)
+    settings = ShapesEnvironment(level=(1, 3), comparison_share=0.2, text_share=0.2)
     tasks = Shapes(settings, 0).tasks("train")
     rows = pq.read_table(folders["shapes"] / "train.parquet").to_pylist()
     assert {row["level"] for row in rows} == {1, 3}

@@ -25,7 +25,7 @@ from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 MIXED = ShapesEnvironment(
-    levels=(1, 2, 3), comparison_share=0.3, text_share=0.2, train_size=1200, dev_size=240, test_size=240
+    level=(1, 2, 3), comparison_share=0.3, text_share=0.2, train_size=1200, dev_size=240, test_size=240
 )
 # SHA-256 of the first 60 rows of every split, ids, texts and pixels, before there were levels, pairs and words
 DIGESTS = {
@@ -181,9 +181,9 @@ def test_levels_are_drawn_by_weight() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"levels": [1, 1]}, "each once"),
-        ({"level": 2, "levels": [1, 2]}, "leave level out"),
-        ({"levels": [4]}, "less than or equal to 3"),
+        ({"level": [1, 1]}, "each once"),
+        ({"level": []}, "at least 1 item"),
+        ({"level": [4]}, "less than or equal to 3"),
         ({"text_share": 0.6, "comparison_share": 0.5}, "more than all rows"),
     ],
 )

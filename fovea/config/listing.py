@@ -1,0 +1,95 @@
+"""The table of all settings: every key with its type, default and help text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from functools import cache
+from typing import NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from fovea.config.base import MAY_CHANGE, NAME, Section, sections_of, variants_of
+from fovea.config.run import Config
+from fovea.config.type_text import GROUP, one_of, type_text
+
+
+class Setting(NamedTuple):
+    """One key of the tree, for people."""
+
+    key: str
+    type: str
+    default: str
+    doc: str
+    may_change: bool
+    """Whether a resumed run may have another value than it began with."""
+
+
+def allowed_at(key: str, choices: Collection[str]) -> str:
+    """The type of a setting, of a section, or of an entry of a mapping, where these members of unions are chosen."""
+    fitting = [
+        setting
+        for setting, variants in settings().items()
+        if is_at_or_below(setting.key, key) and (not variants or any(each in choices for each in variants))
+    ]
+    if not fitting:
+        return allowed_at(key.rpartition(".")[0], choices).rpartition(" to ")[2]
+    return next((setting.type for setting in fitting if setting.key == key), GROUP)
+
+
+@cache
+def settings() -> dict[Setting, list[str]]:
+    """Every setting, with the members of a union that have it where not all do: some share a setting."""
+    found: dict[Setting, list[str]] = {}
+    for variant, setting in _walk(Config, ""):
+        found.setdefault(setting, []).extend([variant] if variant else [])
+    return found
+
+
+def _walk(section: type[Section], path: str, variant: str = "", may: bool = False) -> Iterator[tuple[str, Setting]]:
+    """Every setting at or below a section, with the choice (`environment.name=geo3k`) that it depends on."""
+    for name, field in section.model_fields.items():
+        if name == NAME and variant:
+            continue
+        key, doc, may_change = f"{path}{name}", _doc(section, field), may or MAY_CHANGE in field.metadata
+        sections, variants = sections_of(field), variants_of(field)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        if variants:
+            chosen = "null" if default is None else getattr(default, NAME)
+            yield "", Setting(f"{key}.{NAME}", one_of(variants), chosen, doc, may_change)
+        elif sections and default is None and not field.is_required():
+            yield variant, Setting(key, type_text(field.annotation), "null", doc, may_change)
+        elif not sections:
+            type_ = type_text(field.annotation, field.metadata)
+            yield variant, Setting(key, type_, _default_text(field), doc, may_change)
+        for inner in sections:
+            choice = f"{key}.{NAME}={inner.model_fields[NAME].default}" if variants else variant
+            yield from _walk(inner, f"{key}.", choice, may_change)
+
+
+def _doc(section: type[Section], field: FieldInfo) -> str:
+    variants = variants_of(field)
+    choices = [f"{choice}: {_first_line(inner)}" for choice, inner in variants.items()]
+    only = sections_of(field)[:1] if not variants else ()
+    text = " ".join(filter(None, [field.description, *choices])) or _first_line(only[0] if only else section)
+    return " ".join(text.split())
+
+
+def _first_line(section: type[Section]) -> str:
+    return (section.__doc__ or "").strip().split("\n")[0]
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be set"
+    default = field.get_default(call_default_factory=True)
+    return default if isinstance(default, str) and default else json.dumps(default)
+
+
+def joined(variants: list[str]) -> str:
+    """`environment.name=geo3k | vqa`."""
+    return f"{variants[0].partition('=')[0]}={one_of(variant.partition('=')[2] for variant in variants)}"
+
+
+def is_at_or_below(key: str, prefix: str) -> bool:
+    return not prefix or f"{key}.".startswith(f"{prefix}.")

@@ -1,0 +1,61 @@
+"""Types and values of settings as a user reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from types import NoneType
+from typing import Annotated, Literal, get_args, get_origin
+
+GROUP = "group of settings"
+"""The type of a section."""
+
+
+def type_text(annotation: object, constraints: Iterable[object] = ()) -> str:
+    """A type as a user reads it: `number > 0 and <= 1`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [each for extra in parts[1:] for each in getattr(extra, "metadata", [extra])]
+        return type_text(parts[0], inner)
+    if origin is Literal:
+        return one_of(parts)
+    if origin is tuple:
+        length = "" if parts[-1] is Ellipsis else f"{len(parts)}, each "
+        return f"list of {length}{type_text(parts[0])}"
+    if origin is dict:
+        return f"mapping of {type_text(parts[0])} to {type_text(parts[1])}"
+    if parts:
+        return " or ".join(dict.fromkeys(map(type_text, parts)))
+    names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null"}
+    return names.get(annotation, GROUP) + _range_text(constraints)
+
+
+def _range_text(constraints: Iterable[object]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [(sign, getattr(each, name)) for each in constraints for name, sign in signs.items() if hasattr(each, name)]
+    # large integers without an exponent
+    bounds = [f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}" for sign, limit in found]
+    return " " + " and ".join(bounds) if bounds else ""
+
+
+def one_of(names: Iterable[object]) -> str:
+    return " | ".join(map(str, names))
+
+
+def show(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def hint(key: str, value: object, allowed: str) -> str:
+    """What to write instead, where the value tells what was meant."""
+    if allowed.startswith(GROUP):
+        defaults = "" if allowed == GROUP else f"{key}={{}} takes the defaults, "
+        return f"; {defaults}`fovea config {key}` lists them"
+    if allowed.startswith("list") and isinstance(value, str):
+        return f"; write [{value}]"
+    if allowed.startswith("text") and isinstance(value, bool | int | float):
+        return f"; to give it as text write '\"{show(value)}\"'"
+    if isinstance(value, str) and value.strip("+-").replace(".", "", 1).isdigit():
+        return "; without the quotes it is a number"
+    return ""

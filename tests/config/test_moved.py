@@ -1,0 +1,85 @@
+"""A setting that has moved says where to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fovea.config.base import Section, leaves, sections_of, variants_of
+from fovea.config.describe import OLD_KEYS, moved_key
+from fovea.config.loading import dump_config, load_config
+from fovea.config.recipes import read_yaml
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+
+OLD = read_yaml(OLD_KEYS.read_bytes(), str(OLD_KEYS))
+RECIPE = Path("recipes/shapes.yaml")
+
+
+def exists(key: str, section: type[Section] = Config) -> bool:
+    """Whether a key can be set, in one member of a union at least; aliases count."""
+    name, _, below = key.partition(".")
+    if name in section.aliases:
+        return not below
+    field = section.model_fields.get(name)
+    if field is None or not below:
+        return field is not None
+    return any(exists(below, inner) for inner in sections_of(field))
+
+
+@pytest.mark.parametrize(("old", "new"), OLD["moved"].items())
+def test_each_moved_key_names_a_setting_that_there_is(old: str, new: str) -> None:
+    assert not exists(old), "a key that has not moved"
+    assert exists(new.split(maxsplit=1)[0])
+
+
+@pytest.mark.parametrize("old", OLD["dropped"])
+def test_a_dropped_key_is_gone(old: str) -> None:
+    assert not exists(old)
+    with pytest.raises(ConfigError, match=f"command line: {old} is no longer set: .*; remove it"):
+        load_config([RECIPE], [f"{old}=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.clip_high=0.3", "algorithm.clip_high is now algorithm.loss.clip_high"),
+        ("critic.warmup_steps=3", "critic.warmup_steps is now algorithm.advantage.critic.warmup_steps"),
+        ("critic.detach_trunk=true", "critic.detach_trunk is now algorithm.advantage.critic.trunk (true is detached)"),
+        ("critic={}", "critic is now algorithm.advantage.critic"),
+        ("rollout.max_batch_tokens=9", "rollout.max_batch_tokens is now rollout.engine.max_batch_tokens"),
+    ],
+)
+def test_a_moved_key_says_where_it_is(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([RECIPE], [override])
+    assert str(caught.value) == f"command line: {message}"
+
+
+def test_an_old_recipe_is_told_of_several_at_once(tmp_path: Path) -> None:
+    recipe = tmp_path / "old.yaml"
+    keys = ("clip_low", "clip_high", "dual_clip", "gamma", "gae_lambda", "kl_in", "kl_target")
+    recipe.write_text(f"model: {{tiny: {{}}}}\nalgorithm: {{{', '.join(f'{key}: 1' for key in keys)}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([recipe], [])
+    assert "algorithm.clip_low is now algorithm.loss.clip_low; algorithm.clip_high is now" in str(caught.value)
+    assert str(caught.value).endswith("algorithm.gae_lambda is now algorithm.advantage.gae_lambda; and 2 more")
+
+
+def test_settings_of_today_have_not_moved() -> None:
+    assert [key for key in leaves(read_yaml(dump_config(load_config([RECIPE], [])), "")) if moved_key(key)] == []
+
+
+def test_every_union_is_chosen_by_its_first_section_unless_said() -> None:
+    """What the loader takes where no layer names one is what pydantic takes."""
+
+    def check(section: type[Section]) -> None:
+        for field in section.model_fields.values():
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            if variants_of(field) and default is not None:
+                assert type(default) is next(iter(variants_of(field).values()))
+            for inner in sections_of(field):
+                check(inner)
+
+    check(Config)
