@@ -13,6 +13,7 @@ from fovea.config.run import (
     Geo3kEnvironment,
     GeoSpotEnvironment,
     OwnEnvironment,
+    ShapesZoomEnvironment,
     VqaEnvironment,
 )
 from fovea.environments.base import Environment
@@ -25,6 +26,7 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import CallThreads
 from fovea.environments.shapes.environment import Shapes
+from fovea.environments.shapes.zoom import ShapesZoom
 from fovea.environments.vqa import Vqa
 
 
@@ -58,20 +60,26 @@ def make_environment(config: Config, given: Any = None) -> GradedEnvironment:
 
 def named_environment(config: Config) -> GradedEnvironment:
     """The environment that `environment.name` names."""
-    settings = config.environment
-    if isinstance(settings, CaptionEnvironment):
-        return make_caption(config, settings)
-    if isinstance(settings, OwnEnvironment):
-        return user_environment(config, load_environment(settings), settings.file)
-    if isinstance(settings, GeoSpotEnvironment):
-        from fovea.environments.geospot.environment import GeoSpot  # needs an extra, whose absence it reports itself
+    match config.environment:
+        case CaptionEnvironment() as settings:
+            return make_caption(config, settings)
+        case OwnEnvironment() as settings:
+            return user_environment(config, load_environment(settings), settings.file)
+        case GeoSpotEnvironment() as settings:
+            from fovea.environments.geospot.environment import (
+                GeoSpot,  # needs an extra, whose absence it reports itself
+            )
 
-        return own_environment(GeoSpot(settings, make_access(config.data)))
-    if isinstance(settings, Geo3kEnvironment):
-        return own_environment(Geo3k(settings, make_access(config.data)))
-    if isinstance(settings, VqaEnvironment):
-        return own_environment(Vqa(settings, make_access(config.data)))
-    return own_environment(Shapes(settings, config.seed))
+            made: Environment = GeoSpot(settings, make_access(config.data))
+        case Geo3kEnvironment() as settings:
+            made = Geo3k(settings, make_access(config.data))
+        case VqaEnvironment() as settings:
+            made = Vqa(settings, make_access(config.data))
+        case ShapesZoomEnvironment() as settings:
+            made = ShapesZoom(settings, config.seed)
+        case settings:
+            made = Shapes(settings, config.seed)
+    return own_environment(made)
 
 
 def own_environment(environment: Any) -> GradedEnvironment:

@@ -124,5 +124,5 @@ def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> l
             if on_bad_row == "error":
                 raise
             continue  # counted when the run comes to it
-        texts += [task.question, environment.target(task)]
+        texts += [task.question, *environment.demonstration(task)]
     return texts

@@ -67,6 +67,12 @@ class ShapesEnvironment(Section):
         return self.level if isinstance(self.level, tuple) else (self.level,)
 
 
+class ShapesZoomEnvironment(ShapesEnvironment):
+    """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
+
+    name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
+
+
 class FileEnvironment(Section):
     """Rows in files of your own (docs/data.md)."""
 
@@ -249,6 +255,12 @@ class OwnEnvironment(Section):
 
 
 EnvironmentConfig: TypeAlias = Annotated[
-    ShapesEnvironment | Geo3kEnvironment | VqaEnvironment | CaptionEnvironment | GeoSpotEnvironment | OwnEnvironment,
+    ShapesEnvironment
+    | ShapesZoomEnvironment
+    | Geo3kEnvironment
+    | VqaEnvironment
+    | CaptionEnvironment
+    | GeoSpotEnvironment
+    | OwnEnvironment,
     Field(discriminator="name"),
 ]

@@ -34,6 +34,7 @@ from fovea.config.environments import (
     OwnEnvironment,
     RewardModel,
     ShapesEnvironment,
+    ShapesZoomEnvironment,
     VqaEnvironment,
 )
 from fovea.config.model import Lora, Model, TinyModel
@@ -54,6 +55,7 @@ __all__ = [
     "RewardModel",
     "Section",
     "ShapesEnvironment",
+    "ShapesZoomEnvironment",
     "TinyModel",
     "VqaEnvironment",
 ]

@@ -29,5 +29,9 @@ class Environment(Protocol):
         return None
 
     def target(self, task: Task) -> str:
-        """An answer that scores full marks: supervised warm-up trains on it."""
+        """An answer to the prompt that scores full marks."""
         ...
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        """The model's side of an episode with full marks, one answer per turn: supervised warm-up trains on it."""
+        return (self.target(task),)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import RendersPrompts
 from fovea.rollout.base import Engine
-from fovea.types import Completion, Prompt, Request, Task, Turn, TurnTokens
+from fovea.types import Prompt, Request, Task, Turn, TurnTokens
 
 
 async def later_turns(
@@ -38,7 +39,7 @@ async def later_turns(
     )
     more = Request(
         id=f"{last.completion.id}/turn{len(turns) + 1}",
-        prompt=extended(request.prompt, last.completion, observation),
+        prompt=extended(request.prompt, last.completion.token_ids_T, observation),
         sampling=replace(request.sampling, seed=_next_seed(request.sampling.seed, last.completion.id)),
         keep=len(turns) + 1 < environment.max_turns,
         continues=last.completion.id,
@@ -53,13 +54,11 @@ async def later_turns(
     return await later_turns(engine, environment, renderer, task, (*turns, turn), more)
 
 
-def extended(prompt: Prompt, completion: Completion, observation: Prompt) -> Prompt:
+def extended(prompt: Prompt, answer_ids_T: NDArray[np.int64], observation: Prompt) -> Prompt:
     """The conversation so far as the prompt of the next turn."""
     return Prompt(
-        token_ids_L=np.concatenate([prompt.token_ids_L, completion.token_ids_T, observation.token_ids_L]),
-        unexpanded_ids_U=np.concatenate(
-            [prompt.unexpanded_ids_U, completion.token_ids_T, observation.unexpanded_ids_U]
-        ),
+        token_ids_L=np.concatenate([prompt.token_ids_L, answer_ids_T, observation.token_ids_L]),
+        unexpanded_ids_U=np.concatenate([prompt.unexpanded_ids_U, answer_ids_T, observation.unexpanded_ids_U]),
         images=prompt.images + observation.images,
     )
 

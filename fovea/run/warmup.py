@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from fovea.config import run as config
 from fovea.data.order import Order
 from fovea.environments.base import Environment
-from fovea.environments.prompt_source import PromptSource
+from fovea.environments.prompt_source import PromptedTask, PromptSource
+from fovea.rollout.multi_turn import extended
 from fovea.train.base import Pair, Policy
-from fovea.types import Evaluation
+from fovea.types import Evaluation, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,21 @@ def enough(dev: Evaluation, settings: config.Warmup) -> bool:
 
 
 def _next_pairs(stage: Warmup) -> list[Pair]:
-    return [
-        Pair(prompt=row.prompt, answer_ids=stage.answer_ids(stage.environment.target(row.task)))
-        for row in stage.source.take(stage.order, stage.settings.batch_size)
-    ]
+    rows = stage.source.take(stage.order, stage.settings.batch_size)
+    return [pair for row in rows for pair in _pairs_of(stage, row)]
+
+
+def _pairs_of(stage: Warmup, row: PromptedTask) -> Iterator[Pair]:
+    """A pair for each turn of the demonstration: the conversation so far, and the answer to it."""
+    environment, renderer, prompt = stage.environment, stage.source.renderer, row.prompt
+    asked, turns = tuple(environment.prompt(row.task)), list[Turn]()
+    for text in environment.demonstration(row.task):
+        answer_ids = stage.answer_ids(text)
+        yield Pair(prompt=prompt, answer_ids=answer_ids)
+        turns.append(Turn(messages=asked, text=text))
+        messages = environment.reply(row.task, turns) if len(turns) < environment.max_turns else None
+        if messages is None:
+            return
+        asked = tuple(messages)
+        observation = renderer.observation(asked, after=answer_ids[-1], where=f"a demonstration of {row.task.id}")
+        prompt = extended(prompt, np.asarray(answer_ids, dtype=np.int64), observation)

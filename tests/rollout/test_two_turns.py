@@ -1,0 +1,165 @@
+"""Episodes of two turns: tokens that only grow, keys that are kept, and log-probs and gradients of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.config.run import Algorithm, ShapesZoomEnvironment
+from fovea.environments.graders.grading import Grading
+from fovea.environments.prompt_source import PromptedTask
+from fovea.environments.shapes.environment import ShapesGrader
+from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.models.tiny import TinyParts
+from fovea.rollout.collect import Interaction, collect
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.prefill import PromptRow
+from fovea.rollout.multi_turn import extended
+from fovea.samples import make_batch, replace_samples
+from fovea.train.base import Needs
+from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
+from fovea.utils.event_loop import wait_for
+from tests.policies import make_policy
+from tests.reference import gradients, largest_relative_difference, reference_logprobs
+from tests.rollout.drawing import make_engine
+from tests.tiny_models import FAMILIES, renderer, tiny
+
+TEMPERATURE = 0.9
+TOLERANCE = 1e-5
+SAMPLING = Sampling(max_new_tokens=7, temperature=TEMPERATURE, seed=3)
+
+
+class LooksTwice(ShapesZoom):
+    """Every first answer is taken for a request of the first quarter, of the second picture for another."""
+
+    max_turns = 3
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        asked = Turn(messages=(), text=rf"\crop{{{len(turns)}}}")
+        return super().reply(task, [asked])
+
+
+def environment() -> LooksTwice:
+    return LooksTwice(ShapesZoomEnvironment(train_size=8), seed=0)
+
+
+def drawn(parts: TinyParts, engine: EmbeddedEngine, *, rows: int = 2, n: int = 3) -> list[Group]:
+    asked = environment()
+    render = renderer(parts)
+    tasks = asked.tasks("train")[:rows]
+    prompted = [PromptedTask(task=task, prompt=render.prompt(asked.prompt(task))) for task in tasks]
+    interaction = Interaction(environment=asked, grading=Grading(graders=(ShapesGrader(),)), renderer=render)
+    return wait_for(collect(engine, interaction, prompted, sampling=SAMPLING, n=n, seed=(1,)))
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    batch, _ = make_batch(list(groups), Algorithm(kl="loss"), max_new_tokens=7)
+    rng = np.random.default_rng(0)
+
+    def advantaged(sample: Sample) -> Sample:
+        return replace(sample, advantages_T=np.where(sample.mask_T, np.float32(rng.normal()), np.float32(0)))
+
+    return replace_samples(batch, advantaged)
+
+
+def whole_logprobs(parts: TinyParts, groups: Sequence[Group]) -> list[torch.Tensor]:
+    """By transformers on each whole conversation, of the policy's own tokens."""
+    found = []
+    for group in batch_of(groups).groups:
+        for sample in group.samples:
+            prompt = replace(group.prompt, images=group.prompt.images + sample.images)
+            logprobs_T = reference_logprobs(parts, prompt, sample.token_ids_T, TEMPERATURE)
+            found.append(logprobs_T[torch.from_numpy(sample.mask_T)])
+    return found
+
+
+@pytest.mark.parametrize("cache", ["slots", "pages"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_all_turns_equal_transformers_on_the_whole_conversation(family: str, cache: str) -> None:
+    parts = tiny(family)
+    engine = make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "pages" else {}))
+    groups = drawn(parts, engine)
+    samples = batch_of(groups).samples
+    assert all(len(sample.images) == 2 and len(sample.completion_ids) == 3 for sample in samples)
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert [episode.num_action_tokens for episode in episodes] == [sample.num_actions for sample in samples]
+    trained = make_policy(parts).annotate(batch_of(groups), Needs(old_logprobs=True))
+    with torch.no_grad():
+        expected = whole_logprobs(parts, groups)
+    for sample, reference, scored in zip(samples, expected, trained.samples, strict=True):
+        np.testing.assert_allclose(sample.rollout_logprobs_T[sample.mask_T], reference, atol=TOLERANCE)
+        assert scored.old_logprobs_T is not None
+        np.testing.assert_allclose(scored.old_logprobs_T[sample.mask_T], reference, atol=TOLERANCE)
+        assert not scored.old_logprobs_T[~sample.mask_T].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_transformers_on_whole_conversations(family: str) -> None:
+    parts = tiny(family)
+    groups = drawn(parts, make_engine(parts))
+    batch = batch_of(groups)
+    policy = make_policy(parts, lr_warmup_steps=0)
+    # on-policy: the gradient of the loss is that of - weight * advantage * log-prob, summed over actions
+    loss = torch.tensor(0.0)
+    for sample, logprobs_A in zip(batch.samples, whole_logprobs(parts, groups), strict=True):
+        assert sample.advantages_T is not None
+        loss = loss - sample.weight * (torch.from_numpy(sample.advantages_T[sample.mask_T]) * logprobs_A).sum()
+    torch.autograd.backward(loss)
+    expected = gradients(parts.network)
+    policy.update(batch)
+    found = {name: p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
+    assert largest_relative_difference(expected, found) < 2e-5
+
+
+def test_kept_keys_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that go through prefill: prompts and observations once, and the last token of each turn before."""
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts)
+    prefilled: list[int] = []
+    part = PromptRow.part
+
+    def counted(self: PromptRow, start: int, end: int) -> PromptRow:
+        prefilled.append(end - start)
+        return part(self, start, end)
+
+    monkeypatch.setattr(PromptRow, "part", counted)
+    groups = drawn(parts, engine)
+    turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens[1:]]
+    prompts = sum(group.prompt.num_tokens for group in groups)
+    assert sum(prefilled) == prompts + sum(turn.observation.num_tokens + 1 for turn in turns)
+
+
+def test_without_kept_keys_the_same_is_drawn() -> None:
+    """The slow twin: an engine that forgets computes every turn from its whole conversation."""
+    parts = tiny("qwen2_5_vl")
+    forgets = make_engine(parts)
+    forgets._keep = lambda *_: None  # type: ignore[method-assign]
+    for one, other in zip(drawn(parts, make_engine(parts)), drawn(parts, forgets), strict=True):
+        for first, second in zip(one.episodes, other.episodes, strict=True):
+            for a, b in zip(first.tokens, second.tokens, strict=True):
+                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+                np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_observation_is_what_the_template_writes_between_two_answers(stopped: bool) -> None:
+    parts = tiny("qwen3_vl")
+    render, tokenizer = renderer(parts), parts.processor.tokenizer
+    asked = environment()
+    task = asked.tasks("train")[0]
+    reply = asked.reply(task, [Turn(messages=(), text=r"\crop{1}")])
+    assert reply is not None
+    prompt = render.prompt(asked.prompt(task))
+    answer = list(render.target(r"\crop{1}"))[: None if stopped else -1]
+    observation = render.observation(reply, after=answer[-1])
+    conversation = [*asked.prompt(task), Message(role="assistant", parts=(r"\crop{1}",)), *reply]
+    whole = render.prompt(conversation)
+    grown = extended(prompt, np.array(answer), observation)
+    np.testing.assert_array_equal(grown.token_ids_L, whole.token_ids_L)
+    np.testing.assert_array_equal(grown.unexpanded_ids_U, whole.unexpanded_ids_U)
+    assert [image.key for image in grown.images] == [image.key for image in whole.images]
+    assert tokenizer.decode([answer[-1]]) == "<|im_end|>" or not stopped
