@@ -32,13 +32,12 @@ class Estimate:
     """Number of rows."""
 
 
-def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean of values in 0..1 with its bootstrap confidence interval; the Wilson interval where all are 0 or all 1."""
-    mean = float(np.mean(values)) if values else math.nan
-    low, high = bootstrap_interval(values, seed)
-    # resamples of equal values are all equal: the bootstrap interval has width 0 however small n is
-    if low == high and mean in (0, 1):
-        low, high = wilson_interval(mean, len(values))
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of values in 0..1 with its Wilson interval, the one interval of an accuracy wherever it is shown."""
+    if not values:
+        return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
+    mean = float(np.mean(values))
+    low, high = wilson_interval(mean, len(values))
     return Estimate(mean=mean, low=low, high=high, n=len(values))
 
 
@@ -125,23 +124,6 @@ def vote(text: str) -> str:
     """Normalised answer for majority voting: the last `\\boxed{}`, else the whole text; case and spacing folded."""
     boxed = last_boxed(text)
     return " ".join((text if boxed is None else boxed).split()).casefold()
-
-
-def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence interval of the mean of independent values in 0..1; (0, 1) for fewer than two.
-
-    The Wilson interval where every value is 0 or 1; otherwise the normal approximation mean +- z s / sqrt(n) with the
-    unbiased sample deviation s, clipped to 0..1 (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2, with z
-    for t).
-    """
-    n, mean = len(values), sum(values) / max(len(values), 1)
-    if all(value in (0, 1) for value in values):
-        return wilson_interval(mean, n)
-    if n < 2:
-        return 0.0, 1.0
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    half = Z_95 * math.sqrt(variance / n)
-    return max(0.0, mean - half), min(1.0, mean + half)
 
 
 def wilson_interval(fraction: float, n: int) -> tuple[float, float]:

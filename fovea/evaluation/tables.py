@@ -28,7 +28,7 @@ def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
 
 
 def _accuracies(metrics: Sequence[TargetMetrics], title: str) -> Table:
-    caption = "95 % bootstrap intervals over rows; of the difference, paired by row."
+    caption = "95 % Wilson intervals over rows; of the difference, paired bootstrap."
     table = Table(title=Text(title), title_justify="left", caption=caption, caption_justify="left")
     headers = ["accuracy", "n", "skipped"]
     if len(metrics) > 1:

@@ -13,7 +13,7 @@ from rich.text import Text
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
-from fovea.evaluation.statistics import confidence_interval, format_interval
+from fovea.evaluation.statistics import format_interval, wilson_interval
 from fovea.types import Evaluation
 from fovea.utils.files import write_atomically
 
@@ -165,7 +165,7 @@ def _add_row(table: Table, name: str, columns: Sequence[Sequence[float]]) -> Non
 def _cell(values: Sequence[float]) -> Text:
     if not values:
         return Text("")
-    interval = format_interval(confidence_interval(values))
+    interval = format_interval(wilson_interval(_mean(values), len(values)))
     return Text.assemble((f"{100 * _mean(values):.1f}", "bold"), (f" {interval}", "dim"))
 
 

@@ -58,11 +58,22 @@ def test_intervals_are_seeded() -> None:
     assert all(math.isnan(x) for x in bootstrap_interval([]))
 
 
-def test_an_estimate_of_equal_values_still_has_a_width() -> None:
-    for value in (0.0, 1.0):
-        found = estimate([value] * 16)
-        assert (found.mean, (found.low, found.high)) == (value, wilson_interval(value, 16))
-    assert estimate([1.0, 0.0, 1.0, 1.0]).mean == 0.75
+@pytest.mark.parametrize("values", [[0.0] * 16, [1.0] * 16, [1.0, 0.0, 1.0, 1.0], [0.2, 0.4, 0.6, 0.8]])
+def test_an_estimate_has_the_interval_that_summaries_and_model_cards_show(values: list[float]) -> None:
+    found, mean = estimate(values), sum(values) / len(values)
+    assert found.mean == pytest.approx(mean)
+    assert (found.low, found.high) == pytest.approx(wilson_interval(mean, len(values)))
+
+
+def test_an_interval_of_fractions_covers_the_mean_at_least_as_often_as_it_says() -> None:
+    """Partial credits vary less than right and wrong answers of the same mean: Wilson's is wide enough."""
+    rng = np.random.default_rng(0)
+    population = rng.beta(0.5, 0.8, 5000)
+    covered = 0
+    for _ in range(400):
+        found = estimate(rng.choice(population, 60).tolist())
+        covered += found.low <= population.mean() <= found.high
+    assert covered >= 0.95 * 400
 
 
 def test_pairs_that_move_together_leave_a_small_difference() -> None:

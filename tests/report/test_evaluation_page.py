@@ -55,7 +55,7 @@ def write(folder: Path, text: str) -> Page:
 
 def test_figures_and_pictures(tmp_path: Path) -> None:
     page = write(tmp_path / "page", "How many?")
-    assert "How many? two 50.0 [0, 100] 4 0 +0.0 [-75.0, +75.0] 1 1" in page.text
+    assert "How many? two 50.0 [15, 85] 4 0 +0.0 [-75.0, +75.0] 1 1" in page.text
     assert "lost by shuffling" in page.text
     assert "pass@1" in page.text
     assert "Misses of all models 1 of 4 rows; 1 shown" in page.text

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from fovea.errors import DataError
-from fovea.evaluation.statistics import confidence_interval, wilson_interval
+from fovea.evaluation.statistics import wilson_interval
 from fovea.report.summary import Summary, controls_table, read_summary, summary_table, write_summary
 from fovea.types import Evaluation
 
@@ -92,24 +92,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_wilson_by_hand(right: int, n: int, low: float, high: float) -> None:
-    values = [1.0] * right + [0.0] * (n - right)
-    assert confidence_interval(values) == pytest.approx((low, high), abs=2e-6)
-    assert wilson_interval(right / n, n) == confidence_interval(values)
-
-
-@pytest.mark.parametrize(
-    ("values", "low", "high"),
-    [
-        # mean 0.5, s^2 = 0.2 / 3, standard error sqrt(0.2 / 12) = 0.1290994, half 0.2530303
-        ([0.2, 0.4, 0.6, 0.8], 0.246970, 0.753030),
-        # mean 0.75, s^2 = 0.125, standard error 0.25, half 0.489991: cut at 1
-        ([0.5, 1.0], 0.260009, 1.0),
-        ([0.5], 0.0, 1.0),
-        ([], 0.0, 1.0),
-    ],
-)
-def test_normal_approximation_by_hand(values: list[float], low: float, high: float) -> None:
-    assert confidence_interval(values) == pytest.approx((low, high), abs=2e-6)
+    assert wilson_interval(right / n, n) == pytest.approx((low, high), abs=2e-6)
 
 
 def test_the_tables_have_a_row_for_each_type() -> None:
