@@ -97,7 +97,7 @@ class Ours:
         )
         settings = run.config.algorithm
         batch, _ = make_batch(wait_for(drawing), settings, max_new_tokens=rollout.max_new_tokens)
-        return with_advantages(batch, settings, settings.kl_coef)[0]
+        return with_advantages(batch, settings, 0.0 if settings.kl is None else settings.kl.coef)[0]
 
     def prompts(self, count: int) -> list[Prompt]:
         """The first few rows."""

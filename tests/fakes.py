@@ -214,7 +214,8 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
     }
     config = Config.model_validate({"model": Model(tiny=TinyModel()), **defaults, **settings})
     environment, engine = BanditEnvironment(), BanditEngine()
-    policy = BanditPolicy(shared_trunk=config.critic.trunk == "shared")
+    critic = config.algorithm.critic
+    policy = BanditPolicy(shared_trunk=critic is not None and critic.trunk != "separate")
     folder.mkdir(exist_ok=True)
 
     def source(split: str) -> PromptSource:
