@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fovea.cli.errors import one_line_errors
-from fovea.environments.graders.base import Gradable
+from fovea.config.environments import Gradable
 
 
 def grade(

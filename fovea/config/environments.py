@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from fovea.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.curriculum import GeoSpotEnvironment
 
+Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
+"""Environments whose answers can be graded offline."""
+
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
 Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
 JUDGE_PROMPT = """\

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fovea.config.environments import Gradable
 from fovea.data.bad_rows import OTHER
 from fovea.environments.dataset_prompts import ON_BAD_ROW, bad_row
-from fovea.environments.graders.base import Gradable
 from fovea.environments.graders.by_name import grader_of
 from fovea.errors import BadRowError, ConfigError, DataError
 

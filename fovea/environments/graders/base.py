@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 from fovea.errors import ScoreError
 from fovea.types import Score, Task, Turn
-
-Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
-"""Environments whose answers can be graded offline."""
 
 
 class Grader(Protocol):

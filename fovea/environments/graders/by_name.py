@@ -11,11 +11,12 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
+from fovea.config.environments import Gradable
 from fovea.environments import caption, geo3k, vqa
 from fovea.environments.caption import captions_of
 from fovea.environments.dataset_prompts import bad_row, plain_answer
 from fovea.environments.geospot import reward as geospot
-from fovea.environments.graders.base import Gradable, Grade
+from fovea.environments.graders.base import Grade
 from fovea.environments.graders.cider import IDF_ROWS, CiderD
 from fovea.environments.graders.vqa_choices import options_of, true_letter
 from fovea.environments.shapes import environment as shapes
