@@ -14,16 +14,19 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
 from fovea.environments.shapes.environment import ShapesGrader
 from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
+from fovea.models.vlm import VLM
 from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.prefill import PromptRow
 from fovea.rollout.multi_turn import extended
 from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
 from fovea.utils.event_loop import wait_for
-from tests.policies import make_policy
+from tests.policies import make_policy, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import FAMILIES, renderer, tiny
@@ -163,3 +166,18 @@ def test_an_observation_is_what_the_template_writes_between_two_answers(stopped:
     np.testing.assert_array_equal(grown.unexpanded_ids_U, whole.unexpanded_ids_U)
     assert [image.key for image in grown.images] == [image.key for image in whole.images]
     assert tokenizer.decode([answer[-1]]) == "<|im_end|>" or not stopped
+
+
+def test_the_plain_path_gives_the_same_logprobs_for_later_turns() -> None:
+    parts = tiny("qwen3_vl")
+    groups = drawn(parts, make_engine(parts))
+    batch = batch_of(groups)
+    plain = PlainVLM(tiny("qwen3_vl").network)
+    scored = [
+        TorchPolicy(vlm, train=train_settings(), algorithm=Algorithm(), temperature=TEMPERATURE, max_steps=10).logprobs(
+            batch
+        )
+        for vlm in (VLM(parts.network), plain)
+    ]
+    for fast, slow in zip(*scored, strict=True):
+        np.testing.assert_allclose(fast, slow, atol=TOLERANCE)
