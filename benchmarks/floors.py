@@ -25,7 +25,8 @@ from benchmarks.cases import CASES, Case
 from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
 from benchmarks.ours import Ours, config_of
 from benchmarks.process import restart_with_tuned_malloc
-from fovea.models.flops import FORWARD, Passes, Work, training_passes, work_of
+from fovea.models.families.registry import family_of
+from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
 from fovea.types import Prompt
 
@@ -110,7 +111,7 @@ def sizes_of(case: Case, ours: Ours) -> Sizes:
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     width = next(network.parameters()).element_size()
     return Sizes(
-        work=work_of(network.config),
+        work=family_of(network.config, "").work,
         prompts=tuple(ours.prompts(case.prompts)),
         text_bytes=_num_bytes(language_model(network)),
         vision_bytes=_num_bytes(vision_tower(network)),

@@ -19,7 +19,8 @@ from benchmarks.gpu_model import make_shaped
 from benchmarks.machine import Rates, seconds_of
 from benchmarks.ours import Ours, Shared, share
 from benchmarks.timing import StepTimes
-from fovea.models.flops import Passes, training_passes, work_of
+from fovea.models.families.registry import family_of
+from fovea.models.flops import Passes, training_passes
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
 from fovea.types import Prompt, Request, Sampling
@@ -158,7 +159,7 @@ def _growth(cases: Sequence[Case], case: Case) -> float:
 
 def update_operations(case: Case, ours: Ours) -> float:
     """Forward and backward of images, prompts and completions, each prompt once."""
-    work = work_of(ours.shared.parts.network.config)
+    work = family_of(ours.shared.parts.network.config, "").work
     passes: Passes = training_passes(lora=False, trains_vision=True, features_cached=False)
     return sum(
         work.prompt(prompt.num_tokens, prompt.images, passes)

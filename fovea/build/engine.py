@@ -10,17 +10,21 @@ from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 
 MIN_RECORDED_WIDTH = 128
 """Of narrower models a linear layer's output is computed faster than it is read from memory."""
 
 
-def make_engine(config: Config, processor: Processor, vlm: VLM, tape: Tape | None = None) -> EmbeddedEngine:
+def make_engine(
+    config: Config, processor: Processor, vlm: PolicyNetwork, tape: Tape | None = None
+) -> EmbeddedEngine | PlainEngine:
     """The embedded engine, drawing with the network of a policy in this process."""
     settings = config.rollout.engine
     int8 = settings.decode_weights == "int8"
@@ -30,6 +34,13 @@ def make_engine(config: Config, processor: Processor, vlm: VLM, tape: Tape | Non
             f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
             "CPUs; set rollout.engine.decode_weights=exact"
         )
+    if not isinstance(vlm, VLM):
+        if int8:
+            raise ConfigError(
+                "rollout.engine.decode_weights=int8, but the engine runs transformers' own forward (model.fast_path); "
+                "set rollout.engine.decode_weights=exact"
+            )
+        return PlainEngine(vlm, processor, max_batch_tokens=config.rollout.max_batch_tokens)
     return EmbeddedEngine(
         vlm,
         processor,
@@ -39,12 +50,14 @@ def make_engine(config: Config, processor: Processor, vlm: VLM, tape: Tape | Non
     )
 
 
-def make_tape(config: Config, vlm: VLM) -> Tape | None:
+def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     """Memory for what the update can take over from the rollout; None where it is not wanted.
 
     Of the vision tower alone where linear outputs do not pay, or are not those that the update computes.
     """
     device, settings = next(vlm.parameters()).device, config.rollout.engine
+    if not isinstance(vlm, VLM):
+        return None
     if settings.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
         return None
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH

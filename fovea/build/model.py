@@ -15,9 +15,11 @@ from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.models.kernels import TORCH_KERNELS, Kernels
 from fovea.models.load import load_network, pick_device
-from fovea.models.modules import config_of
+from fovea.models.modules import config_of, family_of_network
+from fovea.models.plain import PlainVLM
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import make_tiny, save_tiny
-from fovea.models.trainable import choose_trainable, recompute_activations
+from fovea.models.trainable import choose_trainable, recompute_activations, recompute_plainly
 from fovea.models.value_head import ValueHead
 from fovea.models.vision.disk_cache import SpillFolder
 from fovea.models.vision.feature_cache import FeatureCache
@@ -48,29 +50,44 @@ def locate_model(config: Config, folder: Path, environment: Callable[[], Environ
     return settings.model_copy(update={"path": str(target), "tiny": None})
 
 
-def open_vlm(config: Config, settings: Model) -> VLM:
+def open_vlm(config: Config, settings: Model) -> PolicyNetwork:
     """The network of `settings` on its device, frozen and adapted as the config says."""
     return make_vlm(config, load_network(settings))
 
 
-def make_vlm(config: Config, network: PreTrainedModel) -> VLM:
+def make_vlm(config: Config, network: PreTrainedModel) -> PolicyNetwork:
     """This network on its device, frozen and adapted as the config says."""
+    device = pick_device(config.model.device)
+    choose_trainable(network, config.model, config.seed)
+    fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None
+    vlm = _fast_vlm(config, network, device) if fast else _plain_vlm(config, network, device)
+    return vlm.to(device)
+
+
+def _fast_vlm(config: Config, network: PreTrainedModel, device: torch.device) -> VLM:
     settings = config.model
-    device = pick_device(settings.device)
     kernels = _liger_kernels(device) if config.train.backend.liger_kernels else TORCH_KERNELS
-    choose_trainable(network, settings, config.seed)
     if config.train.gradient_checkpointing:
         recompute_activations(network)
     _check_attention(settings, device)
-    cache = None if settings.trains_vision else make_feature_cache(config)
-    vlm = VLM(
+    return VLM(
         network,
         attention=settings.attention,
-        feature_cache=cache,
+        feature_cache=None if settings.trains_vision else make_feature_cache(config),
         kernels=kernels,
         value_head=make_value_head(config, network),
     )
-    return vlm.to(device)
+
+
+def _plain_vlm(config: Config, network: PreTrainedModel, device: torch.device) -> PlainVLM:
+    if config.train.liger_kernels:
+        raise ConfigError(
+            f"train.liger_kernels=true, but {config.model.name} runs by transformers' own forward (model.fast_path); "
+            "set train.liger_kernels=false"
+        )
+    if config.train.gradient_checkpointing:
+        recompute_plainly(network)
+    return PlainVLM(network, make_value_head(config, network))
 
 
 def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | None:

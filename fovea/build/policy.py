@@ -11,9 +11,9 @@ from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.models.activation_tape import Tape
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.trainable import freeze_lm_head, lora_layers, trainable_parameters, value_parameters
-from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
@@ -24,7 +24,7 @@ CRITIC_RATE_OVER_POLICY = 20
 (decision 009)."""
 
 
-def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPolicy:
+def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None) -> TorchPolicy:
     """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
 
     With LoRA, switching the adapters off gives the reference, unless a warm-up has trained them by the time that RL
@@ -46,7 +46,7 @@ def make_policy(config: Config, vlm: VLM, tape: Tape | None = None) -> TorchPoli
     )
 
 
-def make_critic(config: Config, settings: CriticSettings, vlm: VLM) -> Critic:
+def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork) -> Critic:
     """The value function: the head that `make_vlm` has put on the policy, or a model of its own."""
     model = None
     if settings.trunk == "separate":

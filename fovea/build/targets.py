@@ -28,9 +28,9 @@ from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
 from fovea.models.load import load_network
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.models.trainable import VALUE_HEAD, merged_weights, policy_parameters
-from fovea.models.vlm import VLM
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.policy import POLICY, VALUE
@@ -192,7 +192,7 @@ class OpenedModel:
     config: Config
     """The settings that it was made with."""
     processor: Processor
-    vlm: VLM
+    vlm: PolicyNetwork
     left_out: tuple[str, ...] = ()
     """Files and tensors of its checkpoint that are no part of the model."""
 
@@ -252,7 +252,7 @@ def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> 
 
 
 @torch.no_grad()
-def load_trained(checkpoint: Path, vlm: VLM) -> tuple[str, ...]:
+def load_trained(checkpoint: Path, vlm: PolicyNetwork) -> tuple[str, ...]:
     """Fill the trained parameters; returns the names of the files and tensors that are no part of the model.
 
     TrainError when the checkpoint is of another model.

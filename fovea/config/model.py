@@ -92,7 +92,7 @@ class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL."""
+    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Idefics 3."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     tiny: TinyModel | None = None
@@ -103,6 +103,9 @@ class Model(Section):
     attention: MayChange[Literal["auto", "merged", "varlen", "sdpa", "eager"]] = "auto"
     """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the
     prompt for every completion; eager is the plain formula, for checks."""
+    fast_path: MayChange[Literal["auto", "off"]] = "auto"
+    """auto: packed rows with shared prompts and the embedded engine's own decoding, where the family has them; off:
+    transformers' own forward in trainer and engine, slow, to check against."""
     freeze_vision_tower: bool = False
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: MayChange[NonNegativeFloat] = 2.0

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from fovea.build.targets import OpenedModel
 from fovea.config.run import Model
 from fovea.errors import ModelError
-from fovea.models.families.qwen_vl import GRID, PIXELS
 from fovea.models.load import DTYPES
+from fovea.models.plain import plain_logprobs
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
@@ -28,6 +28,7 @@ from fovea.types import ImageRef, Message, Prompt
 MAX_LOGPROB_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest allowed log-prob difference of one token, by weight dtype."""
 PROBE_QUESTION = "What is in this picture, and how many of them are there?"
+PROBE_SIDES_PX = (99, 187)
 PROBE_ANSWER = "Two red circles and a square: \\boxed{3}."
 
 
@@ -50,8 +51,7 @@ class Probe:
 def make_probe(processor: Processor, settings: Model) -> Probe:
     """A probe with a noise image of fixed seed."""
     # no multiple of the patch size, so that the image processor has to resize and its settings are tested too
-    side = 3 * processor.image_processor.patch_size * processor.image_processor.merge_size
-    noise = np.random.default_rng(0).integers(0, 256, (side + 3, 2 * side - 5, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (*PROBE_SIDES_PX, 3), dtype=np.uint8)
     renderer = Renderer(processor, _from_array, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
     message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
     return Probe(
@@ -74,22 +74,14 @@ def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
 
 
 @torch.no_grad()
-def plain_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) -> Tensor:
+def reloaded_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) -> Tensor:
     """Log-probs [T] of the probe's answer by transformers' forward pass, which makes positions and masks itself."""
-    images = probe.prompt.images
-    ids = torch.from_numpy(np.concatenate([probe.prompt.token_ids_L, probe.token_ids_T]))[None].to(device)
     network: Any = reloaded.network.to(device)  # type: ignore[arg-type]
-    logits = network(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == reloaded.processor.family.image_token_id).int(),
-        pixel_values=torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images])).to(device),
-        image_grid_thw=torch.from_numpy(np.stack([image.tensors[GRID] for image in images])).to(device),
-        use_cache=False,
-    ).logits[0]
-    logprobs = logits[probe.prompt.num_tokens - 1 : -1].float().log_softmax(-1)
-    found: Tensor = logprobs.gather(1, ids[0, probe.prompt.num_tokens :, None])[:, 0]
-    return found.cpu()
+    prompt_ids_L, answer_ids_T = (
+        torch.from_numpy(ids).to(device) for ids in (probe.prompt.token_ids_L, probe.token_ids_T)
+    )
+    family = reloaded.processor.family
+    return plain_logprobs(network, family, prompt_ids_L, probe.prompt.images, answer_ids_T).cpu()
 
 
 def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool) -> float:
@@ -108,7 +100,7 @@ def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool)
     difference = 0.0
     if different is None:
         device = next(model.vlm.parameters()).device
-        difference = float((our_logprobs(model, probe) - plain_logprobs(reloaded, probe, device)).abs().max())
+        difference = float((our_logprobs(model, probe) - reloaded_logprobs(reloaded, probe, device)).abs().max())
         # `not <=` and not `>`: a NaN is a difference
         if not difference <= MAX_LOGPROB_DIFFERENCE[DTYPES[model.config.model.dtype]]:
             different = f"a log-prob of the probe is off by {difference:.3g}"
@@ -133,7 +125,10 @@ def _different_prompt(probe: Probe, reloaded: Processor) -> str | None:
     pairs: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {
         "tokens of a prompt": (probe.prompt.token_ids_L, again.prompt.token_ids_L),
         "tokens of an answer": (probe.token_ids_T, again.token_ids_T),
-        "pixels of an image": (probe.prompt.images[0].tensors[PIXELS], again.prompt.images[0].tensors[PIXELS]),
+        **{
+            f"{name} of an image": (tensor, again.prompt.images[0].tensors[name])
+            for name, tensor in probe.prompt.images[0].tensors.items()
+        },
     }
     different = next((name for name, pair in pairs.items() if not np.array_equal(*pair)), None)
     return None if different is None else f"the {different} differ"

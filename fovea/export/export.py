@@ -123,7 +123,8 @@ def write_model(folder: Path, model: OpenedModel) -> None:
     options = processor.family.image_options(processor.image_processor, settings.min_pixels, settings.max_pixels)
     own = {key: x for key, x in processor.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
     type(processor.image_processor).from_dict(own | dict(options)).save_pretrained(folder)
-    _write_video_processor(folder, model, own)
+    if model.vlm.family.video_processor is not None:
+        _write_video_processor(folder, model, own)
 
 
 def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Mapping[str, Any]) -> None:
@@ -134,9 +135,8 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     if model.config.model.path is not None and base.is_file():
         shutil.copyfile(base, folder / VIDEO_PROCESSOR_FILE)
         return
-    kind = "Qwen3VLVideoProcessor" if config_of(model.vlm.network).model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
-    written = json.dumps({"video_processor_type": kind, **shared}, indent=2)
+    written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
 
 

@@ -8,12 +8,14 @@ too makes up to twice as many; the work of a model does not depend on its kernel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fovea.models.families.qwen_vl import GRID
 from fovea.types import PromptImage
+
+Grid = tuple[int, int, int]
+"""Patches of an image in time (or tiles), height and width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,11 @@ class Work:
     """A pair of patches in those that look at a window."""
     window_side: int
     """Patches along a window; 0 without windows."""
+    grid: Callable[[PromptImage], Grid]
 
     def image(self, image: PromptImage) -> float:
         """The vision tower on one image. Each frame attends to itself."""
-        frames, height, width = map(int, image.tensors[GRID])
+        frames, height, width = self.grid(image)
         whole, windows = (height * width) ** 2, 0
         if self.window_side:
             windows = _sum_of_squares(height, self.window_side) * _sum_of_squares(width, self.window_side)
@@ -84,52 +87,55 @@ class Work:
         return passes.linear * linear + passes.attention * pairs * self.pair
 
 
-def work_of(config: Any) -> Work:
-    """The work of a transformers config of any family."""
-    text, vision = config.text_config, config.vision_config
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionWork:
+    """The part of `Work` that the vision tower does."""
+
+    patch: float
+    image_pair: float
+    window_pair: float = 0.0
+    window_side: int = 0
+
+
+def text_work(text: Any, vision: VisionWork, grid: Callable[[PromptImage], Grid]) -> Work:
+    """The work of a decoder with gated MLPs, by its transformers config, behind a vision tower."""
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     query_width, key_width = (head_width * n for n in (text.num_attention_heads, text.num_key_value_heads))
     weights = text.hidden_size * (2 * query_width + 2 * key_width + 3 * text.intermediate_size)
-    width = getattr(vision, "embed_dim", vision.hidden_size)
-    windowed = _windowed_layers(vision)
     return Work(
         token=2.0 * weights * text.num_hidden_layers,
         pair=4.0 * query_width * text.num_hidden_layers,
         action=2.0 * text.hidden_size * text.vocab_size,
-        patch=2.0 * _weights_per_patch(vision, width),
-        image_pair=4.0 * width * (vision.depth - windowed),
-        window_pair=4.0 * width * windowed,
-        window_side=_window_side(vision) if windowed else 0,
+        patch=vision.patch,
+        image_pair=vision.image_pair,
+        window_pair=vision.window_pair,
+        window_side=vision.window_side,
+        grid=grid,
     )
 
 
-def _weights_per_patch(vision: Any, width: int) -> float:
-    """Multiply-adds of one patch; a merger sees `merge`^2 patches as one."""
+def vision_work(
+    vision: Any,
+    *,
+    width: int,
+    mlp_weights: int,
+    out_width: int,
+    mergers: int = 1,
+    windowed_layers: int = 0,
+    window_side: int = 0,
+) -> VisionWork:
+    """The work of a Qwen vision tower, by its transformers config and what differs by family."""
+    # a merger sees `merge`^2 patches as one
     merged = width * vision.spatial_merge_size**2
-    out_width = getattr(vision, "out_hidden_size", vision.hidden_size)
-    mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     embedding: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
-    block: int = 4 * width**2 + _mlp_weights(vision, width)
+    block: int = 4 * width**2 + int(mlp_weights)
     merger: float = merged * (merged + out_width) / vision.spatial_merge_size**2
-    return embedding + int(vision.depth) * block + mergers * merger
-
-
-def _mlp_weights(vision: Any, width: int) -> int:
-    if vision.model_type.startswith("qwen2_vl"):
-        return 2 * width * int(width * vision.mlp_ratio)
-    matrices = 3 if vision.model_type.startswith("qwen2_5_vl") else 2  # SwiGLU has a gate
-    return int(matrices * width * vision.intermediate_size)
-
-
-def _windowed_layers(vision: Any) -> int:
-    if not hasattr(vision, "fullatt_block_indexes"):
-        return 0
-    return int(vision.depth - len({index for index in vision.fullatt_block_indexes if index < vision.depth}))
-
-
-def _window_side(vision: Any) -> int:
-    """In patches, rounded down to whole merges as transformers does."""
-    return int(vision.window_size // vision.spatial_merge_size // vision.patch_size * vision.spatial_merge_size)
+    return VisionWork(
+        patch=2.0 * (embedding + int(vision.depth) * block + mergers * merger),
+        image_pair=4.0 * width * (vision.depth - windowed_layers),
+        window_pair=4.0 * width * windowed_layers,
+        window_side=int(window_side) if windowed_layers else 0,
+    )
 
 
 def _sum_of_squares(side: int, window: int) -> int:

@@ -105,7 +105,14 @@ class Renderer:
         assert len(others) == len(images), f"{len(others)} image marks for {len(images)} images"
         pairs = zip(images, others, strict=True)
         return np.concatenate(
-            [first, *(part for image, after in pairs for part in (self._family.image_ids(image), after[1:]))]
+            [
+                first,
+                *(
+                    part
+                    for image, after in pairs
+                    for part in (self._family.image_ids(image, self._tokenizer), after[1:])
+                ),
+            ]
         )
 
     def _check_no_marks(self, messages: Sequence[Message], where: str) -> None:

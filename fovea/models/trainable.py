@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fovea.config.run import Lora, Model
 from fovea.errors import ConfigError, TrainError
-from fovea.models.modules import language_model, vision_tower
+from fovea.models.modules import family_of_network, language_model, vision_modules
 from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash
 
@@ -32,17 +32,19 @@ def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
     if settings.lora is not None:
         _add_lora(network, settings.lora, seed)
     if not settings.trains_vision:
-        vision_tower(network).requires_grad_(False)
+        for module in vision_modules(network):
+            module.requires_grad_(False)
 
 
 def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
     """Adapters on the named linear layers; everything else is frozen."""
+    language = f"{family_of_network(network).language_path}."
     targets = [
         name
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear)
         # not the head: it is often tied to the embedding, which the rollout would then use without the adapter
-        and ".language_model." in name
+        and name.startswith(language)
         and name.rsplit(".", 1)[-1] in lora.targets
         and not any(word in name for word in lora.exclude)
     ]
@@ -60,14 +62,19 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
 
 
 def recompute_activations(network: PreTrainedModel) -> None:
-    """Gradient checkpointing of every layer."""
-    # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
-    enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    """Gradient checkpointing of every layer, on the fast path."""
+    recompute_plainly(network)
     for layer in language_model(network).layers:
         # these run by `models.trained_layer`, which recomputes by itself
         layer.gradient_checkpointing = False
         layer.recompute_activations = True
+
+
+def recompute_plainly(network: PreTrainedModel) -> None:
+    """Gradient checkpointing by transformers."""
+    # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
+    enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:
@@ -121,8 +128,9 @@ def _delta(layer: LoraLayer) -> Tensor:
 def count_parameters(network: nn.Module) -> list[ParameterCount]:
     """Vision tower, language model, head and adapters, then all."""
     counts: dict[str, list[int]] = {}
+    vision = tuple(f"{path}." for path in family_of_network(network).vision_paths)
     for name, parameter in network.named_parameters():
-        row = counts.setdefault(_part_of(name), [0, 0])
+        row = counts.setdefault(_part_of(name, vision), [0, 0])
         row[0] += parameter.numel() * parameter.requires_grad
         row[1] += parameter.numel()
     rows = [ParameterCount(part=part, trainable=n[0], total=n[1]) for part, n in counts.items()]
@@ -132,10 +140,10 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     ]
 
 
-def _part_of(name: str) -> str:
+def _part_of(name: str, vision: tuple[str, ...]) -> str:
     if ".lora_" in name:
         return "LoRA adapters"
-    if ".visual." in name:
+    if name.startswith(vision):
         return "vision tower"
     return "head" if name.startswith("lm_head") else "language model"
 
@@ -162,10 +170,10 @@ def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, int]]:
             yield name, bit_hash(parameter)
 
 
-def freeze_lm_head(network: nn.Module) -> None:
+def freeze_lm_head(network: PreTrainedModel) -> None:
     """Freeze the language-model head unless it is tied to the embedding: a value model has no use for it."""
-    head: Any = network.get_submodule("lm_head")
-    if head.weight is not language_model(network).embed_tokens.weight:
+    head: Any = network.get_output_embeddings()
+    if head.weight is not network.get_input_embeddings().weight:
         head.requires_grad_(False)
 
 

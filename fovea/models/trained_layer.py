@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
+from fovea.models.families.layer import LayerModules
 from fovea.models.trainable import ADAPTER
 
 Known = Callable[[LinearGroup], Tensor]
@@ -64,18 +65,17 @@ def factors_of(module: Any) -> Factors:
     return Factors(base.weight, base.bias, down.weight, up.weight, float(module.scaling[ADAPTER]))
 
 
-def trained_layer(module: Any, known: Known | None = None) -> DecoderLayer:
-    """A decoder layer of transformers by its parts."""
-    attention, mlp = module.self_attn, module.mlp
+def trained_layer(modules: LayerModules, known: Known | None = None) -> DecoderLayer:
+    """A decoder layer by its modules."""
     return DecoderLayer(
-        input_norm=module.input_layernorm,
-        query_key_value=TrainedLinears((attention.q_proj, attention.k_proj, attention.v_proj), LinearGroup.QKV, known),
-        query_norm=getattr(attention, "q_norm", None),
-        key_norm=getattr(attention, "k_norm", None),
-        output=TrainedLinears((attention.o_proj,), LinearGroup.OUTPUT, known),
-        post_norm=module.post_attention_layernorm,
-        gate_up=TrainedLinears((mlp.gate_proj, mlp.up_proj), LinearGroup.GATE_UP, known),
-        down=TrainedLinears((mlp.down_proj,), LinearGroup.DOWN, known),
+        input_norm=modules.input_norm,
+        query_key_value=TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, known),
+        query_norm=modules.query_norm,
+        key_norm=modules.key_norm,
+        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, known),
+        post_norm=modules.post_norm,
+        gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, known),
+        down=TrainedLinears((modules.down,), LinearGroup.DOWN, known),
     )
 
 
@@ -87,17 +87,18 @@ class TrainedCall:
     known: Known | None
 
 
-def use_layer_calls(language_model: Any) -> None:
+def use_layer_calls(language_model: Any, modules_of: Callable[[Any], LayerModules]) -> None:
     """Let every decoder layer answer `layer(hidden_NE, fovea=TrainedCall(...))`; other calls stay transformers' own."""
     for layer in language_model.layers:
         if not isinstance(layer.forward, _CallOrForward):
-            layer.forward = _CallOrForward(layer, layer.forward)
+            layer.forward = _CallOrForward(layer, layer.forward, modules_of)
 
 
 @dataclass(frozen=True, slots=True)
 class _CallOrForward:
     layer: nn.Module
     forward: Callable[..., Any]
+    modules_of: Callable[[Any], LayerModules]
 
     def __call__(self, hidden_states: Tensor, *args: Any, fovea: TrainedCall | None = None, **kwargs: Any) -> Any:
         if fovea is None:
@@ -107,7 +108,7 @@ class _CallOrForward:
         return self._run(hidden_states, fovea)
 
     def _run(self, hidden_NE: Tensor, fovea: TrainedCall) -> Tensor:
-        return run_layer(trained_layer(self.layer, fovea.known), hidden_NE, fovea.call)
+        return run_layer(trained_layer(self.modules_of(self.layer), fovea.known), hidden_NE, fovea.call)
 
 
 class JoinedLinears(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The model that is trained: a Qwen-VL of transformers with packed rows in and log-probs of actions out.
+"""The fast path: a model of transformers layer by layer, over packed rows in which completions share their prompt.
 
 Axes: `N` tokens of a row, `A` actions, `E` width of the model, `D` width of a head.
 """
@@ -6,25 +6,21 @@ Axes: `N` tokens of a row, `A` actions, `E` width of the model, `D` width of a h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
-from fovea.models.families.qwen_vl import GRID, PIXELS
-from fovea.models.families.registry import family_of
 from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope, use_fused_layers
-from fovea.models.modules import config_of, language_model, vision_tower
+from fovea.models.modules import vision_tower
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.attention import Kernel, row_attention
 from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.models.trained_layer import TrainedCall, use_layer_calls
 from fovea.models.value_head import ValueHead
 from fovea.models.vision.attention import use_segment_attention
@@ -33,8 +29,8 @@ from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.types import PromptImage
 
 
-class VLM(nn.Module):
-    """A Qwen-VL of any family. `forward` is the one entry for training, so that it can be sharded as a whole."""
+class VLM(PolicyNetwork):
+    """A network with a fast path: each prompt once per row, and the parts that the embedded engine calls."""
 
     def __init__(
         self,
@@ -46,38 +42,25 @@ class VLM(nn.Module):
         value_head: ValueHead | None = None,
     ) -> None:
         """`feature_cache` only with a vision tower that never changes; `kernels`: Liger's on CUDA, if wanted."""
-        super().__init__()
-        self.value_head = value_head
-        self.network = network
-        self.family = family_of(config_of(network), str(network.name_or_path))
+        super().__init__(network, value_head)
+        assert self.family.fast_path is not None, f"{self.family.model_type} has no fast path"
+        self._fast = self.family.fast_path
         self._feature_cache = feature_cache
-        if "sliding_attention" in getattr(config_of(language_model(network)), "layer_types", ()):
+        if "sliding_attention" in getattr(self.text_config, "layer_types", ()):
             raise ModelError(
                 f"{network.name_or_path}: its config asks for sliding-window attention, which packed rows do not have; "
-                "name a model without it in model.path"
+                "set model.fast_path=off, or name a model without it in model.path"
             )
         self._attention = attention
         self._kernels = kernels
         self._shape = decoder_shape(self.text_config)
         use_segment_attention(network, eager=attention == "eager")
         use_fused_layers(network, kernels.norm)
-        use_layer_calls(language_model(network))
-
-    def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
-        """Log-probs and entropies [A] at `temperature`, and values where there is a head for them.
-
-        Logits exist for `chunk_tokens` actions at a time.
-        """
-        hidden_AE = self.action_states(row)
-        head: Any = self.network.get_submodule("lm_head")
-        scores = token_scores(
-            hidden_AE, head.weight, row.target_ids_A, temperature=temperature, chunk_tokens=chunk_tokens
-        )
-        return scores if self.value_head is None else replace(scores, values_A=self.value_head(hidden_AE))
+        use_layer_calls(self._language_model, self._fast.layer)
 
     def action_states(self, row: PackedRow) -> Tensor:
         """Last hidden states [A, E], after the final norm: those that predict the actions."""
-        language: Any = language_model(self.network)
+        language = self._language_model
         hidden_NE: Tensor = language.embed_tokens(row.token_ids_N)
         visual = None
         if row.images:
@@ -110,23 +93,6 @@ class VLM(nn.Module):
         return wanted, place_A
 
     @property
-    def text_config(self) -> Any:
-        """transformers' config of the language model."""
-        return config_of(language_model(self.network))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        dtype: torch.dtype = language_model(self.network).embed_tokens.weight.dtype
-        return dtype
-
-    @property
-    def logits_bytes_per_token(self) -> int:
-        """In float32."""
-        vocabulary: int = language_model(self.network).embed_tokens.num_embeddings
-        return 4 * vocabulary
-
-    @property
     def linear_widths(self) -> list[list[int]]:
         """For each decoder layer, the width of what its groups of linear layers give (`models.activation_tape`)."""
         text, shape = self.text_config, self._shape
@@ -141,7 +107,7 @@ class VLM(nn.Module):
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
         """Of M-RoPE positions, of the type of `like`."""
-        cos, sin = language_model(self.network).rotary_emb(like, positions_3N[:, None])
+        cos, sin = self._language_model.rotary_emb(like, positions_3N[:, None])
         return Rope.of(cos[0], sin[0])
 
     def image_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
@@ -162,15 +128,9 @@ class VLM(nn.Module):
             return dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
 
     def graph_bytes(self, images: Sequence[PromptImage]) -> int:
-        """About what `image_graph` keeps for its backward pass: per patch and block some 20 times the tower's width."""
-        config = config_of(vision_tower(self.network))
-        width = getattr(config, "embed_dim", None) or config.hidden_size
-        patches = sum(len(image.tensors[PIXELS]) for image in {image.key: image for image in images}.values())
-        return int(patches * config.depth * 20 * width * self.dtype.itemsize)
-
-    @property
-    def trains_vision(self) -> bool:
-        return any(parameter.requires_grad for parameter in vision_tower(self.network).parameters())
+        """About what `image_graph` keeps for its backward pass."""
+        distinct = {image.key: image for image in images}
+        return self._fast.activation_bytes(vision_tower(self.network), list(distinct.values()))
 
     def _encode_one_by_one(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features that depend on no other image, to the last bit: a resumed run meets images in other company."""
@@ -178,14 +138,8 @@ class VLM(nn.Module):
 
     def encode(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """One pass of the vision tower over all the images."""
-        tower = vision_tower(self.network)
-        reference = next(tower.parameters())
-        pixels = torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images]))
-        grids = torch.from_numpy(np.stack([image.tensors[GRID] for image in images])).to(reference.device)
-        out = tower(pixels.to(reference.device, reference.dtype), grid_thw=grids, return_dict=True)
-        sizes: list[int] = (grids.prod(-1) // config_of(tower).spatial_merge_size ** 2).tolist()
-        layers = [x.split(sizes) for x in (out.pooler_output, *getattr(out, "deepstack_features", ()))]
-        return [
-            ImageFeatures(embeds_VD=embeds, deepstack_VD=tuple(deepstack))
-            for embeds, *deepstack in zip(*layers, strict=True)
-        ]
+        return self._fast.encode(vision_tower(self.network), images)
+
+    @property
+    def _language_model(self) -> Any:
+        return self.network.get_submodule(self.family.language_path)

@@ -10,7 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.run import Lora, Model, TinyModel
-from fovea.models.flops import Passes, Work, training_passes, work_of
+from fovea.models.families.qwen_vl import grid_of
+from fovea.models.families.registry import family_of
+from fovea.models.flops import Passes, Work, training_passes
 from fovea.models.shared_prefix.attention import completion_keys
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.tiny import TinyParts
@@ -72,7 +74,7 @@ def expected(work: Work, prompt: Prompt, passes: Passes) -> float:
 def test_the_forward_pass_is_what_torch_counts(family: str) -> None:
     parts = eager(odd_model(family))
     prompt = pictures(parts)
-    work = work_of(parts.network.config)
+    work = family_of(parts.network.config, "").work
     with torch.no_grad():
         assert counted(parts, prompt) == expected(work, prompt, Passes(linear=1, attention=1, vision=1))
 
@@ -89,7 +91,7 @@ def test_a_training_pass_is_three_forward_passes(family: str) -> None:
         * sum(len(picture.tensors["pixel_values"]) for picture in prompt.images)
     )
     found = counted(parts, prompt, backward=True)
-    assert found == expected(work_of(parts.network.config), prompt, passes) - of_pixels
+    assert found == expected(family_of(parts.network.config, "").work, prompt, passes) - of_pixels
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,14 +101,14 @@ def test_a_frozen_tower_runs_forward_once(family: str) -> None:
     prompt = pictures(parts)
     passes = training_passes(lora=False, trains_vision=False, features_cached=False)
     assert passes.vision == 1
-    assert counted(parts, prompt, backward=True) == expected(work_of(parts.network.config), prompt, passes)
+    assert counted(parts, prompt, backward=True) == expected(family_of(parts.network.config, "").work, prompt, passes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_saves_the_weight_gradients(family: str) -> None:
     """Torch counts the adapters on top, and leaves out input gradients that end at the frozen embeddings."""
     parts = eager(odd_model(family))
-    work = work_of(parts.network.config)
+    work = family_of(parts.network.config, "").work
     choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=2)), seed=0)
     prompt = pictures(parts)
     passes = training_passes(lora=True, trains_vision=False, features_cached=False)
@@ -123,7 +125,7 @@ def test_lora_saves_the_weight_gradients(family: str) -> None:
 def test_a_group_has_the_pairs_that_its_layout_allows(lengths: Sequence[int]) -> None:
     """The mask of the packed row itself says who looks at whom."""
     prompt_tokens = 5
-    pairs_only = Work(token=0, pair=1, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
+    pairs_only = Work(token=0, pair=1, action=0, patch=0, image_pair=0, window_pair=0, window_side=0, grid=grid_of)
     layout = shared_prefix_layout([prompt_tokens], [[n - 1 for n in lengths]])
     allowed = int(completion_keys(layout)[1].sum())
     # queries that are padding: the mask lets them look, the layout does not return them
@@ -135,13 +137,13 @@ def test_a_group_has_the_pairs_that_its_layout_allows(lengths: Sequence[int]) ->
 
 
 def test_a_group_has_each_token_once_and_a_head_for_every_action() -> None:
-    work = Work(token=1, pair=0, action=100, patch=0, image_pair=0, window_pair=0, window_side=0)
+    work = Work(token=1, pair=0, action=100, patch=0, image_pair=0, window_pair=0, window_side=0, grid=grid_of)
     # a prompt of 5, completions of 4 and 1: 5 + 3 + 0 tokens of the row, 4 + 1 actions
     assert work.prompt(5, []) + work.completion(4, 5) + work.completion(1, 5) == 8 + 500
 
 
 def test_features_that_are_there_cost_nothing() -> None:
     parts = tiny("qwen3_vl")
-    work, images = work_of(parts.network.config), pictures(parts).images
+    work, images = family_of(parts.network.config, "").work, pictures(parts).images
     cached = training_passes(lora=False, trains_vision=False, features_cached=True)
     assert work.prompt(30, images, cached) == work.prompt(30, [], cached)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.errors import TrainError
+from fovea.models.families.qwen_vl import grid_of
 from fovea.models.flops import Passes, Work
 from fovea.train.microbatching import Cost, Part, balanced, cut_by_cost, cut_by_count
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
@@ -18,9 +19,9 @@ from tests.records import all_actions
 
 TRAINED = Passes(linear=3, attention=3, vision=3)
 CACHED = Passes(linear=3, attention=3, vision=0)
-PLAIN = Work(token=2, pair=0, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
+PLAIN = Work(token=2, pair=0, action=0, patch=0, image_pair=0, window_pair=0, window_side=0, grid=grid_of)
 """Tokens are all there is."""
-FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0)
+FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0, grid=grid_of)
 
 
 def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | None = None) -> SampleGroup:

@@ -1,48 +1,65 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the same prompts and positions, different networks.
+"""The part that Qwen2-VL, Qwen2.5-VL and Qwen3-VL share: prompts, positions, image tensors, the fast path.
 
-Axes: `L` token ids, `N` patches of an image, `C` values of a patch, 3 = time, height, width.
+Axes: `L` token ids, `N` patches of an image, `C` values of a patch, `V` visual tokens, 3 = time, height, width.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from fovea.models.families.base import FastPath
+from fovea.models.families.layer import LayerModules
+from fovea.models.flops import VisionWork, Work, text_work
+from fovea.models.vision.features import ImageFeatures
 from fovea.types import PromptImage
 
 IMAGE_PAD = "<|image_pad|>"
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 """Tensors of an image: float32 [N, C], and int64 [3] patches in time, height and width."""
+VISION, LANGUAGE = "model.visual", "model.language_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QwenVL:
+class QwenVL(ABC):
     """A Qwen-VL; `models.families.base.ModelFamily` documents the methods."""
 
-    model_type: str
+    config: Any
+    """Of transformers."""
     image_token_id: int
     merge_size: int
     """Patches along each side of one visual token."""
+    model_type: ClassVar[str]
+    video_processor: ClassVar[str]
+    fast_path: ClassVar[FastPath]
+    image_token: ClassVar[str] = IMAGE_PAD
+    vision_paths: ClassVar[tuple[str, ...]] = (VISION,)
+    language_path: ClassVar[str] = LANGUAGE
 
-    @staticmethod
-    def of(config: Any) -> QwenVL:
+    @classmethod
+    def of(cls, config: Any) -> QwenVL:
         """From the config of transformers."""
-        return QwenVL(
-            model_type=config.model_type,
-            image_token_id=config.image_token_id,
-            merge_size=config.vision_config.spatial_merge_size,
-        )
+        merge_size = config.vision_config.spatial_merge_size
+        return cls(config=config, image_token_id=config.image_token_id, merge_size=merge_size)
 
     @property
-    def image_token(self) -> str:
-        return IMAGE_PAD
+    def work(self) -> Work:
+        return text_work(self.config.text_config, self.vision_work(self.config.vision_config), grid_of)
+
+    @abstractmethod
+    def vision_work(self, vision: Any) -> VisionWork:
+        """Operations of the vision tower."""
 
     def load_image_processor(self, path: str, revision: str) -> Qwen2VLImageProcessorPil:
         processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(path, revision=revision)
@@ -61,7 +78,7 @@ class QwenVL:
             num_tokens=int(grid.prod()) // self.merge_size**2,
         )
 
-    def image_ids(self, image: PromptImage) -> NDArray[np.int64]:
+    def image_ids(self, image: PromptImage, _tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
         return np.full(image.num_tokens, self.image_token_id)
 
     def positions(
@@ -84,12 +101,76 @@ class QwenVL:
             positions_3L[:, token:first] = np.arange(start, start + first - token)
             start += first - token
             token, pad = first + image.num_tokens, pad + image.num_tokens
-            time, height, width = image.tensors[GRID].tolist()
+            time, height, width = grid_of(image)
             offsets_3V = _grid_offsets(time, height // self.merge_size, width // self.merge_size)
             np.add(offsets_3V, start, out=positions_3L[:, first:token])
             start += max(height, width) // self.merge_size
         positions_3L[:, token:] = np.arange(start, start + length - token)
         return positions_3L, start + length - token
+
+    def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        if not images:
+            return {}
+        return {
+            **image_tensors(images, token_ids.device),
+            "mm_token_type_ids": (token_ids == self.image_token_id).int(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenFastPath:
+    """A Qwen-VL by its parts; `models.families.base.FastPath` documents the methods."""
+
+    normed_heads: bool
+    """Queries and keys are normalised per head."""
+    deepstack: bool
+    """The vision tower also returns features for the first decoder layers."""
+
+    def layer(self, module: Any) -> LayerModules:
+        attention, mlp = module.self_attn, module.mlp
+        return LayerModules(
+            input_norm=module.input_layernorm,
+            query=attention.q_proj,
+            key=attention.k_proj,
+            value=attention.v_proj,
+            query_norm=attention.q_norm if self.normed_heads else None,
+            key_norm=attention.k_norm if self.normed_heads else None,
+            output=attention.o_proj,
+            post_norm=module.post_attention_layernorm,
+            gate=mlp.gate_proj,
+            up=mlp.up_proj,
+            down=mlp.down_proj,
+        )
+
+    def encode(self, tower: Any, images: Sequence[PromptImage]) -> list[ImageFeatures]:
+        reference = next(tower.parameters())
+        tensors = image_tensors(images, reference.device)
+        out = tower(tensors[PIXELS].to(reference.dtype), grid_thw=tensors[GRID], return_dict=True)
+        sizes = [image.num_tokens for image in images]
+        layers = [x.split(sizes) for x in (out.pooler_output, *(out.deepstack_features if self.deepstack else ()))]
+        return [
+            ImageFeatures(embeds_VD=embeds, deepstack_VD=tuple(deepstack))
+            for embeds, *deepstack in zip(*layers, strict=True)
+        ]
+
+    def activation_bytes(self, tower: Any, images: Sequence[PromptImage]) -> int:
+        # per patch and block some 20 times the tower's width; all three towers project to queries, keys and values
+        width = tower.blocks[0].attn.qkv.in_features
+        patches = sum(len(image.tensors[PIXELS]) for image in images)
+        return int(patches * len(tower.blocks) * 20 * width * next(tower.parameters()).element_size())
+
+
+def image_tensors(images: Sequence[PromptImage], device: torch.device) -> dict[str, Tensor]:
+    """Pixels [N, C] and grids [images, 3] of several images, as transformers takes them."""
+    pixels = torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images]))
+    grids = torch.from_numpy(np.stack([image.tensors[GRID] for image in images]))
+    return {PIXELS: pixels.to(device), GRID: grids.to(device)}
+
+
+def grid_of(image: PromptImage) -> tuple[int, int, int]:
+    """Patches in time, height and width."""
+    time, height, width = image.tensors[GRID].tolist()
+    return time, height, width
 
 
 @lru_cache(maxsize=256)  # most data sets have few image sizes; at 10,000 visual tokens each an entry holds 240 kB

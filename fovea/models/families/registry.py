@@ -1,4 +1,4 @@
-"""Which families there are."""
+"""The model families that Fovea trains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 from fovea.errors import ModelError
 from fovea.models.families.base import ModelFamily
-from fovea.models.families.qwen_vl import QwenVL
+from fovea.models.families.idefics3 import Idefics3
+from fovea.models.families.qwen2_5_vl import Qwen25VL
+from fovea.models.families.qwen2_vl import Qwen2VL
+from fovea.models.families.qwen3_vl import Qwen3VL
 
 FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
-    "qwen2_vl": QwenVL.of,
-    "qwen2_5_vl": QwenVL.of,
-    "qwen3_vl": QwenVL.of,
+    Qwen2VL.model_type: Qwen2VL.of,
+    Qwen25VL.model_type: Qwen25VL.of,
+    Qwen3VL.model_type: Qwen3VL.of,
+    Idefics3.model_type: Idefics3.of,
 }
 """By transformers' `model_type`: the family of a config."""
 

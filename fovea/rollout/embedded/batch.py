@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.errors import EngineError
 from fovea.models.activation_tape import NOT_RECORDED
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.sampler import Bans, RowSettings, draw, needs_of, row_settings, uniforms
+from fovea.types import Completion
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +90,29 @@ Forward = Callable[[Step], Tensor]
 """Logits [B, W] in float32."""
 
 State = TypeVar("State", RowState, RowSettings)
+
+
+def completion_id(ended: Ended) -> str:
+    """The request's id and the number among its completions."""
+    return f"{ended.row.request.request.id}/{ended.row.index}"
+
+
+def completion_of(ended: Ended, text: CompletionText, version: int) -> Completion:
+    """The completion of a row; EngineError when its log-probs are not finite."""
+    if not np.isfinite(ended.logprobs_T).all():
+        raise EngineError(
+            "the model's logits are not finite, so that nothing can be drawn from them: the weights have diverged; "
+            "resume from an earlier checkpoint with a lower train.learning_rate"
+        )
+    request = ended.row.request
+    return Completion(
+        id=completion_id(ended),
+        token_ids_T=ended.token_ids_T,
+        logprobs_T=ended.logprobs_T,
+        text=text.decode(ended.token_ids_T.tolist(), request.sampling.stop),
+        finish="stop" if ended.stopped else "length",
+        version=version,
+    )
 
 
 class Batch:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from fovea.models.decoder import decoder_shape
 from fovea.models.processor import Processor
 from fovea.models.trainable import weight_names
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Batch, Ended
+from fovea.rollout.embedded.batch import Batch, Ended, completion_id, completion_of
 from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
@@ -165,9 +164,10 @@ class EmbeddedEngine:
             raise EngineError("new weights while completions are being drawn; await them first")
         named = dict(weights)
         own = dict(self._vlm.network.named_parameters())
+        vision = tuple(f"{path}." for path in self._vlm.family.vision_paths)
         with torch.no_grad():
             for name, tensor in weights.items():
-                if ".visual." in name and own[name].data_ptr() != tensor.data_ptr():
+                if name.startswith(vision) and own[name].data_ptr() != tensor.data_ptr():
                     named[name] = own[name].copy_(tensor)
         self._weights = text_weights(named, self._shape, self._tape)
         self._named = named
@@ -282,24 +282,12 @@ class EmbeddedEngine:
             return
         request = ended.row.request
         kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
-        self._kept.put(_completion_id(ended), kept, kept.num_tokens)
+        self._kept.put(completion_id(ended), kept, kept.num_tokens)
 
     def _completion(self, ended: Ended) -> Completion:
-        if not np.isfinite(ended.logprobs_T).all():
-            raise EngineError(
-                "the model's logits are not finite, so that nothing can be drawn from them: the weights have diverged; "
-                "resume from an earlier checkpoint with a lower train.learning_rate"
-            )
-        completion_id = _completion_id(ended)
-        self._recorder.finished(completion_id, ended)
-        return Completion(
-            id=completion_id,
-            token_ids_T=ended.token_ids_T,
-            logprobs_T=ended.logprobs_T,
-            text=self._text.decode(ended.token_ids_T.tolist(), ended.row.request.sampling.stop),
-            finish="stop" if ended.stopped else "length",
-            version=self._version,
-        )
+        completion = completion_of(ended, self._text, self._version)
+        self._recorder.finished(completion.id, ended)
+        return completion
 
     def _loaded_weights(self) -> TextWeights:
         if self._weights is None:
@@ -331,7 +319,3 @@ class EmbeddedEngine:
     def _free_decode_copies(self) -> None:
         """Free the oneDNN and 8-bit copies of the weights: the update has no use for them and needs the memory."""
         self._packed_stepper = self._int8_stepper = None
-
-
-def _completion_id(ended: Ended) -> str:
-    return f"{ended.row.request.request.id}/{ended.row.index}"

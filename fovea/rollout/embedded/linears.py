@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fovea.models.activation_tape import LinearGroup, Tape, TapeColumn
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
+from fovea.models.families.qwen_vl import LANGUAGE
 from fovea.models.kernels import rms_norm
 
 ONEDNN: Any = torch.ops.mkldnn
@@ -24,7 +25,7 @@ EXPECTED_ROWS = 32
 
 STEPS = 127
 
-TEXT = "model.language_model."
+TEXT = f"{LANGUAGE}."
 HEAD = "lm_head.weight"
 NO_COLUMNS = (None,) * len(LinearGroup)
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fovea.algorithms.value_loss import value_loss
 from fovea.config.run import Algorithm
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.value_head import ValueHead
-from fovea.models.vlm import VLM
 from fovea.train.packing import MicroBatch
 from fovea.train.torch.optimizer import Optimizer
 
@@ -24,7 +24,7 @@ class Critic:
     warmup_steps: int
     """First updates of the run in which the policy waits for the values to mean something."""
 
-    def snapshot_reference(self, policy: VLM) -> None:
+    def snapshot_reference(self, policy: PolicyNetwork) -> None:
         """A model of its own begins as a copy of the policy, as a warm-up has left that."""
         if self.model is not None:
             # the policy's linear layers and norms; the head for values is not among them
@@ -52,9 +52,9 @@ def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tu
 
 
 class ValueModel(nn.Module):
-    """The trunk of a VLM, and a head for values in place of the one for tokens."""
+    """The trunk of a PolicyNetwork, and a head for values in place of the one for tokens."""
 
-    def __init__(self, trunk: VLM) -> None:
+    def __init__(self, trunk: PolicyNetwork) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = ValueHead(trunk.text_config.hidden_size, detach_trunk=False)

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.config.run import Train
-from fovea.models.flops import training_passes, work_of
-from fovea.models.modules import config_of, vision_tower
+from fovea.models.flops import training_passes
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import lora_layers
-from fovea.models.vlm import VLM
 from fovea.train.microbatching import Cost, cut_by_cost, cut_by_count
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.types import Batch, SampleGroup
@@ -27,7 +26,7 @@ from fovea.types import Batch, SampleGroup
 class Scorer:
     """The forward pass of training."""
 
-    def __init__(self, vlm: VLM, train: Train, temperature: float) -> None:
+    def __init__(self, vlm: PolicyNetwork, train: Train, temperature: float) -> None:
         self.vlm = vlm
         self.cost = _cost_of(vlm)
         self._train = train
@@ -56,11 +55,10 @@ class Scorer:
         return in_batch_order((micro, self(micro.row).logprobs_A) for micro in self.micro_batches(batch.groups))
 
 
-def _cost_of(vlm: VLM) -> Cost:
+def _cost_of(vlm: PolicyNetwork) -> Cost:
     """A training pass of this model. The features of a frozen vision tower are taken to be cached."""
-    trains_vision = any(parameter.requires_grad for parameter in vision_tower(vlm.network).parameters())
-    passes = training_passes(lora=bool(lora_layers(vlm)), trains_vision=trains_vision, features_cached=True)
-    return Cost(work=work_of(config_of(vlm.network)), passes=passes)
+    passes = training_passes(lora=bool(lora_layers(vlm)), trains_vision=vlm.trains_vision, features_cached=True)
+    return Cost(work=vlm.family.work, passes=passes)
 
 
 def in_batch_order(scored: Iterable[tuple[MicroBatch, Tensor]]) -> list[NDArray[np.float32]]:

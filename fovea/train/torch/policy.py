@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fovea.config.run import Algorithm, Train, Warmup
 from fovea.errors import TrainError
 from fovea.models.activation_tape import Tape
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
@@ -28,7 +29,6 @@ from fovea.models.trainable import (
     merged_weights,
     policy_parameters,
 )
-from fovea.models.vlm import VLM
 from fovea.samples import has_old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.packing import MicroBatch
@@ -51,13 +51,13 @@ class TorchPolicy:
 
     def __init__(  # noqa: PLR0913 (the models and the settings of a whole policy)
         self,
-        vlm: VLM,
+        vlm: PolicyNetwork,
         *,
         train: Train,
         algorithm: Algorithm,
         temperature: float,
         max_steps: int,
-        reference: VLM | None = None,
+        reference: PolicyNetwork | None = None,
         critic: Critic | None = None,
         tape: Tape | None = None,
         warmup: Warmup | None = None,
@@ -87,7 +87,7 @@ class TorchPolicy:
         """What a rollout computed may be used again: nothing has changed since `weights` were handed out."""
 
     @property
-    def vlm(self) -> VLM:
+    def vlm(self) -> PolicyNetwork:
         """The network under training, for an engine in the same process to draw with."""
         return self._vlm
 

@@ -9,8 +9,8 @@ import torch
 
 from fovea.config.run import Warmup
 from fovea.errors import TrainError
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
-from fovea.models.vlm import VLM
 from fovea.train.base import Pair
 from fovea.train.packing import pack_row
 from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
@@ -23,7 +23,7 @@ WEIGHT_DECAY = 0.01
 class SupervisedTrainer:
     """Next-token cross-entropy on the answers, mean over their tokens."""
 
-    def __init__(self, vlm: VLM, settings: Warmup) -> None:
+    def __init__(self, vlm: PolicyNetwork, settings: Warmup) -> None:
         self._vlm = vlm
         self._settings = settings
         parameters = trainable_parameters(vlm)

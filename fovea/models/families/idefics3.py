@@ -1,0 +1,119 @@
+"""Idefics 3 (Laurençon et al., arXiv 2408.12637): a SigLIP tower, a pixel shuffle, a Llama. No fast path yet.
+
+Axes: `L` token ids, `S` square tiles of an image (one without splitting), 3 colours, `P` pixels along a tile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from fovea.errors import ConfigError
+from fovea.models.families.base import FastPath
+from fovea.models.flops import VisionWork, Work, text_work
+from fovea.types import PromptImage
+
+PIXELS, MASK = "pixel_values", "pixel_attention_mask"
+"""Tensors of an image: float32 [S, 3, P, P] and int64 [S, P, P]; what transformers' forward takes."""
+SPLIT = "rows_and_columns"
+"""int64 [2]: into how many tiles the image is split; zeros where the one tile is the whole image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idefics3:
+    """Idefics 3; `models.families.base.ModelFamily` documents the methods."""
+
+    config: Any
+    """Of transformers."""
+    model_type: ClassVar[str] = "idefics3"
+    vision_paths: ClassVar[tuple[str, ...]] = ("model.vision_model", "model.connector")
+    language_path: ClassVar[str] = "model.text_model"
+    image_token: ClassVar[str] = "<image>"
+    video_processor: ClassVar[None] = None
+    fast_path: ClassVar[FastPath | None] = None
+
+    @classmethod
+    def of(cls, config: Any) -> Idefics3:
+        """From the config of transformers."""
+        return cls(config=config)
+
+    @property
+    def image_token_id(self) -> int:
+        return int(self.config.image_token_id)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Visual tokens of a tile, after the pixel shuffle."""
+        vision = self.config.vision_config
+        return int((vision.image_size // vision.patch_size // self.config.scale_factor) ** 2)
+
+    @property
+    def work(self) -> Work:
+        vision, text = self.config.vision_config, self.config.text_config
+        width, shuffled = vision.hidden_size, vision.hidden_size * self.config.scale_factor**2
+        block = 4 * width**2 + 2 * width * vision.intermediate_size
+        embedding = vision.num_channels * vision.patch_size**2 * width
+        connector = shuffled * text.hidden_size / self.config.scale_factor**2
+        patch = 2.0 * (embedding + vision.num_hidden_layers * block + connector)
+        return text_work(
+            text, VisionWork(patch=patch, image_pair=4.0 * width * vision.num_hidden_layers), self._patches_of
+        )
+
+    def load_image_processor(self, path: str, revision: str) -> Idefics3ImageProcessorPil:
+        processor: Idefics3ImageProcessorPil = Idefics3ImageProcessorPil.from_pretrained(path, revision=revision)
+        return processor
+
+    def image_options(self, _image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        if min_pixels or max_pixels:
+            raise ConfigError(
+                "model.min_pixels, model.max_pixels: Idefics 3 makes tiles of one size of every image; leave them out"
+            )
+        return {"return_row_col_info": True}
+
+    def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
+        pixels = np.ascontiguousarray(processed[PIXELS][0], dtype=np.float32)
+        split = np.array([processed["rows"][0][0], processed["cols"][0][0]])
+        key = hashlib.blake2b(pixels.tobytes(), digest_size=16, person=f"{split[0]}x{split[1]}".encode())
+        tensors = {PIXELS: pixels, MASK: np.asarray(processed[MASK][0]), SPLIT: split}
+        return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=len(pixels) * self.tile_tokens)
+
+    def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
+        # it begins and ends with special tokens, so that it is tokenised in a prompt as it is alone
+        rows, columns = image.tensors[SPLIT].tolist()
+        tile = self.image_token * self.tile_tokens
+        around = "<fake_token_around_image>"
+        tiles = [
+            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        text = "".join(tiles) + ("\n" if tiles else "") + f"{around}<global-img>{tile}{around}"
+        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+    def positions(
+        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
+    ) -> tuple[NDArray[np.int64], int]:
+        """One axis, by one for every token."""
+        end = start + len(token_ids_L)
+        return np.arange(start, end)[None], end
+
+    def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        if not images:
+            return {}
+        # transformers takes [rows, tiles of a row, ...] and drops empty tiles; all tiles in one row come to the same
+        return {
+            name: torch.from_numpy(np.concatenate([image.tensors[name] for image in images]))[None].to(token_ids.device)
+            for name in (PIXELS, MASK)
+        }
+
+    def _patches_of(self, image: PromptImage) -> tuple[int, int, int]:
+        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        return len(image.tensors[PIXELS]), side, side

@@ -1,0 +1,27 @@
+"""Qwen3-VL (arXiv 2511.21631)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fovea.models.families.base import FastPath
+from fovea.models.families.qwen_vl import QwenFastPath, QwenVL
+from fovea.models.flops import VisionWork, vision_work
+
+
+class Qwen3VL(QwenVL):
+    """Its decoder normalises queries and keys per head and takes features of inner vision blocks (deepstack)."""
+
+    __slots__ = ()
+    model_type: ClassVar[str] = "qwen3_vl"
+    video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
+    fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=True, deepstack=True)
+
+    def vision_work(self, vision: Any) -> VisionWork:
+        return vision_work(
+            vision,
+            width=vision.hidden_size,
+            mlp_weights=2 * vision.hidden_size * vision.intermediate_size,
+            out_width=vision.out_hidden_size,
+            mergers=1 + len(vision.deepstack_visual_indexes),
+        )

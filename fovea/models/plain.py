@@ -1,0 +1,98 @@
+"""The plain path: transformers' own forward on padded rows, one for every completion; the twin of the packed pass.
+
+It needs nothing of a model family but the names of its inputs, and is the first home of a family without a fast path.
+
+Axes: `R` completions of a packed row, `L` tokens of the longest `prompt + completion`, `T` tokens of an answer, `A`
+actions, `E` width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fovea.models.families.base import ModelFamily
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.types import PromptImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRow:
+    """One completion with its own copy of the prompt."""
+
+    token_ids_L: Tensor
+    """Without the last token, which is only predicted."""
+    images: tuple[PromptImage, ...]
+    hidden_index_A: list[int]
+    """The tokens whose hidden states predict its actions."""
+
+
+class PlainVLM(PolicyNetwork):
+    """A network of any family, run by transformers' forward."""
+
+    def action_states(self, row: PackedRow) -> Tensor:
+        rows = list(plain_rows(row, self.family))
+        hidden_RLE = plain_states(self.network, self.family, rows)
+        return torch.cat([hidden_LE[each.hidden_index_A] for hidden_LE, each in zip(hidden_RLE, rows, strict=True)])
+
+
+def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) -> Tensor:
+    """Last hidden states [R, L, E] of rows padded on the right; positions and masks are left to transformers."""
+    ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
+    mask_RL = pad_sequence([torch.ones_like(row.token_ids_L) for row in rows], batch_first=True)
+    inputs = family.forward_inputs(ids_RL, [image for row in rows for image in row.images])
+    out = network.base_model(input_ids=ids_RL, attention_mask=mask_RL, use_cache=False, **inputs)
+    hidden_RLE: Tensor = out.last_hidden_state
+    return hidden_RLE
+
+
+def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
+    """Unpack: each completion behind a copy of its prompt, in the order of the row's actions."""
+    start, images, actions = 0, iter(row.images), deque(row.hidden_index_A.tolist())
+    for prompt_tokens, completions in row.layout.lengths:
+        prompt_L = row.token_ids_N[start : start + prompt_tokens]
+        of_prompt = _images_of(prompt_L, images, family)
+        start += prompt_tokens
+        last_of_prompt = start - 1
+        for tokens in completions:
+            own_L = row.token_ids_N[start : start + tokens]
+            # the first token after a prompt is an action always: the policy answers before an environment replies
+            assert actions.popleft() == last_of_prompt, "a completion whose first token is no action"
+            hidden = [prompt_tokens - 1]
+            while actions and start <= actions[0] < start + tokens:
+                hidden.append(actions.popleft() - start + prompt_tokens)
+            yield PlainRow(
+                token_ids_L=torch.cat([prompt_L, own_L]),
+                images=(*of_prompt, *_images_of(own_L, images, family)),
+                hidden_index_A=hidden,
+            )
+            start += tokens
+
+
+def _images_of(ids_L: Tensor, images: Iterator[PromptImage], family: ModelFamily) -> tuple[PromptImage, ...]:
+    """As many of the next images as have their visual tokens here."""
+    missing, found = int((ids_L == family.image_token_id).sum()), list[PromptImage]()
+    while missing:
+        found.append(next(images))
+        missing -= found[-1].num_tokens
+    return tuple(found)
+
+
+def plain_logprobs(
+    network: Any, family: ModelFamily, prompt_ids_L: Tensor, images: tuple[PromptImage, ...], answer_ids_T: Tensor
+) -> Tensor:
+    """Log-probs [T] of an answer by the network's own logits."""
+    ids_L = torch.cat([prompt_ids_L, answer_ids_T])[None]
+    inputs = family.forward_inputs(ids_L, images)
+    logits = network(input_ids=ids_L, attention_mask=torch.ones_like(ids_L), use_cache=False, **inputs).logits[0]
+    logprobs = F.log_softmax(logits[len(prompt_ids_L) - 1 : -1].float(), dim=-1)
+    found: Tensor = logprobs.gather(1, answer_ids_T[:, None])[:, 0]
+    return found

@@ -1,0 +1,76 @@
+"""A network that the trainer can train: packed rows in, log-probs of actions out, whatever way its forward pass goes.
+
+Axes: `A` actions of a row, `E` width of the language model.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fovea.models.families.registry import family_of
+from fovea.models.modules import config_of, language_model, vision_modules
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.token_logprobs import TokenScores, token_scores
+from fovea.models.value_head import ValueHead
+
+
+class PolicyNetwork(nn.Module):
+    """A network of transformers and a value head, if there is one; `forward` is the one entry for training.
+
+    Two kinds differ in `action_states` alone: `models.vlm` packs prompts with their completions, `models.plain` runs
+    transformers' own forward.
+    """
+
+    def __init__(self, network: PreTrainedModel, value_head: ValueHead | None = None) -> None:
+        super().__init__()
+        self.value_head = value_head
+        self.network = network
+        self.family = family_of(config_of(network), str(network.name_or_path))
+
+    def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
+        """Log-probs and entropies [A] at `temperature`, and values where there is a head for them.
+
+        Logits exist for `chunk_tokens` actions at a time.
+        """
+        hidden_AE = self.action_states(row)
+        head: Any = self.network.get_output_embeddings()
+        scores = token_scores(
+            hidden_AE, head.weight, row.target_ids_A, temperature=temperature, chunk_tokens=chunk_tokens
+        )
+        return scores if self.value_head is None else replace(scores, values_A=self.value_head(hidden_AE))
+
+    @abstractmethod
+    def action_states(self, row: PackedRow) -> Tensor:
+        """Last hidden states [A, E], after the final norm: those that predict the actions."""
+
+    @property
+    def text_config(self) -> Any:
+        """transformers' config of the language model."""
+        return config_of(language_model(self.network))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype: torch.dtype = self._embedding.weight.dtype
+        return dtype
+
+    @property
+    def logits_bytes_per_token(self) -> int:
+        """In float32."""
+        vocabulary: int = self._embedding.num_embeddings
+        return 4 * vocabulary
+
+    @property
+    def trains_vision(self) -> bool:
+        modules = vision_modules(self.network)
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
+    @property
+    def _embedding(self) -> Any:
+        return self.network.get_input_embeddings()

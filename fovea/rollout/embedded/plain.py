@@ -1,0 +1,125 @@
+"""The plain engine: transformers' own forward and KV cache, one request at a time; the twin of the embedded engine.
+
+It draws from the same random numbers, so that it gives the same completions to rounding.
+
+Axes: `B` completions of a request, `L` tokens of its prompt, `X` axes of a position, `W` vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fovea.errors import EngineError
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.processor import Processor
+from fovea.models.trainable import weight_names
+from fovea.rollout.embedded.batch import Batch, Step, completion_of
+from fovea.rollout.embedded.cache import QueuedRequest
+from fovea.rollout.embedded.detokenizer import CompletionText
+from fovea.rollout.embedded.sampler import bans_of
+from fovea.types import Completion, Request
+
+
+class PlainEngine:
+    """Draws completions with the network of a policy in this process, whatever its family."""
+
+    def __init__(self, vlm: PolicyNetwork, processor: Processor, *, max_batch_tokens: int) -> None:
+        self._network: Any = vlm.network
+        self._family = vlm.family
+        self._max_batch_tokens = max_batch_tokens
+        self._text = CompletionText(processor.tokenizer, processor.stop_ids)
+        self._device = next(vlm.parameters()).device
+        self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
+        self._bans = bans_of(processor.banned_ids, vlm.text_config.vocab_size, self._device)
+        self._version: int | None = None
+        self._asleep = False
+        self._going = asyncio.Event()
+        """Cleared while the engine is paused."""
+        self._going.set()
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        if self._version is None:
+            raise EngineError("the engine has no weights; call load_weights first")
+        if self._asleep:
+            raise EngineError("a request to an engine that is asleep; call wake first")
+        needed = request.n * (request.prompt.num_tokens + request.sampling.max_new_tokens)
+        if needed > self._max_batch_tokens:
+            raise EngineError(
+                f"{request.n} copies of a prompt of {request.prompt.num_tokens} tokens with completions of up to "
+                f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.max_batch_tokens="
+                f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
+            )
+        await self._going.wait()
+        positions_XL, first_position = self._family.positions(request.prompt.token_ids_L, request.prompt.images, 0)
+        done = asyncio.get_running_loop().create_future()
+        return self._draw(
+            QueuedRequest(request=request, done=done, positions_3L=positions_XL, first_position=first_position)
+        )
+
+    @torch.no_grad()
+    def _draw(self, queued: QueuedRequest) -> list[Completion]:
+        """Prefill once, copy the keys for every completion, and decode until the last row has ended."""
+        prompt = queued.prompt
+        ids_1L = torch.from_numpy(prompt.token_ids_L)[None].to(self._device)
+        inputs = self._family.forward_inputs(ids_1L, prompt.images)
+        out = self._network(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=True, **inputs)
+        cache, axes = out.past_key_values, len(queued.positions_3L)
+        cache.batch_repeat_interleave(queued.n)
+
+        def forward(step: Step) -> Tensor:
+            # of one axis [B, 1], with M-RoPE [3, B, 1]
+            positions_XB1 = step.position_B[:, None].expand(axes, -1, -1).squeeze(0)
+            following = self._network(
+                input_ids=step.token_B[:, None], past_key_values=cache, position_ids=positions_XB1, use_cache=True
+            )
+            logits_BW: Tensor = following.logits[:, -1].float()
+            return logits_BW
+
+        batch = Batch(self._device, self._stop_ids, self._bans, self._text)
+        batch.add([queued], out.logits[:, -1].float())
+        while len(ended := batch.look()) < len(batch):
+            batch.step(forward)
+        assert self._version is not None
+        return [completion_of(each, self._text, self._version) for each in batch.take(ended)]
+
+    @property
+    def weight_names(self) -> frozenset[str]:
+        """The Hugging Face names of all weights that it draws with."""
+        return weight_names(self._network)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+        """Copy the weights that are not shared with the policy; returns the tensors that it draws with."""
+        held, own = dict(weights), dict(self._network.named_parameters())
+        for name, tensor in weights.items():
+            # a weight that is absent here is under an adapter, which the network of the policy applies by itself
+            if name in own and own[name].data_ptr() != tensor.data_ptr():
+                held[name] = own[name].copy_(tensor)
+        self._version = version
+        return held
+
+    async def pause(self) -> None:
+        """Take no further request until `resume`; one that runs ends first."""
+        self._going.clear()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._going.set()
+
+    async def sleep(self) -> None:
+        """Refuse requests; between requests there is nothing to free."""
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Take requests again."""
+        self._asleep = False
+
+    async def close(self) -> None:
+        """Nothing runs between calls, and the network belongs to the policy."""
+        self._version = None

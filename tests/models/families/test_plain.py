@@ -1,0 +1,128 @@
+"""The plain path against the fast one, and against transformers, for every Qwen family."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.config.run import Algorithm
+from fovea.models.plain import PlainVLM
+from fovea.models.tiny import TinyParts
+from fovea.models.trainable import merged_weights, recompute_plainly
+from fovea.models.value_head import ValueHead
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.plain import PlainEngine
+from fovea.train.packing import pack_row
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Sampling
+from tests.policies import make_batch, train_settings
+from tests.reference import gradients, largest_relative_difference, reference_logprobs
+from tests.rollout.drawing import generate, make_engine, same, seeded
+from tests.tiny_models import CPU, FAMILIES, mixed_prompts, random_completions, tiny
+
+TOLERANCE = 1e-5
+"""Of log-probs near -6, and relative of gradients: float32 sums in another order."""
+UNEQUAL = ((5, 1, 7), (3, 9), (4,))
+
+
+@pytest.mark.parametrize("padded_tokens", [None, 200])
+def test_logprobs_entropies_values_and_gradients_equal_the_fast_path(family: str, padded_tokens: int | None) -> None:
+    scores, grads = [], []
+    for kind in (VLM, PlainVLM):
+        parts = tiny(family)
+        head = ValueHead(64, detach_trunk=False)
+        torch.nn.init.constant_(head.linear.weight, 0.1)
+        vlm = kind(parts.network, value_head=head)
+        row = pack_row(vlm.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU, padded_tokens)
+        found = vlm(row, temperature=0.8, chunk_tokens=10)
+        assert found.values_A is not None
+        (found.logprobs_A.sum() + found.entropies_A.sum() + found.values_A.sum()).backward()
+        scores.append(found)
+        grads.append(gradients(vlm))
+    for name in ("logprobs_A", "entropies_A", "values_A"):
+        fast, plain = (getattr(each, name) for each in scores)
+        torch.testing.assert_close(plain, fast, atol=TOLERANCE, rtol=1e-5)
+    assert largest_relative_difference(*grads) < TOLERANCE
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_logprobs_equal_transformers_one_row_at_a_time(parts: TinyParts) -> None:
+    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
+    row = pack_row(parts.processor.family, prompts, completions, CPU)
+    with torch.no_grad():
+        found = PlainVLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        expected = [
+            reference_logprobs(parts, prompt, completion)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+    torch.testing.assert_close(found, torch.cat(expected), atol=TOLERANCE, rtol=0)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    parts = tiny("qwen3_vl")
+    vlm = PlainVLM(parts.network).train()
+    row = pack_row(vlm.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU)
+    results = []
+    for recompute in (False, True):
+        if recompute:
+            recompute_plainly(parts.network)
+        vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
+        results.append(gradients(vlm))
+    assert largest_relative_difference(*results) < TOLERANCE
+
+
+def plain_engine(parts: TinyParts, max_batch_tokens: int = 10_000) -> PlainEngine:
+    engine = PlainEngine(PlainVLM(parts.network), parts.processor, max_batch_tokens=max_batch_tokens)
+    engine.load_weights(dict(merged_weights(parts.network)), version=7)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "samplings",
+    [
+        [Sampling(max_new_tokens=20, temperature=0)] * 3,
+        seeded(3, max_new_tokens=12, temperature=0.8),
+        seeded(3, max_new_tokens=40, stop=("e", "a")),
+    ],
+    ids=["greedy", "sampled", "stop strings"],
+)
+def test_the_plain_engine_draws_the_completions_of_the_fast_one(family: str, samplings: list[Sampling]) -> None:
+    """Greedy, sampled from the same random numbers, and cut at stop strings."""
+    fast, plain = (
+        generate(engine, mixed_prompts(parts), samplings, n=3)
+        for parts, engine in ((each, make(each)) for make in (make_engine, plain_engine) for each in [tiny(family)])
+    )
+    assert all(same(a, b) for a, b in zip(fast, plain, strict=True))
+    assert {completion.version for group in plain for completion in group} == {7}
+
+
+def test_an_engine_of_its_own_takes_the_policys_weights() -> None:
+    policy, other = tiny("qwen3_vl", seed=0), tiny("qwen3_vl", seed=1)
+    greedy = [Sampling(max_new_tokens=8, temperature=0)] * 3
+    engine = plain_engine(other)
+    engine.load_weights({name: x.clone() for name, x in merged_weights(policy.network)}, version=7)
+    prompts = mixed_prompts(policy)
+    expected = generate(plain_engine(policy), prompts, greedy, n=1)
+    assert all(same(a, b) for a, b in zip(generate(engine, prompts, greedy, n=1), expected, strict=True))
+
+
+def test_an_update_moves_the_weights_as_on_the_fast_path() -> None:
+    moved = []
+    for kind in (VLM, PlainVLM):
+        parts = tiny("qwen2_5_vl")
+        settings = train_settings(plain_update_every_steps=1)
+        policy = TorchPolicy(kind(parts.network), train=settings, algorithm=Algorithm(), temperature=0.9, max_steps=10)
+        metrics = policy.update(make_batch(parts))
+        moved.append((metrics, {name: x.detach().clone() for name, x in parts.network.named_parameters()}))
+    (fast, fast_weights), (plain, plain_weights) = moved
+    assert plain["loss"] == pytest.approx(fast["loss"], rel=1e-4)
+    assert plain["grad_norm"] == pytest.approx(fast["grad_norm"], rel=1e-4)
+    for name, weight in fast_weights.items():
+        # Adam's first step is the sign of the gradient: where that is about 0 the step may be of either sign
+        assert np.isclose(plain_weights[name].numpy(), weight.numpy(), atol=1e-6).mean() > 0.99, name
