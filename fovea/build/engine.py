@@ -40,7 +40,7 @@ def make_engine(
                 "rollout.engine.decode_weights=int8, but the engine runs transformers' own forward (model.fast_path); "
                 "set rollout.engine.decode_weights=exact"
             )
-        return PlainEngine(vlm, processor, max_batch_tokens=config.rollout.max_batch_tokens)
+        return PlainEngine(vlm, processor, max_batch_tokens=settings.max_batch_tokens)
     return EmbeddedEngine(
         vlm,
         processor,

@@ -90,7 +90,7 @@ def _check_plain(config: Config) -> None:
     """ConfigError for a setting of the fast path."""
     settings = config.model
     unread = {
-        "train.liger_kernels": config.train.liger_kernels,
+        "train.backend.liger_kernels": config.train.backend.liger_kernels,
         "model.attention": settings.attention != "auto",
         "model.feature_spill_gib": settings.feature_spill_gib > 0,
     }

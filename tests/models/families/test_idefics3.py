@@ -124,7 +124,7 @@ def run_settings(folder: Path, model: Path, **settings: object) -> Config:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"algorithm.kl_coef": 0.01},
+        {"algorithm.kl": {"coef": 0.01}},
         {"model.lora.rank": 4, "train.gradient_checkpointing": True},
         {"algorithm.name": "ppo", "model.freeze_vision_tower": True},
     ],
@@ -152,7 +152,7 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, ob
     vision_moved = any(
         not torch.equal(base[name], exported[name]) for name in base if "vision_model" in name or "connector" in name
     )
-    assert vision_moved is ("algorithm.kl_coef" in settings), "the tower is frozen with LoRA, and where that is set"
+    assert vision_moved is ("algorithm.kl" in settings), "the tower is frozen with LoRA, and where that is set"
     assert any(not torch.equal(base[name], exported[name]) for name in base if "text_model.layers" in name)
     assert AutoImageProcessor.from_pretrained(tmp_path / "out").max_image_size == {"longest_edge": 48}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
@@ -163,10 +163,13 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, ob
     [
         ({"model.max_pixels": 1000}, r"Idefics 3 makes tiles of one size of every image; leave them out"),
         (
-            {"rollout.decode_weights": "int8", "algorithm.importance_sampling_fix": True},
-            r"transformers' own forward .*; set rollout\.decode_weights=exact",
+            {"rollout.engine.decode_weights": "int8", "algorithm.importance_sampling_fix": True},
+            r"transformers' own forward .*; set rollout\.engine\.decode_weights=exact",
         ),
-        ({"train.liger_kernels": True}, r"train\.liger_kernels is set, but .* own forward .*; leave it out"),
+        (
+            {"train.backend.liger_kernels": True},
+            r"train\.backend\.liger_kernels is set, but .* own forward .*; leave it out",
+        ),
         ({"model.attention": "eager"}, r"model\.attention is set, but .* own forward .*; leave it out"),
     ],
 )
