@@ -56,8 +56,9 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     Of the vision tower alone where linear outputs do not pay, or are not those that the update computes.
     """
     device, settings = next(vlm.parameters()).device, config.rollout.engine
-    off = settings.reuse_gib == 0 or config.train.gradient_checkpointing
-    if not isinstance(vlm, VLM) or off or device.type != "cpu":
+    if not isinstance(vlm, VLM):
+        return None
+    if settings.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
         return None
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
     inexact = settings.decode_weights != "exact"

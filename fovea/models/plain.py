@@ -2,11 +2,13 @@
 
 It needs nothing of a model family but the names of its inputs, and is the first home of a family without a fast path.
 
-Axes: `R` continuations of a packed row, `L` tokens of the longest with its prompt, `A` actions, `E` width.
+Axes: `R` completions of a packed row, `L` tokens of the longest `prompt + completion`, `T` tokens of an answer, `A`
+actions, `E` width.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +26,13 @@ from fovea.types import PromptImage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRow:
-    """One continuation with its own copy of the prompt."""
+    """One completion with its own copy of the prompt."""
 
     token_ids_L: Tensor
     """Without the last token, which is only predicted."""
     images: tuple[PromptImage, ...]
-    first_action: int
-    """The token whose hidden state predicts the first action: the last of the prompt."""
+    hidden_index_A: list[int]
+    """The tokens whose hidden states predict its actions."""
 
 
 class PlainVLM(PolicyNetwork):
@@ -39,9 +41,7 @@ class PlainVLM(PolicyNetwork):
     def action_states(self, row: PackedRow) -> Tensor:
         rows = list(plain_rows(row, self.family))
         hidden_RLE = plain_states(self.network, self.family, rows)
-        spans = zip(hidden_RLE, rows, strict=True)
-        states = [hidden_LE[each.first_action : len(each.token_ids_L)] for hidden_LE, each in spans]
-        return torch.cat(states)[row.is_action_T]
+        return torch.cat([hidden_LE[each.hidden_index_A] for hidden_LE, each in zip(hidden_RLE, rows, strict=True)])
 
 
 def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) -> Tensor:
@@ -55,16 +55,25 @@ def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) ->
 
 
 def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
-    """Unpack: each continuation behind a copy of its prompt, in the order of the row's actions."""
-    start, images = 0, iter(row.images)
+    """Unpack: each completion behind a copy of its prompt, in the order of the row's actions."""
+    start, images, actions = 0, iter(row.images), deque(row.hidden_index_A.tolist())
     for prompt_tokens, completions in row.layout.lengths:
         prompt_L = row.token_ids_N[start : start + prompt_tokens]
-        own = _images_of(prompt_L, images, family) if completions else ()
+        of_prompt = _images_of(prompt_L, images, family)
         start += prompt_tokens
+        last_of_prompt = start - 1
         for tokens in completions:
-            ids_L = torch.cat([prompt_L, row.token_ids_N[start : start + tokens]])
-            later = _images_of(ids_L[prompt_tokens:], images, family)
-            yield PlainRow(token_ids_L=ids_L, images=own + later, first_action=prompt_tokens - 1)
+            own_L = row.token_ids_N[start : start + tokens]
+            # the first token after a prompt is an action always: the policy answers before an environment replies
+            assert actions.popleft() == last_of_prompt, "a completion whose first token is no action"
+            hidden = [prompt_tokens - 1]
+            while actions and start <= actions[0] < start + tokens:
+                hidden.append(actions.popleft() - start + prompt_tokens)
+            yield PlainRow(
+                token_ids_L=torch.cat([prompt_L, own_L]),
+                images=(*of_prompt, *_images_of(own_L, images, family)),
+                hidden_index_A=hidden,
+            )
             start += tokens
 
 

@@ -154,7 +154,6 @@ def pack_conversations(
         layout=layout.to(device),
         images=tuple(images),
         hidden_index_A=_tensor(np.concatenate(hidden_index), device),
-        is_action_T=_tensor(np.concatenate([answer.mask_T for answers in continuations for answer in answers]), device),
         target_ids_A=_tensor(
             np.concatenate([answer.token_ids_T[answer.mask_T] for answers in continuations for answer in answers]),
             device,

@@ -32,8 +32,6 @@ class PackedRow:
     """Token of the row whose hidden state predicts the action."""
     target_ids_A: Tensor
     """The action."""
-    is_action_T: Tensor
-    """For every token of the continuations, last ones included: whether it is an action, which the policy said."""
     features: tuple[ImageFeatures, ...] | None = None
     """Of the images, where they are known; else the vision tower is asked."""
     recall: Recall | None = None
