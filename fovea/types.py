@@ -275,6 +275,11 @@ class SampleGroup:
     task_id: str = ""
     """Of the row that they answer, for messages."""
 
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """Those of the prompt, then those that came later in each sample."""
+        return (*self.prompt.images, *(image for sample in self.samples for image in sample.images))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:

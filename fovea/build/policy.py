@@ -18,40 +18,52 @@ from fovea.run.warmup import Warmup
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.ranks import ALONE, Ranks
+from fovea.train.torch.sharding import shard
 
 CRITIC_RATE_OVER_POLICY = 20
 """Ratio of AdamW's rates where algorithm.advantage.critic.learning_rate is unset: 1e-5 beside 5e-7, at any scale
 (decision 009)."""
 
 
-def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None) -> TorchPolicy:
+def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
     """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
 
     With LoRA, switching the adapters off gives the reference, unless a warm-up has trained them by the time that RL
-    begins.
+    begins. On several `ranks` every process calls this with the same model, which is sharded in place.
     """
     adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
     needs_copy = config.algorithm.kl is not None and not adapters_off_is_the_start
     critic = config.algorithm.critic
+    reference = copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None
+    value_model = make_value_model(vlm) if critic is not None and critic.trunk == "separate" else None
+    # copies first: an optimizer takes hold of shards
+    for model in (vlm, reference, value_model):
+        if model is not None:
+            shard(model, ranks)
     return TorchPolicy(
         vlm,
         train=config.train,
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         max_steps=config.max_steps,
-        reference=copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None,
-        critic=None if critic is None else make_critic(config, critic, vlm),
+        reference=reference,
+        critic=None if critic is None else make_critic(config, critic, vlm, value_model),
         tape=tape,
         warmup=config.warmup,
+        ranks=ranks,
     )
 
 
-def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork) -> Critic:
+def make_value_model(vlm: PolicyNetwork) -> ValueModel:
+    """A copy of the policy's model with a head for values."""
+    model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
+    freeze_lm_head(model.trunk.network)
+    return model
+
+
+def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork, model: ValueModel | None) -> Critic:
     """The value function: the head that `make_vlm` has put on the policy, or a model of its own."""
-    model = None
-    if settings.trunk == "separate":
-        model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
-        freeze_lm_head(model.trunk.network)
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
     rate = settings.learning_rate or CRITIC_RATE_OVER_POLICY * config.train.learning_rate
     return Critic(

@@ -14,6 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fovea.config.run import Lora, Model
@@ -86,8 +87,12 @@ def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:
 def adapters_off(network: nn.Module) -> Iterator[None]:
     """The model as it was before LoRA: the reference policy."""
     layers = list(lora_layers(network).values())
+    trained = list(trainable_parameters(network).values())
     for layer in layers:
         layer.enable_adapters(False)
+    for parameter in trained:
+        # peft freezes what it switches off, and FSDP2 keeps what it finds frozen or not in its first pass
+        parameter.requires_grad_(True)
     try:
         yield
     finally:
@@ -149,7 +154,7 @@ def _part_of(name: str, vision: tuple[str, ...]) -> str:
 
 
 class FrozenGuard:
-    """Notices when something moves that must not, by a hash of the bits of every frozen parameter."""
+    """Notices when something moves that must not, by a hash of the bits of every frozen parameter, or of its shard."""
 
     def __init__(self, network: nn.Module) -> None:
         self._hashes = dict(_frozen_hashes(network))
@@ -167,7 +172,7 @@ class FrozenGuard:
 def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, int]]:
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
-            yield name, bit_hash(parameter)
+            yield name, bit_hash(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
 
 
 def freeze_lm_head(network: PreTrainedModel) -> None:

@@ -22,5 +22,6 @@ class ValueHead(nn.Module):
     def forward(self, hidden_AE: Tensor) -> Tensor:
         """Values [A]."""
         states_AE = hidden_AE.detach() if self._detach_trunk else hidden_AE
-        values_A: Tensor = self.linear(states_AE.float())[:, 0]
-        return values_A
+        values_A1: Tensor = self.linear(states_AE.float())
+        # not a view: sharded modules hang their backward pass on the tensor that they return
+        return values_A1[:, 0].clone()

@@ -1,4 +1,6 @@
-"""Which groups share a row: about the same work for every row, within a budget. No cut changes the gradient.
+"""Which rank trains on which groups, and which of these share a row: about the same work for each, within a budget.
+
+No cut changes the gradient. All of it follows from the groups alone, so that every rank works out the same for all.
 
 The cost of a group is its floating point operations in units of plain text tokens, one token through the linear
 layers of the decoder: 1 for each token, more for the attention to those before it, for the head, and for images that
@@ -59,29 +61,70 @@ class Cost:
         return total
 
 
-def cut_by_cost(groups: Sequence[SampleGroup], cost: Cost, max_tokens: int) -> list[Row]:
-    """Rows of at most `max_tokens` in cost, the dearest as cheap as longest-first makes it.
+def parts_of(groups: Sequence[SampleGroup], max_tokens: int | None = None) -> list[Part]:
+    """The groups in order; one whose tokens do not fit is split into parts, which repeat the prompt and its images."""
+    numbered = _numbered(groups)
+    if max_tokens is None:
+        return numbered
+    return [part for whole in numbered for part in _split(whole, max_tokens)]
 
-    A group is split where its tokens do not fit, and only there: a part repeats the prompt and its images. A group
-    that fits by its tokens and not by its cost has a row to itself.
+
+def deal(parts: Sequence[Part], cost: Cost, num_ranks: int) -> list[list[Part]]:
+    """Deal the parts to ranks longest-processing-time-first, so that each rank has about the same work.
+
+    A share is in the order of the batch, and empty where there are fewer parts than ranks.
     """
-    parts = [part for whole in _numbered(groups) for part in _split(whole, max_tokens)]
+    if num_ranks == 1:
+        return [list(parts)]
+    shares = _longest_first([cost.of(part.group) for part in parts], num_ranks)
+    return [[parts[index] for index in sorted(share)] for share in shares]
+
+
+def cut_by_cost(parts: Sequence[Part], cost: Cost, max_tokens: int) -> list[Row]:
+    """Pack parts into rows under `max_tokens` of cost, balancing the rows longest-processing-time-first.
+
+    A part that fits by its tokens and not by its cost has a row to itself.
+    """
     costs = [cost.of(part.group) for part in parts]
     return [[parts[index] for index in row] for row in balanced(costs, max_tokens)]
 
 
-def cut_by_count(groups: Sequence[SampleGroup], groups_per_row: int, max_tokens: int | None = None) -> list[Row]:
-    """Rows of so many groups each, in their order; TrainError when one is longer than `max_tokens`."""
-    parts = _numbered(groups)
-    rows = [parts[start : start + groups_per_row] for start in range(0, len(parts), groups_per_row)]
-    longest = max((sum(part.num_tokens for part in row) for row in rows), default=0)
-    if max_tokens is not None and longest > max_tokens:
+def cut_by_count(parts: Sequence[Part], groups_per_row: int) -> list[Row]:
+    """Rows of so many groups each, in their order."""
+    return [parts[start : start + groups_per_row] for start in range(0, len(parts), groups_per_row)]
+
+
+def check_padding(rows: Sequence[Row], max_tokens: int) -> None:
+    """TrainError when a row is longer than the length to which all are padded."""
+    longest = max(rows, key=_num_tokens, default=())
+    if _num_tokens(longest) > max_tokens:
         raise TrainError(
             f"train.variable_seq_lengths=false pads every microbatch to train.max_tokens_per_microbatch={max_tokens} "
-            f"tokens, but {groups_per_row} groups hold {longest}; set it to at least {longest}, or lower "
-            "train.groups_per_microbatch"
+            f"tokens, but {len(longest)} groups hold {_num_tokens(longest)}; set it to at least "
+            f"{_num_tokens(longest)}, or lower train.groups_per_microbatch"
         )
-    return list(rows)
+
+
+def _num_tokens(row: Row) -> int:
+    return sum(part.num_tokens for part in row)
+
+
+def in_step(rows_of_ranks: Sequence[Sequence[Row]], filler: Part) -> list[list[Row]]:
+    """Add fillers to the rows of each rank, until all ranks enter the same modules in the same order.
+
+    A sharded module gathers its weights from all ranks whenever it is entered. `filler` is a part without samples, with
+    an image if the vision tower is to be entered: it is a row by itself where a rank has fewer rows than another, and
+    joins each row that has no image of its own.
+    """
+    longest = max(map(len, rows_of_ranks), default=0)
+    filled = [[*rows, *[[filler]] * (longest - len(rows))] for rows in rows_of_ranks]
+    if not filler.group.images:
+        return filled
+    return [[row if _has_image(row) else [*row, filler] for row in rows] for rows in filled]
+
+
+def _has_image(row: Row) -> bool:
+    return any(part.group.images for part in row)
 
 
 def balanced(costs: Sequence[float], budget: float) -> list[list[int]]:

@@ -48,32 +48,37 @@ class MicroBatch:
 
 
 def micro_batches(
-    family: ModelFamily, rows: Sequence[Row], device: torch.device, padded_tokens: int | None = None
+    family: ModelFamily, rows: Sequence[Row], like: Sample, device: torch.device, padded_tokens: int | None = None
 ) -> list[MicroBatch]:
-    """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`."""
-    return [_pack(family, row, device, padded_tokens) for row in rows]
+    """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`.
+
+    `like`: a sample of the batch, for the fields of a row that has none.
+    """
+    return [_pack(family, row, like, device, padded_tokens) for row in rows]
 
 
-def _pack(family: ModelFamily, parts: Row, device: torch.device, padded_tokens: int | None) -> MicroBatch:
+def _pack(family: ModelFamily, parts: Row, like: Sample, device: torch.device, padded: int | None) -> MicroBatch:
     groups = [part.group for part in parts]
     samples = [sample for group in groups for sample in group.samples]
+
+    def joined(field: Field) -> Tensor | None:
+        return _joined(samples, field, like, device)
+
     return MicroBatch(
         row=pack_conversations(
             family,
             [group.prompt for group in groups],
             [[Continuation.of(sample) for sample in group.samples] for group in groups],
             device,
-            padded_tokens,
+            padded,
         ),
-        weights_A=_tensor(np.concatenate([_weights(sample) for sample in samples]), device),
-        rollout_logprobs_A=_tensor(
-            np.concatenate([sample.rollout_logprobs_T[sample.mask_T] for sample in samples]), device
-        ),
-        advantages_A=_joined(samples, lambda sample: sample.advantages_T, device),
-        old_logprobs_A=_joined(samples, lambda sample: sample.old_logprobs_T, device),
-        reference_logprobs_A=_joined(samples, lambda sample: sample.reference_logprobs_T, device),
-        values_A=_joined(samples, lambda sample: sample.values_T, device),
-        returns_A=_joined(samples, lambda sample: sample.returns_T, device),
+        weights_A=_tensor(np.concatenate([_NONE, *map(_weights, samples)]), device),
+        rollout_logprobs_A=_tensor(np.concatenate([_NONE, *(s.rollout_logprobs_T[s.mask_T] for s in samples)]), device),
+        advantages_A=joined(lambda sample: sample.advantages_T),
+        old_logprobs_A=joined(lambda sample: sample.old_logprobs_T),
+        reference_logprobs_A=joined(lambda sample: sample.reference_logprobs_T),
+        values_A=joined(lambda sample: sample.values_T),
+        returns_A=joined(lambda sample: sample.returns_T),
         lengths=tuple(sample.num_actions for sample in samples),
         sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
         groups=tuple(groups),
@@ -122,7 +127,7 @@ def pack_conversations(
     """
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
-    hidden_index: list[NDArray[np.int64]] = []
+    hidden_index: list[NDArray[np.int64]] = [_NO_IDS]
     images: list[PromptImage] = []
     start = 0
     for prompt, answers in zip(prompts, continuations, strict=True):
@@ -155,7 +160,7 @@ def pack_conversations(
         images=tuple(images),
         hidden_index_A=_tensor(np.concatenate(hidden_index), device),
         target_ids_A=_tensor(
-            np.concatenate([answer.token_ids_T[answer.mask_T] for answers in continuations for answer in answers]),
+            np.concatenate([_NO_IDS, *(x.token_ids_T[x.mask_T] for answers in continuations for x in answers)]),
             device,
         ),
     )
@@ -166,6 +171,9 @@ def _pieces(total: int, longest: int) -> list[int]:
     return [longest] * (total // longest) + [total % longest] * (total % longest > 0)
 
 
+_NONE, _NO_IDS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64)
+"""A row may have no actions, and numpy cannot join none."""
+
 Field = Callable[[Sample], "NDArray[np.float32] | None"]
 
 
@@ -173,11 +181,12 @@ def _weights(sample: Sample) -> NDArray[np.float32]:
     return np.full(sample.num_actions, sample.weight, dtype=np.float32)
 
 
-def _joined(samples: Sequence[Sample], field: Field, device: torch.device) -> Tensor | None:
+def _joined(samples: Sequence[Sample], field: Field, like: Sample, device: torch.device) -> Tensor | None:
     """One value per action of the row; None where the samples have none."""
     arrays = [array_T[sample.mask_T] for sample in samples if (array_T := field(sample)) is not None]
-    assert len(arrays) in (0, len(samples)), f"{len(arrays)} of {len(samples)} samples have a per-token field"
-    return _tensor(np.concatenate(arrays), device) if arrays else None
+    given = field(like) is not None
+    assert len(arrays) == given * len(samples), f"{len(arrays)} of {len(samples)} samples have a per-token field"
+    return _tensor(np.concatenate([_NONE, *arrays]), device) if given else None
 
 
 def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from fovea.algorithms.kl import k3
 from fovea.types import Metrics, SampleGroup
@@ -117,20 +118,22 @@ class ActivationMeter:
         if size <= self._largest:
             yield
             return
-        saved: dict[int, int] = {}
+        saved: dict[int, UntypedStorage] = {}
 
         def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage
             return tensor
 
         with saved_tensors_hooks(count, _same):
             yield
         for parameter in self._module.parameters():
-            saved.pop(parameter.untyped_storage().data_ptr(), None)
+            # weights that were gathered from shards for the pass are freed by now, and count nothing
+            if not isinstance(parameter, DTensor):
+                saved.pop(parameter.untyped_storage().data_ptr(), None)
         self._largest = size
         # a longer row may keep less: one whose forward pass was looked up
-        self.num_bytes = max(self.num_bytes, sum(saved.values()))
+        self.num_bytes = max(self.num_bytes, sum(storage.nbytes() for storage in saved.values()))
 
 
 def _same(tensor: Tensor) -> Tensor:

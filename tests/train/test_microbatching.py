@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from fovea.errors import TrainError
 from fovea.models.families.qwen_vl import grid_of
 from fovea.models.flops import Passes, Work
-from fovea.train.microbatching import Cost, Part, balanced, cut_by_cost, cut_by_count
+from fovea.train.microbatching import (
+    Cost,
+    Part,
+    balanced,
+    check_padding,
+    cut_by_cost,
+    cut_by_count,
+    deal,
+    in_step,
+    parts_of,
+)
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 from tests.records import all_actions
 
@@ -115,7 +125,7 @@ def test_every_sample_is_in_one_row_with_its_prompt_and_number(
     sizes: list[tuple[int, list[int]]], max_tokens: int
 ) -> None:
     groups = [group(prompt, *completions) for prompt, completions in sizes]
-    rows = cut_by_cost(groups, Cost(work=FULL, passes=CACHED), max_tokens)
+    rows = cut_by_cost(parts_of(groups, max_tokens), Cost(work=FULL, passes=CACHED), max_tokens)
     found = samples_by_number(rows)
     for number, expected in enumerate(all_samples(groups)):
         assert found[number] is expected
@@ -129,8 +139,9 @@ def test_images_and_attention_fill_a_row_too() -> None:
     cost = Cost(work=FULL, passes=TRAINED)
     groups = [group(4, 2, 2, grid=(1, 2, 2))] * 4
     one = cost.of(groups[0])
-    by_work = cut_by_cost(groups, cost, math.ceil(2 * one))
-    by_tokens = cut_by_cost(groups, Cost(work=PLAIN, passes=TRAINED), math.ceil(2 * one))
+    parts = parts_of(groups)
+    by_work = cut_by_cost(parts, cost, math.ceil(2 * one))
+    by_tokens = cut_by_cost(parts, Cost(work=PLAIN, passes=TRAINED), math.ceil(2 * one))
     assert [len(row) for row in by_work] == [2, 2]
     assert [len(row) for row in by_tokens] == [4]
 
@@ -139,23 +150,48 @@ def test_a_group_that_fits_by_its_tokens_is_never_split() -> None:
     whole = group(10, 5, 5, grid=(1, 8, 8))
     cost = Cost(work=FULL, passes=TRAINED)
     assert cost.of(whole) > 100
-    assert cut_by_cost([whole, whole], cost, 20) == [[part] for part in cut_by_count([whole, whole], 2)[0]]
+    parts = parts_of([whole, whole], 20)
+    assert cut_by_cost(parts, cost, 20) == [[part] for part in parts_of([whole, whole])]
 
 
 def test_a_group_whose_tokens_do_not_fit_is_split_by_samples() -> None:
-    rows = cut_by_cost([group(10, 6, 6, 6)], Cost(work=PLAIN, passes=TRAINED), 20)
+    rows = cut_by_cost(parts_of([group(10, 6, 6, 6)], 20), Cost(work=PLAIN, passes=TRAINED), 20)
     assert [[len(part.group.samples) for part in row] for row in rows] == [[2], [1]]
     assert [[part.num_tokens for part in row] for row in rows] == [[20], [15]]
 
 
 def test_a_fixed_number_of_groups_keeps_their_order() -> None:
     groups = [group(3, 2, 2), group(5, 1), group(4, 3)]
-    rows = cut_by_count(groups, 2)
+    rows = cut_by_count(parts_of(groups), 2)
     assert [[part.first_sample for part in row] for row in rows] == [[0, 2], [3]]
 
 
 def test_a_fixed_number_of_groups_that_is_longer_than_the_padding_says_what_to_change() -> None:
     groups = [group(30, 11), group(20, 11)]
-    cut_by_count(groups, 2, 70)
+    rows = cut_by_count(parts_of(groups), 2)
+    check_padding(rows, 70)
     with pytest.raises(TrainError, match=r"=69 tokens, but 2 groups hold 70; set it to at least 70, or lower train"):
-        cut_by_count(groups, 2, 69)
+        check_padding(rows, 69)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), num_ranks=st.integers(1, 4))
+def test_every_part_is_dealt_once_and_no_rank_has_much_more_than_another(lengths: list[int], num_ranks: int) -> None:
+    parts = parts_of([group(length, 1) for length in lengths])
+    shares = deal(parts, Cost(work=PLAIN, passes=TRAINED), num_ranks)
+    assert sorted(part.first_sample for share in shares for part in share) == list(range(len(lengths)))
+    totals = [sum(part.num_tokens for part in share) for share in shares]
+    assert len(totals) == num_ranks
+    assert max(totals) - min(totals) <= max(lengths), "the last part went to the rank with the least"
+    assert all(share == sorted(share, key=lambda part: part.first_sample) for share in shares)
+
+
+def test_fillers_even_out_rows_and_bring_an_image_where_there_is_none() -> None:
+    text, image, filler = parts_of([group(4, 2), group(4, 2, grid=(1, 2, 2)), group(2, grid=(1, 2, 2))])
+    assert in_step([[[text], [image]], [[image]]], filler) == [[[text, filler], [image]], [[image], [filler]]]
+
+
+def test_fillers_without_an_image_leave_rows_as_they_are() -> None:
+    text, filler = parts_of([group(4, 2), group(1)])
+    assert in_step([[[text]], []], filler) == [[[text]], [[filler]]]
+    assert in_step([[[text]]], filler) == [[[text]]], "a process by itself"

@@ -18,6 +18,8 @@ from fovea.train.packing import MicroBatch
 from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.critic import Critic, ValueModel, value_terms
 from fovea.train.torch.forward import Scorer
+from fovea.train.torch.ranks import Ranks
+from fovea.train.torch.sharding import sync_gradients
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import SampleGroup
 
@@ -33,11 +35,21 @@ class Pass:
     not_finite: list[str] = field(default_factory=list)
     """Tasks with a log-prob or a value of their own that is not finite."""
     in_bad_rows: list[str] = field(default_factory=list)
-    """All tasks of micro-batches whose loss is not finite; these have no gradient."""
+    """All tasks of micro-batches whose loss is not finite."""
 
     def add(self, sums: dict[str, Tensor]) -> None:
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0.0) + float(value)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Replace what this rank has seen by what all have, so that all decide alike how the update goes on."""
+        seen = ranks.gather([self.sums, self.not_finite, self.in_bad_rows])
+        self.sums, self.not_finite, self.in_bad_rows = {}, [], []
+        for sums, not_finite, in_bad_rows in seen:
+            for key, value in sums.items():
+                self.sums[key] = self.sums.get(key, 0.0) + value
+            self.not_finite += not_finite
+            self.in_bad_rows += in_bad_rows
 
     @property
     def bad_tasks(self) -> list[str]:
@@ -62,23 +74,32 @@ class Pass:
 class Backward:
     """For one policy, and the value function that is trained beside it."""
 
-    def __init__(self, scorer: Scorer, algorithm: Algorithm, critic: Critic | None) -> None:
+    def __init__(self, scorer: Scorer, algorithm: Algorithm, critic: Critic | None, ranks: Ranks) -> None:
         self.activations = ActivationMeter(scorer.vlm)
         self._scorer = scorer
         self._algorithm = algorithm
         self._critic = critic
+        self._ranks = ranks
 
     def __call__(self, groups: Sequence[SampleGroup], reuse: Reuse | None, scale: float) -> Pass:
-        """Add the gradients of these groups; `scale`: what the minibatch stands for in the whole batch."""
+        """Add the gradients of these groups; `scale`: what the minibatch stands for in the whole batch.
+
+        Gradients, sums and names are those of all ranks.
+        """
         done = Pass()
-        for micro in self._scorer.micro_batches(groups):
+        micros = self._scorer.micro_batches(groups)
+        for number, micro in enumerate(micros, start=1):
+            is_last = number == len(micros)
+            sync_gradients(self._scorer.vlm, now=is_last)
             self._policy(micro, micro.row if reuse is None else reuse.row(micro), done, scale)
             if self._critic is not None and self._critic.model is not None:
                 # after the policy's backward pass, so that one graph is in memory at a time
+                sync_gradients(self._critic.model, now=is_last)
                 self._value_model(self._critic.model, micro, done, scale)
         if reuse is not None:
             reuse.finish()
             done.sums |= {"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))}
+        done.agree(self._ranks)
         return done
 
     def _policy(self, micro: MicroBatch, row: PackedRow, done: Pass, scale: float) -> None:
@@ -89,19 +110,20 @@ class Backward:
         if scores.values_A is not None:
             value_loss, value_sums = value_terms(scores.values_A, micro, self._algorithm)
             loss, sums = loss + value_loss, sums | value_sums
+        # also where it is not finite: the other ranks enter the same layers in their backward pass, and would wait
+        (scale * loss).backward()
         # an engine's log-prob that is not finite says that it drew what it could not, whether or not the loss reads it
         if not bool(torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()):
             done.mark(micro, scores.logprobs_A, scores.values_A)
             return
-        (scale * loss).backward()
         weighed = {"loss": scale * loss.detach(), "policy_loss": scale * sums["policy_loss"]}
         done.add(sums | weighed | {"actions": torch.tensor(float(row.num_actions))})
 
     def _value_model(self, model: ValueModel, micro: MicroBatch, done: Pass, scale: float) -> None:
         values_A = model(micro.row)
         loss, sums = value_terms(values_A, micro, self._algorithm)
+        (scale * loss).backward()
         if not bool(torch.isfinite(loss)):
             done.mark(micro, values_A)
             return
-        (scale * loss).backward()
         done.add(sums | {"loss": scale * loss.detach()})

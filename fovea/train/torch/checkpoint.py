@@ -1,11 +1,16 @@
-"""What a policy writes into a checkpoint, and how it is read back: safetensors, and torch files read as data only."""
+"""What a policy writes into a checkpoint, and how it is read back: safetensors, and torch files read as data only.
+
+The files are those of one process, however many ranks write or read them: shards are brought together on the first rank
+one after the other, and every rank takes its own shards from what it reads.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,14 +18,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fovea.errors import TrainError, broken_checkpoint
+from fovea.train.torch.ranks import Ranks
+from fovea.train.torch.sharding import copy_weights, full, sharded_as
 
 POLICY, REFERENCE = "policy.json", "reference.safetensors"
 
 
-def save_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+def save_tensors(
+    folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> None:
     """`name`.safetensors and `name`_optimizer.pt, in an existing folder."""
-    save_file({key: x.detach().contiguous() for key, x in parameters.items()}, folder / f"{name}.safetensors")
-    torch.save(optimizer.state_dict(), folder / f"{name}_optimizer.pt")
+    weights = {key: _on_first(x, ranks).contiguous() for key, x in parameters.items()}
+    state = optimizer.state_dict()
+    state["state"] = {
+        number: {key: _on_first(x, ranks) if isinstance(x, Tensor) else x for key, x in of_parameter.items()}
+        for number, of_parameter in state["state"].items()
+    }
+
+    def write() -> None:
+        save_file(weights, folder / f"{name}.safetensors")
+        torch.save(state, folder / f"{name}_optimizer.pt")
+
+    ranks.first_does(write)
 
 
 def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -32,13 +51,32 @@ def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], opti
             f"{folder} was saved by a model with other trainable parameters ({different[0]} ...); resume with the "
             "config.yaml of its run folder, or start a new run_dir"
         )
-    with torch.no_grad():
-        for key, parameter in parameters.items():
-            parameter.copy_(saved[key])
+    copy_weights(saved, parameters)
     try:
-        optimizer.load_state_dict(torch.load(folder / f"{name}_optimizer.pt", weights_only=True, map_location="cpu"))
+        state = torch.load(folder / f"{name}_optimizer.pt", weights_only=True, map_location="cpu")
+        optimizer.load_state_dict(_sharded(state, list(parameters.values())))
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
+
+
+def _on_first(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The whole tensor on the first rank, nothing on the others."""
+    whole = full(tensor.detach())
+    if ranks.mesh is None:
+        return whole
+    return whole.cpu() if ranks.is_first else whole.new_empty(0)
+
+
+def _sharded(state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """The state of an optimizer with what has a parameter's shape sharded as that is."""
+    state["state"] = {
+        number: {
+            key: sharded_as(parameters[number], x) if isinstance(x, Tensor) and x.dim() else x
+            for key, x in of_parameter.items()
+        }
+        for number, of_parameter in state["state"].items()
+    }
+    return state
 
 
 def save_counts(folder: Path, **counts: int) -> None:
@@ -61,17 +99,15 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise TrainError(f"{file}: {broken_checkpoint(error)}") from error
 
 
-def save_reference(folder: Path, reference: nn.Module) -> None:
+def save_reference(folder: Path, reference: nn.Module, ranks: Ranks) -> None:
     """A reference that no model folder holds: what a warm-up made."""
-    save_file({name: x.detach().contiguous() for name, x in reference.named_parameters()}, folder / REFERENCE)
+    weights = {name: _on_first(x, ranks).contiguous() for name, x in reference.named_parameters()}
+    ranks.first_does(lambda: save_file(weights, folder / REFERENCE))
 
 
-@torch.no_grad()
 def load_reference(folder: Path, reference: nn.Module) -> bool:
     """Fill the reference if the checkpoint holds one; whether it did."""
     if not (folder / REFERENCE).exists():
         return False
-    saved = _read(folder / REFERENCE)
-    for name, parameter in reference.named_parameters():
-        parameter.copy_(saved[name])
+    copy_weights(_read(folder / REFERENCE), dict(reference.named_parameters()))
     return True

@@ -13,6 +13,7 @@ from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.value_head import ValueHead
 from fovea.train.packing import MicroBatch
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.sharding import copy_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Critic:
         """A model of its own begins as a copy of the policy, as a warm-up has left that."""
         if self.model is not None:
             # the policy's linear layers and norms; the head for values is not among them
-            self.model.trunk.load_state_dict(policy.state_dict())
+            copy_weights(dict(policy.named_parameters()), dict(self.model.trunk.named_parameters()))
         self.optimizer.sync_from_model()
 
     def train(self, mode: bool) -> None:

@@ -6,6 +6,7 @@ Axes: `A` actions of a micro-batch, `T` tokens of a completion.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,19 +19,32 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import lora_layers
-from fovea.train.microbatching import Cost, cut_by_cost, cut_by_count
+from fovea.train.microbatching import (
+    Cost,
+    Part,
+    Row,
+    check_padding,
+    cut_by_cost,
+    cut_by_count,
+    deal,
+    in_step,
+    parts_of,
+)
 from fovea.train.packing import MicroBatch, micro_batches
-from fovea.types import Batch, SampleGroup
+from fovea.train.torch.ranks import Ranks
+from fovea.train.torch.sharding import shards_tower
+from fovea.types import Batch, Prompt, PromptImage, SampleGroup
 
 
 class Scorer:
-    """The forward pass of training."""
+    """The forward pass of training, over the rows of one rank."""
 
-    def __init__(self, vlm: PolicyNetwork, train: Train, temperature: float) -> None:
+    def __init__(self, vlm: PolicyNetwork, train: Train, temperature: float, ranks: Ranks) -> None:
         self.vlm = vlm
         self.cost = _cost_of(vlm)
         self._train = train
         self._temperature = temperature
+        self._ranks = ranks
         self._device = next(vlm.parameters()).device
         self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
 
@@ -39,20 +53,45 @@ class Scorer:
         return scores
 
     def micro_batches(self, groups: Sequence[SampleGroup]) -> list[MicroBatch]:
-        """The groups in packed rows; how they are cut changes no gradient."""
+        """This rank's share of the groups in packed rows; how they are dealt and cut changes no gradient.
+
+        All ranks have the same number of rows.
+        """
+        if not groups:
+            return []
         train = self._train
-        max_tokens = train.max_tokens_per_microbatch
-        fixed_tokens = None if train.variable_seq_lengths else max_tokens
-        if train.enable_dynamic_batch_size:
-            rows = cut_by_cost(groups, self.cost, max_tokens)
-        else:
-            rows = cut_by_count(groups, train.groups_per_microbatch, fixed_tokens)
-        return micro_batches(self.vlm.family, rows, self._device, fixed_tokens)
+        parts = parts_of(groups, train.max_tokens_per_microbatch if train.enable_dynamic_batch_size else None)
+        shares = deal(parts, self.cost, self._ranks.size)
+        rows_of_ranks = in_step([self._cut(share) for share in shares], self._filler(groups))
+        padded_tokens = None if train.variable_seq_lengths else train.max_tokens_per_microbatch
+        if padded_tokens is not None:
+            check_padding([row for rows in rows_of_ranks for row in rows], padded_tokens)
+        mine, like = rows_of_ranks[self._ranks.rank], groups[0].samples[0]
+        return micro_batches(self.vlm.family, mine, like, self._device, padded_tokens)
+
+    def _cut(self, share: Sequence[Part]) -> list[Row]:
+        if self._train.enable_dynamic_batch_size:
+            return cut_by_cost(share, self.cost, self._train.max_tokens_per_microbatch)
+        return cut_by_count(share, self._train.groups_per_microbatch)
+
+    def _filler(self, groups: Sequence[SampleGroup]) -> Part:
+        """A part without samples, with an image where the ranks have to enter the vision tower together."""
+        images = [image for group in groups for image in group.images] if shards_tower(self.vlm) else []
+        return Part(group=SampleGroup(prompt=filler_prompt(self.vlm, images), samples=()), first_sample=0)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the current weights."""
-        return in_batch_order((micro, self(micro.row).logprobs_A) for micro in self.micro_batches(batch.groups))
+        """Log-probs [T] of every sample of every rank under the current weights."""
+        scored = ((micro, self(micro.row).logprobs_A) for micro in self.micro_batches(batch.groups))
+        return in_batch_order(scored, batch.groups, self._ranks)
+
+
+def filler_prompt(vlm: PolicyNetwork, images: Sequence[PromptImage]) -> Prompt:
+    """One ordinary token, and the smallest of these images if there are any."""
+    # one that the batch has: what an image may be is the family's to know
+    chosen = sorted(images, key=lambda image: image.num_tokens)[:1]
+    ids = np.array([0] + [vlm.family.image_token_id] * sum(image.num_tokens for image in chosen))
+    return Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=tuple(chosen))
 
 
 def _cost_of(vlm: PolicyNetwork) -> Cost:
@@ -61,21 +100,19 @@ def _cost_of(vlm: PolicyNetwork) -> Cost:
     return Cost(work=vlm.family.work, passes=passes)
 
 
-def in_batch_order(scored: Iterable[tuple[MicroBatch, Tensor]]) -> list[NDArray[np.float32]]:
-    """Per-action values [A] of micro-batches as one array [T] per sample, 0 where the mask is False, in batch order."""
-    values: dict[int, NDArray[np.float32]] = {}
+def in_batch_order(
+    scored: Iterable[tuple[MicroBatch, Tensor]], groups: Sequence[SampleGroup], ranks: Ranks
+) -> list[NDArray[np.float32]]:
+    """Per-action values [A] of all ranks' micro-batches as one array [T] per sample, 0 where the mask is False.
+
+    The samples are in the order of the batch.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [len(sample.token_ids_T) for sample in samples]
+    ends = list(accumulate(lengths))
+    values = np.zeros(sum(lengths), dtype=np.float32)
     for micro, values_A in scored:
-        samples = (sample for group in micro.groups for sample in group.samples)
-        parts = values_A.cpu().split(micro.lengths)
-        for number, sample, part in zip(micro.sample_numbers, samples, parts, strict=True):
-            values[number] = _spread(part.numpy(), sample.mask_T)
-    return [values[number] for number in range(len(values))]
-
-
-def _spread(values_a: NDArray[np.float32], mask_T: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """One value per action as one per token."""
-    if len(values_a) == len(mask_T):
-        return values_a
-    spread_T = np.zeros(len(mask_T), dtype=np.float32)
-    spread_T[mask_T] = values_a
-    return spread_T
+        for number, part in zip(micro.sample_numbers, values_A.cpu().split(micro.lengths), strict=True):
+            values[ends[number] - lengths[number] : ends[number]][samples[number].mask_T] = part.numpy()
+    values = ranks.fill(values)
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from fovea.config.run import Train
 from fovea.train.torch.checkpoint import load_tensors, save_tensors
+from fovea.train.torch.ranks import Ranks
+from fovea.train.torch.sharding import full
 
 
 class Optimizer:
@@ -55,7 +57,7 @@ class Optimizer:
 
     def clip(self) -> float:
         """Scale the gradients down to max_grad_norm; their norm before that."""
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._train.max_grad_norm))
+        return float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._train.max_grad_norm)))
 
     def step(self) -> None:
         self._masters.take_gradients()
@@ -66,9 +68,9 @@ class Optimizer:
         """Somebody else has trained the model: follow its weights."""
         self._masters.sync_from_model()
 
-    def save(self, folder: Path, name: str) -> None:
-        """Weights and the optimizer's state, in an existing folder."""
-        save_tensors(folder, name, self._masters.by_name, self._adamw)
+    def save(self, folder: Path, name: str, ranks: Ranks) -> None:
+        """Weights and the optimizer's state, in an existing folder; the same files by any number of ranks."""
+        save_tensors(folder, name, self._masters.by_name, self._adamw, ranks)
 
     def load(self, folder: Path, name: str) -> None:
         """What `save` wrote. TrainError when it is of another model."""

@@ -1,14 +1,16 @@
 """A policy on torch: packed shared-prefix passes, gradients summed over micro-batches, AdamW.
 
-The model is entered through its root's `forward` only and every sum is divided by a count of the whole batch, so
-that sharding the module over a mesh changes neither this class nor the gradient.
+One rank or many: each is called with the same batch, trains on its share of the groups and returns what all have found.
+The model is entered through its root's `forward` only and every sum is divided by a count of the whole batch, so that
+sharding the weights changes neither this class nor the gradient.
 
 Axes: `T` tokens of a completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,7 +40,9 @@ from fovea.train.torch.checkpoint import load_counts, load_reference, save_count
 from fovea.train.torch.critic import Critic
 from fovea.train.torch.forward import Scorer, in_batch_order
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.ranks import ALONE, Ranks
 from fovea.train.torch.sft import SupervisedTrainer
+from fovea.train.torch.sharding import copy_weights, full
 from fovea.train.update_metrics import Tally, mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
@@ -47,7 +51,7 @@ POLICY, VALUE = "trainable", "value"
 
 
 class TorchPolicy:
-    """One model on one device."""
+    """One model, on one device or sharded over the devices of its ranks."""
 
     def __init__(  # noqa: PLR0913 (the models and the settings of a whole policy)
         self,
@@ -61,22 +65,26 @@ class TorchPolicy:
         critic: Critic | None = None,
         tape: Tape | None = None,
         warmup: Warmup | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`reference`: a frozen copy for the KL term; with LoRA the adapters are switched off instead.
 
         `tape`: the activations that an engine in this process keeps of its rollouts. `warmup`: how `sft` trains.
+        `ranks`: over which all these models are sharded already (`sharding.shard`).
         """
         self._vlm = vlm
+        self._ranks = ranks
+        assert tape is None or ranks.size == 1, "rollout activations of one process, but several ranks"
         self._tape = tape
         self._warmup = warmup
         self._sft: SupervisedTrainer | None = None
         self._train = train
         self._algorithm = algorithm
         self._critic = critic
-        self._scorer = Scorer(vlm, train, temperature)
-        self._reference = None if reference is None else Scorer(reference, train, temperature)
+        self._scorer = Scorer(vlm, train, temperature, self._ranks)
+        self._reference = None if reference is None else Scorer(reference, train, temperature, self._ranks)
         self._reference_is_loaded_model = True
-        self._backward = Backward(self._scorer, algorithm, critic)
+        self._backward = Backward(self._scorer, algorithm, critic, self._ranks)
         self._guards = [(model, FrozenGuard(model)) for model in self._models]
         self._optimizer = Optimizer(
             policy_parameters(vlm), train, peak_learning_rate=train.learning_rate, max_steps=max_steps
@@ -109,7 +117,7 @@ class TorchPolicy:
         """One step of supervised fine-tuning, by an optimizer that lives until `snapshot_reference`."""
         assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
         if self._sft is None:
-            self._sft = SupervisedTrainer(self._vlm, self._warmup)
+            self._sft = SupervisedTrainer(self._vlm, self._warmup, self._ranks)
         self._engine_has_these_weights = False
         return {"loss": self._sft.update(pairs)}
 
@@ -121,7 +129,7 @@ class TorchPolicy:
         if self._critic is not None:
             self._critic.snapshot_reference(self._vlm)
         if self._reference is not None:
-            self._reference.vlm.load_state_dict(self._vlm.state_dict())
+            copy_weights(dict(self._vlm.named_parameters()), dict(self._reference.vlm.named_parameters()))
             self._reference_is_loaded_model = False
 
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
@@ -146,7 +154,7 @@ class TorchPolicy:
             assert scores.values_A is not None, "values are asked for, but the policy has no value head"
             logprobs.append((micro, scores.logprobs_A))
             values.append((micro, scores.values_A))
-        return in_batch_order(logprobs), in_batch_order(values)
+        return self._in_batch_order(logprobs, batch), self._in_batch_order(values, batch)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> list[NDArray[np.float32]]:
@@ -154,7 +162,8 @@ class TorchPolicy:
         assert self._critic is not None, "values are asked for, but there is no value function"
         model = self._critic.model
         assert model is not None, "the value function is on the policy's trunk: `logprobs_and_values` asks it"
-        return in_batch_order((micro, model(micro.row)) for micro in self._scorer.micro_batches(batch.groups))
+        scored = [(micro, model(micro.row)) for micro in self._scorer.micro_batches(batch.groups)]
+        return self._in_batch_order(scored, batch)
 
     def update(self, batch: Batch) -> Metrics:
         """`ppo_epochs` passes in `minibatches` optimizer steps, none without groups.
@@ -183,23 +192,24 @@ class TorchPolicy:
         always = {"updates_skipped": float(bool(tally.not_finite))} | rates | measured
         if not batch.groups:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
-        return tally.metrics() | always | {"memory/activations_gib": self._backward.activations.gib}
+        activations_gib = max(self._ranks.gather(self._backward.activations.gib))
+        return tally.metrics() | always | {"memory/activations_gib": activations_gib}
 
     def weights(self) -> Weights:
-        """Current weights, adapters merged; a weight without an adapter is the parameter itself."""
+        """Current weights, adapters merged; a weight without an adapter or shards is the parameter itself."""
         self._engine_has_these_weights = True
-        return merged_weights(self._vlm.network)
+        return ((name, full(weight)) for name, weight in merged_weights(self._vlm.network))
 
     def save(self, folder: Path) -> None:
         """Trainable parameters, optimizers and counts; checks first that nothing frozen has moved."""
         for model, guard in self._guards:
-            guard.check(model)
-        self._optimizer.save(folder, POLICY)
+            self._ranks.each_does(partial(guard.check, model))
+        self._optimizer.save(folder, POLICY, self._ranks)
         if self._critic is not None:
-            self._critic.optimizer.save(folder, VALUE)
-        save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row)
+            self._critic.optimizer.save(folder, VALUE, self._ranks)
         if self._reference is not None and not self._reference_is_loaded_model:
-            save_reference(folder, self._reference.vlm)
+            save_reference(folder, self._reference.vlm, self._ranks)
+        self._ranks.first_does(lambda: save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row))
 
     def load(self, folder: Path) -> None:
         self._engine_has_these_weights = False
@@ -216,6 +226,7 @@ class TorchPolicy:
             device=str(device),
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             parameters=tuple(count_parameters(self._vlm.network)),
+            num_workers=self._ranks.size,
         )
 
     def close(self) -> None:
@@ -239,8 +250,11 @@ class TorchPolicy:
                 return False
             logprobs += done.logprobs
         if len(minibatches) == 1:
-            tally.logprobs = in_batch_order(logprobs)
+            tally.logprobs = self._in_batch_order(logprobs, batch)
         return True
+
+    def _in_batch_order(self, scored: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> list[NDArray[np.float32]]:
+        return in_batch_order(scored, batch.groups, self._ranks)
 
     def _in_order_of(self, epoch: int, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
         """The first epoch goes through the step as it came, later ones cut it into other minibatches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,10 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
 from fovea.train.packing import pack_row
+from fovea.train.torch.forward import filler_prompt
 from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
+from fovea.train.torch.ranks import ALONE, Ranks
+from fovea.train.torch.sharding import shards_tower
 
 MAX_GRAD_NORM = 1.0
 BETAS = (0.9, 0.95)
@@ -23,8 +27,9 @@ WEIGHT_DECAY = 0.01
 class SupervisedTrainer:
     """Next-token cross-entropy on the answers, mean over their tokens."""
 
-    def __init__(self, vlm: PolicyNetwork, settings: Warmup) -> None:
+    def __init__(self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE) -> None:
         self._vlm = vlm
+        self._ranks = ranks
         self._settings = settings
         parameters = trainable_parameters(vlm)
         self._parameters = list(parameters.values())
@@ -46,26 +51,28 @@ class SupervisedTrainer:
         set_learning_rate(self._optimizer, rate)
         self._vlm.train()
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(pairs)
-        if not bool(torch.isfinite(loss)):
-            raise TrainError(
-                f"the loss is {float(loss.detach())} at warm-up step {self._steps + 1}; lower warmup.learning_rate"
-            )
-        torch.autograd.backward(loss)
+        part = self._loss(pairs)
+        loss: float = sum(self._ranks.gather(float(part.detach())))
+        if not math.isfinite(loss):
+            raise TrainError(f"the loss is {loss} at warm-up step {self._steps + 1}; lower warmup.learning_rate")
+        torch.autograd.backward(part)
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
         self._masters.take_gradients()
         self._optimizer.step()
         self._masters.write_back()
         self._vlm.eval()
         self._steps += 1
-        return float(loss.detach())
+        return loss
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
-        row = pack_row(
-            self._vlm.family,
-            [pair.prompt for pair in pairs],
-            [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in pairs],
-            self._parameters[0].device,
-        )
-        scores = self._vlm(row, temperature=1.0, chunk_tokens=row.num_actions)
-        return -torch.as_tensor(scores.logprobs_A).mean()
+        """This rank's part of the loss: of every so many pairs it has one."""
+        mine = pairs[self._ranks.rank :: self._ranks.size]
+        prompts = [pair.prompt for pair in mine]
+        answers = [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in mine]
+        if self._ranks.size > 1:
+            # a rank without pairs, or without images, enters the same modules as the others
+            images = [image for pair in pairs for image in pair.prompt.images] if shards_tower(self._vlm) else []
+            prompts, answers = [*prompts, filler_prompt(self._vlm, images)], [*answers, []]
+        row = pack_row(self._vlm.family, prompts, answers, self._parameters[0].device)
+        scores = self._vlm(row, temperature=1.0, chunk_tokens=max(row.num_actions, 1))
+        return -torch.as_tensor(scores.logprobs_A).sum() / sum(len(pair.answer_ids) for pair in pairs)
