@@ -80,14 +80,25 @@ def _fast_vlm(config: Config, network: PreTrainedModel, device: torch.device) ->
 
 
 def _plain_vlm(config: Config, network: PreTrainedModel, device: torch.device) -> PlainVLM:
-    if config.train.backend.liger_kernels:
-        raise ConfigError(
-            f"train.liger_kernels=true, but {config.model.name} runs by transformers' own forward (model.fast_path); "
-            "set train.liger_kernels=false"
-        )
+    _check_plain(config)
     if config.train.gradient_checkpointing:
         recompute_plainly(network)
     return PlainVLM(network, make_value_head(config, network))
+
+
+def _check_plain(config: Config) -> None:
+    """ConfigError for a setting of the fast path."""
+    settings = config.model
+    unread = {
+        "train.backend.liger_kernels": config.train.backend.liger_kernels,
+        "model.attention": settings.attention != "auto",
+        "model.feature_spill_gib": settings.feature_spill_gib > 0,
+    }
+    for name in (name for name, is_set in unread.items() if is_set):
+        raise ConfigError(
+            f"{name} is set, but {settings.name} runs by transformers' own forward (model.fast_path="
+            f"{settings.fast_path}), which does not read it; leave it out"
+        )
 
 
 def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | None:

@@ -103,9 +103,9 @@ class Model(Section):
     attention: MayChange[Literal["auto", "merged", "varlen", "sdpa", "eager"]] = "auto"
     """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the
     prompt for every completion; eager is the plain formula, for checks."""
-    fast_path: Literal["auto", "off"] = "auto"
+    fast_path: MayChange[Literal["auto", "off"]] = "auto"
     """auto: packed rows with shared prompts and the embedded engine's own decoding, where the family has them; off:
-    transformers' own forward in trainer and engine, slow, for checks."""
+    transformers' own forward in trainer and engine, slow, to check against."""
     freeze_vision_tower: bool = False
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
     feature_cache_gib: MayChange[NonNegativeFloat] = 2.0

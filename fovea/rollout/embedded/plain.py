@@ -52,7 +52,7 @@ class PlainEngine:
         if needed > self._max_batch_tokens:
             raise EngineError(
                 f"{request.n} copies of a prompt of {request.prompt.num_tokens} tokens with completions of up to "
-                f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.max_batch_tokens="
+                f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.engine.max_batch_tokens="
                 f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         await self._going.wait()

@@ -13,12 +13,14 @@ from fovea.models.trainable import merged_weights, recompute_plainly
 from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.plain import PlainEngine
+from fovea.train.base import Needs
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from tests.policies import make_batch, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import generate, make_engine, same, seeded
+from tests.rollout.test_two_turns import batch_of, drawn
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, random_completions, tiny
 
 TOLERANCE = 1e-5
@@ -126,3 +128,21 @@ def test_an_update_moves_the_weights_as_on_the_fast_path() -> None:
     for name, weight in fast_weights.items():
         # Adam's first step is the sign of the gradient: where that is about 0 the step may be of either sign
         assert np.isclose(plain_weights[name].numpy(), weight.numpy(), atol=1e-6).mean() > 0.99, name
+
+
+def test_turns_with_images_of_their_own_are_drawn_and_scored_as_on_the_fast_path(family: str) -> None:
+    """Three turns; the plain engine keeps no keys and computes every turn from the whole conversation."""
+    fast, plain = tiny(family), tiny(family)
+    groups, twins = drawn(fast, make_engine(fast)), drawn(plain, plain_engine(plain))  # type: ignore[arg-type]
+    for one, other in zip(groups, twins, strict=True):
+        for first, second in zip(one.episodes, other.episodes, strict=True):
+            for a, b in zip(first.tokens, second.tokens, strict=True):
+                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+    batch, scored = batch_of(groups), []
+    for model in (VLM(fast.network), PlainVLM(plain.network)):
+        policy = TorchPolicy(model, train=train_settings(), algorithm=Algorithm(), temperature=0.9, max_steps=10)
+        scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
+    for one, other in zip(scored[0].samples, scored[1].samples, strict=True):
+        assert one.old_logprobs_T is not None
+        assert len(one.images) == 2
+        np.testing.assert_allclose(one.old_logprobs_T, other.old_logprobs_T, atol=TOLERANCE)
