@@ -24,6 +24,7 @@ from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.models.vlm import VLM
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
 from fovea.run.folder import open_run_folder
@@ -57,6 +58,8 @@ def build(config: Config, environment: Environment | None = None) -> Run:
     engine = make_engine(config, processor, vlm, tape)
     facts = worker.describe()
     progress.print(model_table(config.model.name, facts))
+    if not isinstance(vlm, VLM):
+        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
     sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
         config=config,
