@@ -108,6 +108,8 @@ class BanditPolicy:
     async def sft(self, pairs: Sequence[Pair]) -> Metrics:
         return {"loss": 0.0}
 
+    async def export(self, folder: Path) -> None: ...
+
     def describe(self) -> ModelFacts:
         return ModelFacts(device="cpu", device_name=None, parameters=())
 

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from fovea.build.environment import make_environment
@@ -26,21 +24,19 @@ from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.config.loading import load_config
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
-from fovea.errors import ConfigError, ModelError, TrainError, broken_checkpoint
+from fovea.errors import ConfigError, ModelError
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
-from fovea.models.trainable import VALUE_HEAD, merged_weights, policy_parameters
+from fovea.models.trainable import merged_weights
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.folder import CONFIG_FILE
-from fovea.train.torch.policy import POLICY, VALUE
+from fovea.train.torch.checkpoint import is_policy_state, load_trained
 from fovea.types import Weights
 
 RECIPE_FILE = "recipe.yaml"
 """In an exported folder: the settings of the run that it comes from."""
 ADAPTER_CONFIG = "adapter_config.json"
-WEIGHTS, VALUE_WEIGHTS = f"{POLICY}.safetensors", f"{VALUE}.safetensors"
-"""Of a checkpoint. PPO's value function says what an answer is worth: it is no part of the model that answers."""
 CONSTANT = "constant:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -120,7 +116,7 @@ def _folder_target(word: str, folder: Path) -> Target:
 
 def find_checkpoint(folder: Path) -> CheckpointTarget:
     """The checkpoint that a folder is, or the newest of the run that it is."""
-    if (folder / WEIGHTS).is_file():
+    if is_policy_state(folder):
         # not the spelling of the user: `runs/x/checkpoints/step-4/.` has other parents
         run = folder.resolve().parents[1]
         if not (run / CONFIG_FILE).is_file():
@@ -249,27 +245,3 @@ def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> 
     vlm = open_vlm(config, model)
     left_out = load_trained(target.folder, vlm)
     return OpenedModel(config=config, processor=load_processor(model), vlm=vlm, left_out=left_out)
-
-
-@torch.no_grad()
-def load_trained(checkpoint: Path, vlm: PolicyNetwork) -> tuple[str, ...]:
-    """Fill the trained parameters; returns the names of the files and tensors that are no part of the model.
-
-    TrainError when the checkpoint is of another model.
-    """
-    try:
-        saved = load_file(checkpoint / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise TrainError(f"{checkpoint}: {broken_checkpoint(error)}") from error
-    left_out = tuple(sorted(name for name in saved if name.startswith(VALUE_HEAD)))
-    wanted = policy_parameters(vlm)
-    shapes = {name: x.shape for name, x in saved.items() if name not in left_out}
-    if shapes != {name: x.shape for name, x in wanted.items()}:
-        first = next(iter(sorted(set(shapes) ^ set(wanted))), "(same names, other sizes)")
-        raise TrainError(
-            f"{checkpoint} was saved by a model with other trainable parameters ({first} ...); leave out the settings "
-            "of model that are not those of its run"
-        )
-    for name, parameter in wanted.items():
-        parameter.copy_(saved[name])
-    return (*left_out, *([VALUE_WEIGHTS] if (checkpoint / VALUE_WEIGHTS).is_file() else []))

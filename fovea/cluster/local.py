@@ -52,6 +52,9 @@ class LocalPolicy:
     async def load(self, folder: Path) -> None:
         self.worker.load(folder)
 
+    async def export(self, folder: Path) -> None:
+        self.worker.export(folder)
+
     def describe(self) -> ModelFacts:
         return self.worker.describe()
 

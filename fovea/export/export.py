@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from fovea.build.targets import RECIPE_FILE, CheckpointTarget, OpenedModel, find_checkpoint, open_checkpoint
 from fovea.config.loading import dump_config
@@ -25,9 +23,9 @@ from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
 from fovea.export.check import Reloaded, check, make_probe
 from fovea.export.model_card import REPOSITORY_ID, Card, model_card
 from fovea.models.load import load_network
-from fovea.models.modules import config_of
 from fovea.models.processor import load_processor
-from fovea.models.trainable import ADAPTER, lora_layers, merged_weights
+from fovea.models.save import plain_network
+from fovea.models.trainable import ADAPTER, lora_layers
 from fovea.report.summary import SUMMARY_FILE, read_summary
 from fovea.run.checkpoint import STATE
 from fovea.utils.files import atomic_folder
@@ -138,21 +136,6 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
     written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
-
-
-def plain_network(network: PreTrainedModel) -> PreTrainedModel:
-    """A plain transformers module with the merged weights; weights without an adapter are shared, not copied."""
-    # a config rebuilt from its dict drops the name of our attention implementation, which transformers does not know
-    config = type(config_of(network)).from_dict(config_of(network).to_dict())
-    with torch.device("meta"):
-        plain: PreTrainedModel = type(network)(config)
-    loaded = plain.load_state_dict(dict(merged_weights(network)), strict=False, assign=True)
-    # a tied lm_head gets its weight from the embedding
-    assert set(loaded.missing_keys) <= {"lm_head.weight"}, loaded
-    assert not loaded.unexpected_keys, loaded
-    plain.tie_weights()
-    plain.generation_config = network.generation_config
-    return plain
 
 
 def write_adapter(folder: Path, model: OpenedModel) -> None:

@@ -18,10 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fovea.errors import TrainError, broken_checkpoint
+from fovea.models.trainable import VALUE_HEAD, policy_parameters
 from fovea.train.torch.ranks import Ranks
 from fovea.train.torch.sharding import copy_weights, full, sharded_as
 
-POLICY, REFERENCE = "policy.json", "reference.safetensors"
+TRAINABLE, VALUE = "trainable", "value"
+"""Names of the files of the policy's and of the value function's parameters and optimizer."""
+COUNTS, REFERENCE = "policy.json", "reference.safetensors"
 
 
 def save_tensors(
@@ -80,13 +83,13 @@ def _sharded(state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, A
 
 
 def save_counts(folder: Path, **counts: int) -> None:
-    (folder / POLICY).write_text(json.dumps(counts))
+    (folder / COUNTS).write_text(json.dumps(counts))
 
 
 def load_counts(folder: Path, *names: str) -> list[int]:
     """What `save_counts` wrote under these names."""
     try:
-        saved = json.loads((folder / POLICY).read_text())
+        saved = json.loads((folder / COUNTS).read_text())
         return [int(saved[name]) for name in names]
     except (OSError, ValueError, KeyError) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
@@ -111,3 +114,31 @@ def load_reference(folder: Path, reference: nn.Module) -> bool:
         return False
     copy_weights(_read(folder / REFERENCE), dict(reference.named_parameters()))
     return True
+
+
+def is_policy_state(folder: Path) -> bool:
+    """Whether a policy has been saved in this folder."""
+    return (folder / f"{TRAINABLE}.safetensors").is_file()
+
+
+@torch.no_grad()
+def load_trained(checkpoint: Path, vlm: nn.Module) -> tuple[str, ...]:
+    """Fill a model's trained parameters without the rest of a policy's state.
+
+    Returns the names of the files and tensors that are no part of the model, such as a value function's. TrainError
+    when the checkpoint is of another model.
+    """
+    saved = _read(checkpoint / f"{TRAINABLE}.safetensors")
+    left_out = tuple(sorted(name for name in saved if name.startswith(VALUE_HEAD)))
+    wanted = policy_parameters(vlm)
+    shapes = {name: x.shape for name, x in saved.items() if name not in left_out}
+    if shapes != {name: x.shape for name, x in wanted.items()}:
+        first = next(iter(sorted(set(shapes) ^ set(wanted))), "(same names, other sizes)")
+        raise TrainError(
+            f"{checkpoint} was saved by a model with other trainable parameters ({first} ...); leave out the settings "
+            "of model that are not those of its run"
+        )
+    for name, parameter in wanted.items():
+        parameter.copy_(saved[name])
+    value = checkpoint / f"{VALUE}.safetensors"
+    return (*left_out, *([value.name] if value.is_file() else []))

@@ -23,6 +23,7 @@ from fovea.config.run import Algorithm, Train, Warmup
 from fovea.errors import TrainError
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.save import plain_network
 from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
@@ -36,7 +37,7 @@ from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.packing import MicroBatch
 from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.backward import Backward
-from fovea.train.torch.checkpoint import load_counts, load_reference, save_counts, save_reference
+from fovea.train.torch.checkpoint import TRAINABLE, VALUE, load_counts, load_reference, save_counts, save_reference
 from fovea.train.torch.critic import Critic
 from fovea.train.torch.forward import Scorer, in_batch_order
 from fovea.train.torch.optimizer import Optimizer
@@ -45,9 +46,6 @@ from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.torch.sharding import copy_weights, full
 from fovea.train.update_metrics import Tally, mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
-
-POLICY, VALUE = "trainable", "value"
-"""Names of files in a checkpoint."""
 
 
 class TorchPolicy:
@@ -198,13 +196,16 @@ class TorchPolicy:
     def weights(self) -> Weights:
         """Current weights, adapters merged; a weight without an adapter or shards is the parameter itself."""
         self._engine_has_these_weights = True
+        return self._merged_weights()
+
+    def _merged_weights(self) -> Weights:
         return ((name, full(weight)) for name, weight in merged_weights(self._vlm.network))
 
     def save(self, folder: Path) -> None:
         """Trainable parameters, optimizers and counts; checks first that nothing frozen has moved."""
         for model, guard in self._guards:
             self._ranks.each_does(partial(guard.check, model))
-        self._optimizer.save(folder, POLICY, self._ranks)
+        self._optimizer.save(folder, TRAINABLE, self._ranks)
         if self._critic is not None:
             self._critic.optimizer.save(folder, VALUE, self._ranks)
         if self._reference is not None and not self._reference_is_loaded_model:
@@ -213,12 +214,17 @@ class TorchPolicy:
 
     def load(self, folder: Path) -> None:
         self._engine_has_these_weights = False
-        self._optimizer.load(folder, POLICY)
+        self._optimizer.load(folder, TRAINABLE)
         if self._critic is not None:
             self._critic.optimizer.load(folder, VALUE)
         self._steps, self._skipped_in_a_row = load_counts(folder, "steps", "skipped_in_a_row")
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
+
+    def export(self, folder: Path) -> None:
+        """Write the present weights, adapters merged, with their config as transformers reads them."""
+        weights = dict(self._merged_weights())
+        self._ranks.first_does(lambda: plain_network(self._vlm.network, weights.items()).save_pretrained(folder))
 
     def describe(self) -> ModelFacts:
         device = next(self._vlm.parameters()).device

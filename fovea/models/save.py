@@ -1,0 +1,26 @@
+"""The network of a run as plain transformers has it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from fovea.models.modules import config_of
+from fovea.models.trainable import merged_weights
+from fovea.types import Weights
+
+
+def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> PreTrainedModel:
+    """A plain transformers module with `weights`: by default the merged ones, shared where there is no adapter."""
+    # a config rebuilt from its dict drops the name of our attention implementation, which transformers does not know
+    config = type(config_of(network)).from_dict(config_of(network).to_dict())
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(network)(config)
+    merged = dict(merged_weights(network) if weights is None else weights)
+    loaded = plain.load_state_dict(merged, strict=False, assign=True)
+    # a tied lm_head gets its weight from the embedding
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}, loaded
+    assert not loaded.unexpected_keys, loaded
+    plain.tie_weights()
+    plain.generation_config = network.generation_config
+    return plain
