@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, decode
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Step
+from fovea.rollout.embedded.batch import DecodeStep
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
@@ -28,7 +28,7 @@ class Stepper:
     def __init__(self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> None:
         self._vlm, self._weights, self._shape, self._cache = vlm, weights, shape, cache
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: DecodeStep) -> Tensor:
         """Logits [B, W] in float32."""
         attend = self._cache.step(step.stored_B, step.longest, step.level)
         return self.logits(step.token_B, step.position_B, attend)
@@ -49,7 +49,7 @@ class GraphStepper(Stepper):
         self._pages = cache
         self._graphs = DecodeGraphs(self._run, capture)
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: DecodeStep) -> Tensor:
         return self._graphs(
             GraphInputs(
                 token_B=step.token_B,

@@ -50,17 +50,17 @@ def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device:
         place_B=(prompt_B * row_PG.shape[1] + rank_B).to(device),
         in_order=torch.equal(row_PG.flatten(), torch.arange(len(prompt_B))),
         longest=longest,
-        mask_P11L=hide_beyond(lengths_P.to(device), longest) if uneven else None,
+        mask_P11L=length_mask(lengths_P.to(device), longest) if uneven else None,
     )
 
 
-def hide_beyond(lengths_X: Tensor, size: int) -> Tensor:
+def length_mask(lengths_X: Tensor, size: int) -> Tensor:
     """Additive mask [X, 1, 1, size]."""
     hidden = torch.arange(size, device=lengths_X.device) >= lengths_X[:, None]
     return torch.zeros(hidden.shape, device=lengths_X.device).masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
-class SlotAttention:
+class DenseAttention:
     """One decoding step: all queries of a prompt meet its keys in one product, each row's its own in another."""
 
     def __init__(
@@ -93,7 +93,7 @@ class SlotAttention:
         return merged_BJQD.flatten(1, 2).to(query_BHD.dtype)
 
     def _write(self, stored_BJTD: Tensor, new_BJD: Tensor) -> None:
-        """Without a mask all rows that run write the last place; what an ended one writes there is never read."""
+        """Without a mask all rows that run write the last place; what an finished one writes there is never read."""
         if self._own_mask is None:
             stored_BJTD[:, :, -1] = new_BJD
         else:

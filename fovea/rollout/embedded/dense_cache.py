@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, QueuedRequest, Span, Store
-from fovea.rollout.embedded.compaction import Moves, fill_holes, grown
-from fovea.rollout.embedded.dense_attention import Sharing, SlotAttention, hide_beyond, sharing
+from fovea.rollout.embedded.cache import Demand, QueuedRequest, Store, TokenSpan
+from fovea.rollout.embedded.compaction import Moves, fill_holes, grown_capacity
+from fovea.rollout.embedded.dense_attention import DenseAttention, Sharing, length_mask, sharing
 
 FIRST_TOKENS = 64
 """Room for tokens of a completion at first: many answers are shorter, and a doubling costs a copy."""
@@ -49,8 +49,8 @@ class KeyValues:
         if rows <= self.rows and tokens <= self.room:
             return
         two, _, heads, _, width = self.layers[0].shape
-        new_rows = rows if rows <= self.rows else grown(self.rows, rows)
-        new_tokens = tokens if tokens <= self.room else min(grown(self.room, tokens), most_tokens)
+        new_rows = rows if rows <= self.rows else grown_capacity(self.rows, rows)
+        new_tokens = tokens if tokens <= self.room else min(grown_capacity(self.room, tokens), most_tokens)
         kept_rows, kept_tokens = live
         for layer, old in enumerate(self.layers):
             # zeros, since a masked position must not hold NaN: 0 * NaN is NaN
@@ -68,7 +68,7 @@ class KeyValues:
             used[:, targets] = used[:, sources]
 
 
-class SlotCache:
+class DenseCache:
     """A dense cache for plain matrix products: what the CPU runs, and any device without a paged kernel."""
 
     def __init__(self, shape: DecoderShape, like: Tensor) -> None:
@@ -109,7 +109,7 @@ class SlotCache:
         self._sharing = None
         return first
 
-    def writer(self, spans: Sequence[Span]) -> Store:
+    def writer(self, spans: Sequence[TokenSpan]) -> Store:
         device = self._like.device
         prompt_N = torch.cat([torch.full((span.end - span.start,), span.prompt) for span in spans]).to(device)
         token_N = torch.cat([torch.arange(span.start, span.end) for span in spans]).to(device)
@@ -121,18 +121,18 @@ class SlotCache:
 
         return store
 
-    def prompt(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
         keys, values = self._prompts.layers[layer][:, span.prompt, :, : span.end]
         return keys, values
 
-    def held(self, row: int, tokens: int) -> list[Tensor]:
+    def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         slot = self._prompt_of_row[row]
         length = self._prompt_lengths[slot]
         pairs = zip(self._prompts.layers, self._own.layers, strict=True)
         return [torch.cat([prompts[:, slot, :, :length], own[:, row, :, :tokens]], dim=2) for prompts, own in pairs]
 
-    def remove(self, ended: Sequence[int]) -> None:
-        moves = fill_holes(len(self._prompt_of_row), ended)
+    def remove(self, finished: Sequence[int]) -> None:
+        moves = fill_holes(len(self._prompt_of_row), finished)
         self._own.move(moves, self._used_tokens)
         moves.in_list(self._prompt_of_row)
         moves.in_list(self._limits)
@@ -140,8 +140,8 @@ class SlotCache:
         self._remove_prompts([slot for slot in range(len(self._prompt_lengths)) if slot not in alive])
         self._sharing = None
 
-    def _remove_prompts(self, ended: Sequence[int]) -> None:
-        moves = fill_holes(len(self._prompt_lengths), ended)
+    def _remove_prompts(self, finished: Sequence[int]) -> None:
+        moves = fill_holes(len(self._prompt_lengths), finished)
         self._prompts.move(moves, max(self._prompt_lengths))
         moves.in_list(self._prompt_lengths)
         places = dict(zip(moves.sources, moves.targets, strict=True))
@@ -156,11 +156,11 @@ class SlotCache:
         if self._sharing is None:
             self._sharing = sharing(self._prompt_of_row, self._prompt_lengths, stored_B.device)
         prompts, longest_prompt = len(self._prompt_lengths), self._sharing.longest
-        return SlotAttention(
+        return DenseAttention(
             [layer[:, :prompts, :, :longest_prompt] for layer in self._prompts.layers],
             [layer[:, : len(stored_B), :, :tokens] for layer in self._own.layers],
             self._sharing,
             stored_B,
-            None if level else hide_beyond(stored_B + 1, tokens),
+            None if level else length_mask(stored_B + 1, tokens),
             self._shape.scale,
         )

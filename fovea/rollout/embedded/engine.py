@@ -22,17 +22,17 @@ from fovea.models.decoder import decoder_shape
 from fovea.models.processor import Processor
 from fovea.models.trainable import weight_names
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Batch, Ended, completion_of
+from fovea.rollout.embedded.batch import DecodeBatch, FinishedRow, completion_of
 from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.linears import (
     TextWeights,
     int8_text_weights,
-    packed_text_weights,
+    onednn_text_weights,
     text_weights,
 )
-from fovea.rollout.embedded.prefill import prefill, prompt_row
+from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
@@ -58,7 +58,7 @@ class EmbeddedEngine:
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
                 "a tape of linear outputs needs exact decoding in slots with a look at every step; leave "
-                "Tuning(int8_decoding=..., cache=..., steps_per_look=...) as they are, or give a tape without widths"
+                "Tuning(int8_decoding=..., cache=..., decode_steps_per_sync=...) as they are, or give a tape without widths"
             )
         self._vlm = vlm
         self._tape = tape
@@ -82,7 +82,7 @@ class EmbeddedEngine:
         """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
         self._stepper: Stepper | None = None
-        self._packed_stepper: Stepper | None = None
+        self._onednn_stepper: Stepper | None = None
         self._int8_stepper: Stepper | None = None
         self._version = 0
         self._queue: deque[QueuedRequest] = deque()
@@ -193,7 +193,7 @@ class EmbeddedEngine:
         """Serve the queue until it is empty; a failure reaches every caller."""
         weights, cache = self._loaded_weights(), self._ready_cache()
         bans = bans_of(self._banned_ids, len(weights.embed), self._device)
-        batch = Batch(self._device, self._stop_ids, bans, self._text)
+        batch = DecodeBatch(self._device, self._stop_ids, bans, self._text)
         try:
             while self._queue or batch.rows:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
@@ -218,7 +218,7 @@ class EmbeddedEngine:
         self._full = False
 
     @torch.no_grad()
-    def _admit(self, batch: Batch, cache: Cache) -> None:
+    def _admit(self, batch: DecodeBatch, cache: Cache) -> None:
         """Prefill as many queued requests as fit beside what runs, and draw the first token of their completions."""
         admitted: list[QueuedRequest] = []
         demands = self._demands() if self._queue and not self._full else []
@@ -231,38 +231,38 @@ class EmbeddedEngine:
                 self._running[request] = [None] * request.n
         if admitted:
             weights = self._loaded_weights()
-            row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
+            row = prefill_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
             batch.add(admitted, weights.logits(hidden_PE))
             self._may_approximate = not any(request.sampling.exact for request in self._running)
             self._retire(batch, cache)
 
     def _demands(self) -> list[Demand]:
-        """Of what runs: completions that have ended need nothing more."""
+        """Of what runs: completions that have finished need nothing more."""
         return [replace(request.demand, rows=drawn.count(None)) for request, drawn in self._running.items()]
 
     @torch.no_grad()
-    def _decode(self, batch: Batch, cache: Cache) -> None:
+    def _decode(self, batch: DecodeBatch, cache: Cache) -> None:
         """Some more tokens for every completion that runs."""
         if not batch.rows:
             return
         int8 = self._tuning.int8_decoding and self._may_approximate
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
-        for _ in range(self._tuning.steps_on(self._device)):
+        for _ in range(self._tuning.decode_steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place)
         self._retire(batch, cache)
 
-    def _retire(self, batch: Batch, cache: Cache) -> None:
-        """Rows that have ended make room; a request whose last one has is answered."""
-        ended = batch.look()
-        if not ended:
+    def _retire(self, batch: DecodeBatch, cache: Cache) -> None:
+        """Rows that have finished make room; a request whose last one has is answered."""
+        finished = batch.sync_finished()
+        if not finished:
             return
-        held = self._hold(batch, cache, ended)
-        cache.remove(ended)
-        for result in batch.take(ended):
+        kept_rows = self._hold(batch, cache, finished)
+        cache.remove(finished)
+        for result in batch.remove(finished):
             request = result.row.request
-            self._keep(result, held.get(id(result.row)))
+            self._keep(result, kept_rows.get(id(result.row)))
             drawn = self._running[request]
             drawn[result.row.index] = self._completion(result)
             if None not in drawn:
@@ -271,22 +271,22 @@ class EmbeddedEngine:
                     request.done.set_result([completion for completion in drawn if completion is not None])
         self._full = False
 
-    def _hold(self, batch: Batch, cache: Cache, ended: Sequence[int]) -> dict[int, list[Tensor]]:
+    def _hold(self, batch: DecodeBatch, cache: Cache, finished: Sequence[int]) -> dict[int, list[Tensor]]:
         """Keys and values of the rows among these that another turn may continue, by the id of the row object."""
-        rows = {place: batch.rows[place] for place in ended if batch.rows[place].request.request.keep}
-        return {id(row): cache.held(place, batch.num_stored(place)) for place, row in rows.items()}
+        rows = {place: batch.rows[place] for place in finished if batch.rows[place].request.request.keep}
+        return {id(row): cache.copy_row(place, batch.num_stored(place)) for place, row in rows.items()}
 
-    def _keep(self, ended: Ended, layers: Sequence[Tensor] | None) -> None:
+    def _keep(self, finished: FinishedRow, layers: Sequence[Tensor] | None) -> None:
         """Keep keys for the next turn, the least recently used ones no longer than the token budget allows."""
         if layers is None:
             return
-        request = ended.row.request
+        request = finished.row.request
         kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
-        self._kept.put(ended.completion_id, kept, kept.num_tokens)
+        self._kept.put(finished.completion_id, kept, kept.num_tokens)
 
-    def _completion(self, ended: Ended) -> Completion:
-        completion = completion_of(ended, self._text, self._version)
-        self._recorder.finished(completion.id, ended)
+    def _completion(self, finished: FinishedRow) -> Completion:
+        completion = completion_of(finished, self._text, self._version)
+        self._recorder.record_trace(completion.id, finished)
         return completion
 
     def _loaded_weights(self) -> TextWeights:
@@ -302,11 +302,11 @@ class EmbeddedEngine:
 
     def _ready_stepper(self, rows: int, cache: Cache) -> Stepper:
         """By the number of rows alone, so that a resumed run takes the same."""
-        if self._tuning.packs(rows, self._loaded_weights().embed):
-            if self._packed_stepper is None:
-                packed = packed_text_weights(self._named, self._shape, self._tape)
-                self._packed_stepper = make_stepper(self._vlm, packed, self._shape, cache)
-            return self._packed_stepper
+        if self._tuning.uses_onednn(rows, self._loaded_weights().embed):
+            if self._onednn_stepper is None:
+                packed = onednn_text_weights(self._named, self._shape, self._tape)
+                self._onednn_stepper = make_stepper(self._vlm, packed, self._shape, cache)
+            return self._onednn_stepper
         if self._stepper is None:
             self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, cache)
         return self._stepper
@@ -318,4 +318,4 @@ class EmbeddedEngine:
 
     def _free_decode_copies(self) -> None:
         """Free the oneDNN and 8-bit copies of the weights: the update has no use for them and needs the memory."""
-        self._packed_stepper = self._int8_stepper = None
+        self._onednn_stepper = self._int8_stepper = None

@@ -23,7 +23,7 @@ ONEDNN: Any = torch.ops.mkldnn
 EXPECTED_ROWS = 32
 """What the layout is chosen for; any number works."""
 
-STEPS = 127
+INT8_MAX = 127
 
 TEXT = f"{LANGUAGE}."
 HEAD = "lm_head.weight"
@@ -79,11 +79,11 @@ def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | 
     return _text_weights(named, shape, make, tape)
 
 
-def packed_text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
+def onednn_text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
     """The same, laid out for few rows."""
 
     def make(layers: Named, column: TapeColumn | None) -> Linears:
-        return PackedLinears(layers, column)
+        return OneDnnLinears(layers, column)
 
     return _text_weights(named, shape, make, tape)
 
@@ -168,16 +168,16 @@ class Int8Linears:
 
 def _rounded(x_XE: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in 8 bits, and what to multiply each by."""
-    scale_X = x_XE.abs().amax(dim=1).clamp_(min=torch.finfo(x_XE.dtype).tiny) / STEPS
+    scale_X = x_XE.abs().amax(dim=1).clamp_(min=torch.finfo(x_XE.dtype).tiny) / INT8_MAX
     return (x_XE / scale_X[:, None]).round_().to(torch.int8), scale_X
 
 
-def can_pack(like: Tensor) -> bool:
-    """Whether this build of torch has oneDNN, and these weights a type that it packs here."""
+def can_use_onednn(like: Tensor) -> bool:
+    """Whether this build of torch has oneDNN, and these weights a type that it uses_onednn here."""
     return torch.backends.mkldnn.is_available() and not like.is_cuda and like.dtype == torch.float32
 
 
-class PackedLinears:
+class OneDnnLinears:
     """Linear layers on the same input as one product, with weights in oneDNN's layout for few rows: a fifth faster.
 
     For 32 rows a matrix product is bound by how the weights come through the caches; oneDNN takes them in blocks that

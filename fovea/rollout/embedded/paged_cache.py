@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, QueuedRequest, Span, Store
-from fovea.rollout.embedded.compaction import fill_holes, grown
+from fovea.rollout.embedded.cache import Demand, QueuedRequest, Store, TokenSpan
+from fovea.rollout.embedded.compaction import fill_holes, grown_capacity
 
 SCRATCH = 0
 """The page that belongs to nobody: padding of tables and of captured batches points at it."""
@@ -88,7 +88,7 @@ class PagedCache:
         self._write_table()
         return first
 
-    def writer(self, spans: Sequence[Span]) -> Store:
+    def writer(self, spans: Sequence[TokenSpan]) -> Store:
         device = self.pools[0].device
         sources, places, start = [], [], 0
         for span in spans:
@@ -105,27 +105,27 @@ class PagedCache:
 
         return store
 
-    def prompt(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
         prompt = self._prompts[span.prompt]
         pages = torch.tensor([*prompt.pages, prompt.rows[0].pages[0]], device=self.pools[layer].device)
         keys, values = self.pools[layer][:, pages].flatten(1, 2)[:, : span.end].transpose(1, 2)
         return keys, values
 
-    def held(self, row: int, tokens: int) -> list[Tensor]:
+    def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         live = self._rows[row]
         pages = torch.tensor([*live.prompt.pages, *live.pages], device=self.pools[0].device)
         end = live.prompt.num_tokens + tokens
         return [pool[:, pages].flatten(1, 2)[:, :end].transpose(1, 2).clone() for pool in self.pools]
 
-    def remove(self, ended: Sequence[int]) -> None:
-        for place in ended:
+    def remove(self, finished: Sequence[int]) -> None:
+        for place in finished:
             row = self._rows[place]
             self._free.extend(row.pages)
             row.prompt.rows.remove(row)
             if not row.prompt.rows:
                 self._free.extend(row.prompt.pages)
                 self._prompts.remove(row.prompt)
-        moves = fill_holes(len(self._rows), ended)
+        moves = fill_holes(len(self._rows), finished)
         moves.in_list(self._rows)
         sources, targets = moves.index(self._table_BX.device)
         for rows in (self._table_BX, self._prompt_tokens_B):
@@ -158,13 +158,13 @@ class PagedCache:
     def _write_table(self) -> None:
         """Anew for all rows; its width only grows, and doubles then: a captured graph is for one width."""
         lists = [[*row.prompt.pages, *row.pages] for row in self._rows]
-        self._width = grown(self._width, max(len(pages) for pages in lists))
+        self._width = grown_capacity(self._width, max(len(pages) for pages in lists))
         padded = [[*pages, *[SCRATCH] * (self._width - len(pages))] for pages in lists]
         device = self._table_BX.device
         self._table_BX = torch.tensor(padded, dtype=torch.int32, device=device)
         self._prompt_tokens_B = torch.tensor([row.prompt.num_tokens for row in self._rows], device=device)
 
-    def _places(self, span: Span) -> tuple[Tensor, Tensor]:
+    def _places(self, span: TokenSpan) -> tuple[Tensor, Tensor]:
         """Which tokens [M] of a span go to which places [M] of the pool."""
         prompt, size = self._prompts[span.prompt], self.page_tokens
         token_N = torch.arange(span.start, span.end)

@@ -18,7 +18,7 @@ from fovea.errors import EngineError
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.trainable import weight_names
-from fovea.rollout.embedded.batch import Batch, Step, completion_of
+from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.sampler import bans_of
@@ -64,7 +64,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def _draw(self, queued: QueuedRequest) -> list[Completion]:
-        """Prefill once, copy the keys for every completion, and decode until the last row has ended."""
+        """Prefill once, copy the keys for every completion, and decode until the last row has finished."""
         prompt = queued.prompt
         ids_1L = torch.from_numpy(prompt.token_ids_L)[None].to(self._device)
         inputs = self._family.forward_inputs(ids_1L, prompt.images)
@@ -72,7 +72,7 @@ class PlainEngine:
         cache, axes = out.past_key_values, len(queued.positions_3L)
         cache.batch_repeat_interleave(queued.n)
 
-        def forward(step: Step) -> Tensor:
+        def forward(step: DecodeStep) -> Tensor:
             # of one axis [B, 1], with M-RoPE [3, B, 1]
             positions_XB1 = step.position_B[:, None].expand(axes, -1, -1).squeeze(0)
             following = self._network(
@@ -81,12 +81,12 @@ class PlainEngine:
             logits_BW: Tensor = following.logits[:, -1].float()
             return logits_BW
 
-        batch = Batch(self._device, self._stop_ids, self._bans, self._text)
+        batch = DecodeBatch(self._device, self._stop_ids, self._bans, self._text)
         batch.add([queued], out.logits[:, -1].float())
-        while len(ended := batch.look()) < len(batch):
+        while len(finished := batch.sync_finished()) < len(batch):
             batch.step(forward)
         assert self._version is not None
-        return [completion_of(each, self._text, self._version) for each in batch.take(ended)]
+        return [completion_of(each, self._text, self._version) for each in batch.remove(finished)]
 
     @property
     def weight_names(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, Span
+from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, TokenSpan
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.recorder import Recorder
 
@@ -29,14 +29,14 @@ PASS_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRow:
+class PrefillRow:
     """Prompts behind one another, as the first decoder layer sees them."""
 
     hidden_NE: Tensor
     rope: Rope
     visual: VisualResidual | None
 
-    def part(self, start: int, end: int) -> PromptRow:
+    def part(self, start: int, end: int) -> PrefillRow:
         """Tokens `start` to `end`."""
         if (start, end) == (0, len(self.hidden_NE)):
             return self
@@ -44,11 +44,11 @@ class PromptRow:
         if visual is not None:
             inside = (visual.tokens >= start) & (visual.tokens < end)
             visual = VisualResidual(tokens=visual.tokens[inside] - start, layers=[x[inside] for x in visual.layers])
-        return PromptRow(hidden_NE=self.hidden_NE[start:end], rope=self.rope.part(start, end), visual=visual)
+        return PrefillRow(hidden_NE=self.hidden_NE[start:end], rope=self.rope.part(start, end), visual=visual)
 
 
 def prefill(
-    row: PromptRow,
+    row: PrefillRow,
     weights: TextWeights,
     shape: DecoderShape,
     requests: Sequence[QueuedRequest],
@@ -82,14 +82,14 @@ def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
     """Write the keys and values of the turns before to the beginning of a prompt."""
     if kept is None:
         return
-    store = cache.writer([Span(prompt=prompt, start=0, end=kept.num_tokens)])
+    store = cache.writer([TokenSpan(prompt=prompt, start=0, end=kept.num_tokens)])
     for layer, (keys, values) in enumerate(kept.layers):
         store(layer, keys.transpose(0, 1), values.transpose(0, 1))
 
 
-def prompt_row(
+def prefill_row(
     vlm: VLM, weights: TextWeights, requests: Sequence[QueuedRequest], features: Sequence[ImageFeatures]
-) -> PromptRow:
+) -> PrefillRow:
     """The new tokens of the prompts with the features of their images, in order."""
     device = weights.embed.device
     token_ids_N = _joined([request.prompt.token_ids_L[request.first_new_token :] for request in requests], device)
@@ -101,7 +101,7 @@ def prompt_row(
         pads = (token_ids_N == vlm.family.image_token_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
-    return PromptRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)
+    return PrefillRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor:
@@ -110,29 +110,31 @@ def _joined(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor
 
 def prompt_passes(
     lengths: Sequence[int], first: int, pass_tokens: int, starts: Sequence[int] | None = None
-) -> list[list[Span]]:
+) -> list[list[TokenSpan]]:
     """Cut prompts into forward passes, so that what a pass holds does not grow with the prompts that are admitted.
 
     Whole prompts share a pass while they fit; a longer one, or one that starts behind kept keys, goes through alone, a
     piece at a time. `starts`: the first token of each prompt to be run; default: 0.
     """
-    passes: list[list[Span]] = []
+    passes: list[list[TokenSpan]] = []
     room = 0
     for prompt, (length, start) in enumerate(zip(lengths, starts or [0] * len(lengths), strict=True), start=first):
         if length > pass_tokens or start:
             pieces = range(start, length, pass_tokens)
-            passes += [[Span(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in pieces]
+            passes += [[TokenSpan(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in pieces]
             room = 0
             continue
         if length > room:
             passes.append([])
             room = pass_tokens
-        passes[-1].append(Span(prompt=prompt, start=0, end=length))
+        passes[-1].append(TokenSpan(prompt=prompt, start=0, end=length))
         room -= length
     return passes
 
 
-def prompt_attention(spans: Sequence[Span], whole: bool, cache: Cache, scale: float, device: torch.device) -> Attend:
+def prompt_attention(
+    spans: Sequence[TokenSpan], whole: bool, cache: Cache, scale: float, device: torch.device
+) -> Attend:
     """Attention of one pass, which stores keys and values as it goes; `whole`: these are whole prompts."""
     store = cache.writer(spans)
     layout = shared_prefix_layout([span.end - span.start for span in spans], [[] for _ in spans]).to(device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Ended
+from fovea.rollout.embedded.batch import FinishedRow
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.types import PromptImage
 
@@ -90,16 +90,16 @@ class Recorder:
             self._kept[request] = _Kept(first_place, self._graph_number)
             first_place += request.prompt.num_tokens if first_place != NOT_RECORDED else 0
 
-    def finished(self, completion_id: str, ended: Ended) -> None:
+    def record_trace(self, completion_id: str, finished: FinishedRow) -> None:
         """Note where the activations of a completion stand, if they were kept."""
-        kept = self._kept.get(ended.row.request)
+        kept = self._kept.get(finished.row.request)
         if kept is None or self._tape is None:
             return
         recorded = kept.first_place != NOT_RECORDED
-        prompt_tokens = ended.row.request.prompt.num_tokens if recorded else 0
+        prompt_tokens = finished.row.request.prompt.num_tokens if recorded else 0
         trace = Trace(
             prompt_places_L=kept.first_place + np.arange(prompt_tokens),
-            places_T=ended.places_T,
+            places_T=finished.places_T,
             graph_number=kept.graph_number,
         )
         self._tape.keep_trace(completion_id, trace)

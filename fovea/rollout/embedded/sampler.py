@@ -1,7 +1,7 @@
 """Drawing tokens: temperature, top-k, top-p, min-p, by inverse CDF from uniform numbers that belong to a request.
 
 The CDF of a large vocabulary is walked in two levels: the block of tokens first, then the token within it. Only
-sums of blocks and one block per row are ever accumulated; `draw_plain` accumulates everything and is the slow twin.
+sums of blocks and one block per row are ever accumulated; `inverse_cdf_plain` accumulates everything and is the slow twin.
 
 Axes: `B` rows, `W` vocabulary, `K` blocks of it, `X` tokens of a block.
 """
@@ -36,12 +36,12 @@ class RowSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class SamplingNeeds:
     """Which work a batch asks for at all: what no row needs is spared."""
 
-    heats: bool
+    needs_temperature: bool
     """Some temperature is not 1."""
-    truncates: bool
+    needs_truncation: bool
     """Some row uses top-k, top-p or min-p, which takes a sort."""
     greedy: bool
     sampled: bool
@@ -85,10 +85,10 @@ def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSett
     )
 
 
-def needs_of(samplings: Sequence[Sampling]) -> Needs:
-    return Needs(
-        heats=any(s.temperature not in (0, 1) for s in samplings),
-        truncates=any(s.top_k or s.top_p < 1 or s.min_p for s in samplings),
+def needs_of(samplings: Sequence[Sampling]) -> SamplingNeeds:
+    return SamplingNeeds(
+        needs_temperature=any(s.temperature not in (0, 1) for s in samplings),
+        needs_truncation=any(s.top_k or s.top_p < 1 or s.min_p for s in samplings),
         greedy=any(s.temperature == 0 for s in samplings),
         sampled=any(s.temperature != 0 for s in samplings),
     )
@@ -103,34 +103,34 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
 
 
 def draw(
-    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs, bans: Bans
+    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds, bans: Bans
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
 
     `uniform_B` is float64; float32 logits give each token its probability to float32 rounding.
     """
-    if needs.heats:
+    if needs.needs_temperature:
         logits_BW = logits_BW / settings.temperature_B1
     logprobs_BW = logits_BW.log_softmax(dim=-1)
     allowed_BW = bans.allowed(logprobs_BW)
-    if needs.truncates:
+    if needs.needs_truncation:
         allowed_BW = allowed_BW.masked_fill(~_kept(allowed_BW, settings), -torch.inf)
     tokens_B = _choose(allowed_BW, uniform_B, settings, needs)
     return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs) -> Tensor:
+def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds) -> Tensor:
     """The likeliest token of greedy rows, a drawn one of the others."""
     if not needs.sampled:
         likeliest_B: Tensor = allowed_BW.argmax(dim=-1)
         return likeliest_B
-    drawn_B: Tensor = two_level(allowed_BW.softmax(dim=-1), uniform_B)
+    drawn_B: Tensor = inverse_cdf(allowed_BW.softmax(dim=-1), uniform_B)
     if not needs.greedy:
         return drawn_B
     return torch.where(settings.greedy_B, allowed_BW.argmax(dim=-1), drawn_B)
 
 
-def two_level(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
+def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     """The token [B] in whose interval of the CDF each uniform number falls; never one of probability 0."""
     vocabulary = probs_BW.shape[1]
     size = 2 ** math.ceil(math.log2(vocabulary) / 2)
@@ -166,8 +166,8 @@ def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
     return found_B1, (1 - (end_B1 - level_B1) / length_B1).clamp(0, BELOW_ONE)
 
 
-def draw_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
-    """`two_level` by the whole CDF: the slow twin, for tests."""
+def inverse_cdf_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
+    """`inverse_cdf` by the whole CDF: the slow twin, for tests."""
     return _find(probs_BW, uniform_B[:, None])[0][:, 0]
 
 

@@ -12,19 +12,19 @@ from fovea.models.decoder import DecoderShape
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper, cuda_capture, rerun
-from fovea.rollout.embedded.dense_cache import SlotCache
-from fovea.rollout.embedded.linears import TextWeights, can_pack
+from fovea.rollout.embedded.dense_cache import DenseCache
+from fovea.rollout.embedded.linears import TextWeights, can_use_onednn
 from fovea.rollout.embedded.paged_attention import usable, varlen_attention
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 
-CacheKind = Literal["slots", "pages"]
+CacheKind = Literal["dense", "paged"]
 
-CUDA_STEPS_PER_LOOK = 8
-"""Each look at what has ended makes the host wait for the device; an ended row runs on for half of this on average."""
+CUDA_DECODE_STEPS_PER_SYNC = 8
+"""Each look at what has finished makes the host wait for the device; an finished row runs on for half of this on average."""
 
 
-MAX_PACKED_ROWS, MIN_PACKED_WIDTH = 64, 256
+MAX_ONEDNN_ROWS, MIN_ONEDNN_WIDTH = 64, 256
 """With more rows, or narrower layers that stay in the cache, a product is no longer bound by how weights are read."""
 
 
@@ -36,34 +36,34 @@ class Tuning:
     """None: pages where PyTorch has a kernel for them, else slots."""
     page_tokens: int = 256
     """What flash attention 2 asks for; later ones take smaller pages as well."""
-    steps_per_look: int | None = None
-    """Tokens between two looks at what has ended; None is 1 on a CPU, where a look costs nothing."""
+    decode_steps_per_sync: int | None = None
+    """Tokens between two looks at what has finished; None is 1 on a CPU, where a look costs nothing."""
     pass_tokens: int = PASS_TOKENS
     """Of prompts, in one forward pass."""
     int8_decoding: bool = False
     """The one setting that changes results: decoding steps in 8 bits (`int8`); prompts run as they are."""
-    packed_decoding: bool = True
+    onednn_decoding: bool = True
     """Weights of decoding steps laid out for few rows where that pays (`packed`)."""
 
     @property
     def keeps_outputs_in_order(self) -> bool:
         """What a tape relies on: one pass per token, on places reserved before, by exact weights."""
-        return not self.int8_decoding and self.cache != "pages" and self.steps_per_look in (None, 1)
+        return not self.int8_decoding and self.cache != "paged" and self.decode_steps_per_sync in (None, 1)
 
-    def packs(self, rows: int, embed: Tensor) -> bool:
+    def uses_onednn(self, rows: int, embed: Tensor) -> bool:
         """Whether a second copy of the weights pays for so many rows."""
-        small = rows <= MAX_PACKED_ROWS and embed.shape[1] >= MIN_PACKED_WIDTH
-        return self.packed_decoding and small and can_pack(embed)
+        small = rows <= MAX_ONEDNN_ROWS and embed.shape[1] >= MIN_ONEDNN_WIDTH
+        return self.onednn_decoding and small and can_use_onednn(embed)
 
-    def steps_on(self, device: torch.device) -> int:
-        return self.steps_per_look or (CUDA_STEPS_PER_LOOK if device.type == "cuda" else 1)
+    def decode_steps_on(self, device: torch.device) -> int:
+        return self.decode_steps_per_sync or (CUDA_DECODE_STEPS_PER_SYNC if device.type == "cuda" else 1)
 
 
 def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> Cache:
     """Of the type and on the device of `like`; pages without a kernel are gathered, for tests."""
     has_kernel = usable(shape, like, tuning.page_tokens)
-    if tuning.cache == "slots" or (tuning.cache is None and not has_kernel):
-        return SlotCache(shape, like)
+    if tuning.cache == "dense" or (tuning.cache is None and not has_kernel):
+        return DenseCache(shape, like)
     kernel = varlen_attention if has_kernel else gathered_attention
     return PagedCache(shape, like, kernel, num_tokens=num_tokens, page_tokens=tuning.page_tokens)
 
