@@ -314,5 +314,5 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
 def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
     parts = tiny("qwen3_vl")
     tape = Tape(VLM(parts.network).linear_widths, 2**20, torch.float32)
-    with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding in slots"):
+    with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding over the dense cache"):
         EmbeddedEngine(VLM(parts.network), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)

@@ -163,7 +163,7 @@ class DecodeBatch:
         self._longest = min(self._longest + 1, self._limit)
 
     def sync_finished(self) -> list[int]:
-        """Indices of the finished rows; the only device sync of decoding."""
+        """Indices of the finished rows; waits for the device, which the steps between two calls do not."""
         lengths = self._live_state().length_B[self._rows_with_stop].tolist()
         for index, length in zip(self._rows_with_stop, lengths, strict=True):
             self._cut_at_string(index, length)
@@ -209,7 +209,7 @@ class DecodeBatch:
         state.running_B.logical_and_(~stopped_B & (state.length_B < state.limit_B))
 
     def _cut_at_string(self, index: int, length: int) -> None:
-        """Finish a row at the first token that completes a stop string; at the length limit too, it counts as stopped."""
+        """Finish a row at the first token that completes a stop string; it counts as stopped even at its limit."""
         row, state = self.rows[index], self._live_state()
         stop = row.request.sampling.stop
         # a stop string may have begun in tokens that were searched before

@@ -1,6 +1,6 @@
 """Queued requests, and the interface of the KV cache.
 
-Axes: `B` rows of the decode batch, `J` key heads, `D` width of a head, `N` tokens of a prefill pass, `L` tokens of a prompt.
+Axes: `B` rows of the decode batch, `J` key heads, `D` width of a head, `N` tokens of a prefill pass, `L` prompt tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenSpan:
 
 
 class Cache(Protocol):
-    """Keys and values of prompts and of rows, in the order of `add`; `remove` compacts rows (`compaction.fill_holes`)."""
+    """Keys and values of prompts and rows, in the order of `add`; `remove` compacts them (`compaction.fill_holes`)."""
 
     def cost(self, demands: Sequence[Demand]) -> int:
         """Worst-case tokens of these requests together; what fits the budget is never evicted."""
