@@ -1,4 +1,4 @@
-"""A benchmark that must end in time: each part has a share of it, and says what it left out."""
+"""Time budget of a benchmark: each part gets a share, and prints what it skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Clock = Callable[[], float]
 
 
 class Deadline:
-    """When a part has to end."""
+    """Deadline of one part."""
 
     def __init__(self, ends: float, clock: Clock) -> None:
         self._ends = ends
@@ -20,7 +20,7 @@ class Deadline:
         return self._ends - self._clock()
 
     def allows(self, what: str, seconds: float) -> bool:
-        """Whether there is time for something that takes about so long; says so if not."""
+        """Whether there is time for work of this estimated duration; prints that it is skipped if not."""
         if self.seconds_left >= seconds:
             return True
         print(f"skipped: {what} (would take about {seconds:.0f} s, {max(self.seconds_left, 0):.0f} s are left)")
@@ -28,7 +28,7 @@ class Deadline:
 
 
 class Budget:
-    """Seconds of a whole program. What a part does not use is there for those after it."""
+    """Time budget of a whole program; what a part leaves goes to those after it."""
 
     def __init__(self, seconds: float, clock: Clock = perf_counter) -> None:
         self._clock = clock
@@ -36,6 +36,6 @@ class Budget:
         self._seconds = seconds
 
     def part(self, share: float) -> Deadline:
-        """The next part, with its share of the whole."""
+        """Start the next part, with its share of the time."""
         self._planned_end += share * self._seconds
         return Deadline(self._planned_end, self._clock)

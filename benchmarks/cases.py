@@ -1,4 +1,4 @@
-"""What the two sides are given: the same weights, rows, group sizes and completion lengths."""
+"""Cases of the benchmarks: weights, rows, group sizes and completion lengths, the same for Fovea and TRL."""
 
 from __future__ import annotations
 
@@ -70,30 +70,30 @@ IMAGE_HEAVY = TinyModel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the table."""
+    """Settings of one case, a row of the table."""
 
     model: TinyModel
     vocabulary: int | None
-    """Rows of the embedding; None: as many as the tokenizer has."""
+    """Rows of the embedding; None: the size of the tokenizer."""
     image_side_px: int
     prompts: int
     samples: int
     completion_tokens: int
     images: int = 1
-    """Of one prompt."""
+    """Images per prompt."""
     question_words: int | None = None
-    """Of one prompt; None: 8 to 20."""
+    """Words per prompt; None: 8 to 20."""
     freeze_vision: bool = False
     lora_rank: int | None = None
     same_rows: bool = False
-    """The rows of the first step again in every other: the features of a frozen tower come from the cache."""
+    """Every step repeats the rows of the first, so that features of a frozen tower come from the cache."""
     gradient_checkpointing: bool = False
     max_batch_tokens: int | None = None
-    """Room in our engine's cache; None: our default."""
+    """Token budget of Fovea's engine; None: the default."""
     microbatch_tokens: int = 1024
-    """Ours: one group at a time, whose activations are small."""
+    """Micro-batch size of Fovea: about one group, for few activations in memory."""
     trl_rows_per_microbatch: int = 8
-    """The fastest on this kind of machine, by trial: TRL pays for padding and page faults in larger ones."""
+    """Micro-batch size of TRL, the fastest by trial on CPUs: larger ones cost padding and page faults."""
 
 
 _HEAVY = Case(model=IMAGE_HEAVY, vocabulary=16_384, image_side_px=448, prompts=4, samples=8, completion_tokens=64)
@@ -122,11 +122,11 @@ CASES = {
 
 
 FAMILIES = {"many": ("many_4", "many_8", "many_16")}
-"""Names that stand for several cases."""
+"""Names of sets of cases."""
 
 
 def make_parts(case: Case, seed: int = 0) -> TinyParts:
-    """Weights, tokenizer and image processor; equal for equal arguments. No token ends a completion."""
+    """Weights, tokenizer and image processor of a case, equal for equal arguments; without stop tokens."""
     parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed)
     if case.vocabulary is not None:
         parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)
@@ -134,7 +134,7 @@ def make_parts(case: Case, seed: int = 0) -> TinyParts:
 
 
 def endless(parts: TinyParts) -> TinyParts:
-    """The same without a stop token, so that every completion has the same length on both sides."""
+    """The processor without stop tokens, so that all completions have the same length on both sides."""
     parts.processor.tokenizer.eos_token = None
     assert parts.network.generation_config is not None
     parts.network.generation_config.eos_token_id = None
@@ -143,7 +143,7 @@ def endless(parts: TinyParts) -> TinyParts:
 
 
 def make_tasks(case: Case, count: int, seed: int = 5) -> list[Task]:
-    """Pictures and a question each."""
+    """Tasks of random images and questions."""
     rng = np.random.default_rng(seed)
     tasks = [_task(case, index, rng) for index in range(case.prompts if case.same_rows else count)]
     return list(islice(cycle(tasks), count))
@@ -156,7 +156,7 @@ def _task(case: Case, index: int, rng: np.random.Generator) -> Task:
 
 
 def _picture(side: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Coloured rectangles on noise."""
+    """A picture of coloured rectangles on noise."""
     image = rng.normal(60, 5, (side, side, 3)).clip(0, 255).astype(np.uint8)
     for _ in range(6):
         top, left = rng.integers(0, side * 3 // 4, 2)
@@ -165,13 +165,13 @@ def _picture(side: int, rng: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def reward_of(text: str) -> float:
-    """Cheap, and different for different texts: a group of equal rewards would spare us its training."""
+    """A cheap reward that differs between texts: a group of equal rewards would not be trained on."""
     return zlib.crc32(text.encode()) / 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class BenchEnvironment(Environment):
-    """The rows of a case as an environment."""
+    """Environment of a case's rows."""
 
     rows: Sequence[Task] = field(default_factory=list)
 
@@ -186,7 +186,7 @@ class BenchEnvironment(Environment):
 
 
 class BenchGrader:
-    """`reward_of` as a grader."""
+    """Grader by `reward_of`."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         reward = reward_of(turns[-1].text)

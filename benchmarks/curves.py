@@ -1,8 +1,8 @@
-"""Held-out accuracy of finished runs against the tokens that they generated, as a picture and a table.
+"""Held-out accuracy of finished runs against generated tokens, as a figure and a table.
 
     python -m benchmarks.curves --out docs/ppo_and_grpo.png GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
 
-Each run needs dev readings (evaluate.every_steps) in its metrics.jsonl. One line per run, one colour per name.
+Each run needs dev accuracies (evaluate.every_steps) in its metrics.jsonl. One line per run, one colour per name.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One run."""
+    """Dev accuracies of one run."""
 
     name: str
     folder: Path
     tokens: list[float]
-    """Generated until each reading."""
+    """Tokens generated until each evaluation."""
     accuracy: list[float]
     entropy: list[float]
-    """Of the policy at each reading, nats per token."""
+    """Entropy of the policy at each evaluation, in nats per token."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_curve(name: str, folder: Path) -> Curve:
-    """The dev readings of a run. ValueError where there are none."""
+    """Read the dev accuracies of a run; ValueError if it has none."""
     rows = read_metrics(folder)
-    # of all that was scored: dynamic sampling draws more than a step's worth
+    # tokens of all scored groups: dynamic sampling generates more than a step trains on
     generated = list(accumulate(row["tokens_per_second"] * row["seconds/step"] for row in rows))
     read = [index for index, row in enumerate(rows) if "accuracy/dev" in row]
     if not read:
-        raise ValueError(f"{folder} has no dev readings; set evaluate.every_steps")
+        raise ValueError(f"{folder} has no dev accuracies; set evaluate.every_steps")
     return Curve(
         name=name,
         folder=folder,
@@ -95,7 +95,7 @@ def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
 
 def _table(curves: Sequence[Curve]) -> Table:
     table = Table(title="Held-out accuracy (dev)", title_justify="left")
-    for header in ("run", "first reading", "half way", "best", "last", "last entropy", "tokens"):
+    for header in ("run", "first", "half way", "best", "last", "last entropy", "tokens"):
         table.add_column(header, justify="left" if header == "run" else "right")
     for curve in curves:
         half = curve.accuracy[len(curve.accuracy) // 2]

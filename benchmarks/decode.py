@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode [tokens]
 
-Every completion runs for as many tokens (no stop token), so that the rows of a step are constant. The floor runs the
-language model's linear layers and its head on as many rows, and nothing else. Prints a table; asserts nothing.
+All completions have the same length (no stop token), so that the number of rows is constant. The floor is the time of
+the language model's linear layers and head on the same number of rows. Prints a table; asserts nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
 REPEATS = 3
-"""The fastest counts: other work on the machine only slows a run down."""
+"""Runs of each case; the fastest counts, since other work on the machine only slows a run down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One row of the table."""
+    """Settings of one case, a row of the table."""
 
     case: str
     prompts: int
     samples: int
     question_repeats: int = 1
-    """Lengthens the prompts."""
+    """Words per question, which lengthen the prompts."""
     vocabulary: int = 32_768
 
 
@@ -97,7 +97,7 @@ def _draw(engine: EmbeddedEngine, prompts: Sequence[Prompt], n: int, tokens: int
 
 
 def _floor(parts: TinyParts, rows: int) -> float:
-    """Seconds of the linear layers of one step."""
+    """Seconds of the linear layers in one decode step."""
     layers = [m.weight for m in language_model(parts.network).modules() if isinstance(m, nn.Linear)]
     weights = [*layers, language_model(parts.network).get_submodule("embed_tokens").get_parameter("weight")]
     inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]

@@ -1,11 +1,11 @@
-"""How far a step is from what this machine can do: operations and bytes of each part, at measured rates.
+"""Lower bounds for the time of a step on this machine: operations and bytes of each part, at measured rates.
 
     python -m benchmarks.floors --case image_heavy --json floors.json
 
-A part cannot be faster than its operations at the rate of large matrix products and of fused attention, nor than its
-weights through memory. Decoding sees each weight with a few rows: its rate is that of products so thin, over weights
-as large as the model's. The rates are those of torch's own operators here, so that a floor is this machine's with
-this torch; a better kernel could go below it. Norms, softmax, sampling and images have no floor.
+A part cannot be faster than its operations at the rate of large matrix products and of fused attention, nor than
+reading its weights from memory. Decode steps multiply each weight with few rows, so that their rate is that of thin
+products over weights as large as the model's. The rates are those of torch's own operators on this machine; a better
+kernel could be faster than a floor. Norms, softmax, sampling and image processing have no floor.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ TABLE_WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a phase."""
+    """Operations and bytes of one part of a phase."""
 
     phase: str
     name: str
     passes: float
-    """Of its linear layers, in forward passes: a backward pass is worth two, without gradients of weights one."""
+    """Passes of its linear layers in units of forward passes: a backward pass counts 2, without weight gradients 1."""
     linear: float
     """Operations of matrix products with weights."""
     attention: float
     bytes: float
-    """Of weights, their gradients and the optimizer's state, and of cached keys and values."""
+    """Bytes of weights, gradients, optimizer state and KV cache that pass through memory."""
     thin: bool = False
     """Whether the matrix products have few rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """Of this machine, for this case."""
+    """Measured rates of this machine for a case."""
 
     large: Rates
     thin_gemm: float
-    """With as many rows as completions, over weights as large as the language model's."""
+    """Rate of matrix products with one row per completion, over weights as large as the language model's."""
     weight_read: float
-    """Over as many bytes."""
+    """Rate of reading as many bytes as those weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the counts need besides the case."""
+    """Sizes of model and prompts that the counts need."""
 
     work: Work
     prompts: tuple[Prompt, ...]
@@ -75,7 +75,7 @@ class Sizes:
     vision_bytes: int
     trained_bytes: int
     kv_bytes: int
-    """Keys and values of one token."""
+    """Bytes of one token in the KV cache."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,13 +125,13 @@ def _num_bytes(module: torch.nn.Module) -> int:
 
 
 def reuses_rollout(case: Case) -> bool:
-    """Whether the update takes over linear outputs and features of the rollout, so that it need not make them again."""
+    """Whether the update reuses linear outputs and image features of the rollout."""
     config = config_of(case)
     return config.rollout.engine.reuse_gib > 0 and not config.train.gradient_checkpointing
 
 
 def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
-    """The rollout encodes, prefills and decodes; the update runs all of it forward and backward, and AdamW."""
+    """All parts of a step: encoding, prefill and decoding of the rollout; forward, backward and AdamW of the update."""
     trains_vision = not case.freeze_vision and case.lora_rank is None
     passes = training_passes(
         lora=case.lora_rank is not None, trains_vision=trains_vision, features_cached=not trains_vision
@@ -178,7 +178,8 @@ def _prompts(phase: str, sizes: Sizes, passes: Passes) -> Part:
 
 
 def _decode(case: Case, sizes: Sizes) -> Part:
-    """The first token comes from the prompt; a prompt's keys are read once for all its completions."""
+    """Operations and bytes of all decode steps."""
+    # the first token comes from prefill; a prompt's keys are read once for all of its completions
     steps, half = case.completion_tokens - 1, case.completion_tokens / 2
     prompt_tokens = sum(prompt.num_tokens for prompt in sizes.prompts)
     cached_tokens = prompt_tokens + case.prompts * case.samples * half
@@ -226,7 +227,7 @@ def _completion_pairs(case: Case, sizes: Sizes) -> float:
 
 
 def floor_seconds(part: Part, rates: MachineRates) -> float:
-    """The longer of arithmetic and memory."""
+    """Lower bound in seconds: the longer of arithmetic and memory traffic."""
     gemm = rates.thin_gemm if part.thin else rates.large.gemm
     memory = rates.weight_read if part.thin else rates.large.copy
     return max(part.linear / gemm + part.attention / rates.large.attention, part.bytes / memory)
@@ -241,7 +242,7 @@ def _rates_of(case: Case, sizes: Sizes) -> MachineRates:
 
 
 def _measured(ours: Ours, steps: int) -> dict[str, float]:
-    """Medians of each phase, and of the step."""
+    """Measured median seconds of each phase and of the step."""
     taken = [ours.step() for _ in range(WARM_STEPS + steps)][WARM_STEPS:]
     phases = {name: median(times.phases[name] for times in taken) for name in taken[0].phases}
     return phases | {"step": median(times.step for times in taken)}
@@ -279,7 +280,7 @@ def _part_table(parts: Sequence[Part], rates: MachineRates) -> Table:
 
 
 def phase_table(parts: Sequence[Part], rates: MachineRates, measured: dict[str, float]) -> Table:
-    """Measured phases beside the sums of their parts' floors."""
+    """Table of measured phases beside the sums of their floors."""
     table = _table("Where we stand", "phase", "floor s", "measured s", "floor / measured")
     floors = {name: sum(floor_seconds(part, rates) for part in parts if part.phase == name) for name in measured}
     floors["step"] = sum(floors.values())

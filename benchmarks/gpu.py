@@ -3,9 +3,9 @@
     python -m benchmarks.gpu --json gpu.json
     python -m benchmarks.gpu --tiny            # every line of it on a CPU, in seconds; its figures mean nothing
 
-Four parts: does the device agree with the CPU; how fast the engine draws, beside the time that memory needs; which
-share of the peak an update reaches; how a whole step compares with TRL's, where TRL is installed. Weights are random,
-prompts like Geometry3K's: one 512 px image (256 visual tokens) and some 100 tokens of text.
+Four parts: agreement with the CPU; decoding speed of the engine, beside the time of its memory traffic; MFU of an
+update; a whole step against TRL's, where TRL is installed. Weights are random, prompts like Geometry3K's: one 512 px
+image (256 visual tokens) and some 100 tokens of text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.budget import Budget
 from benchmarks.cases import Case
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
-from benchmarks.gpu_parts import Row, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
+from benchmarks.gpu_parts import Figures, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
 from benchmarks.machine import Rates, measure_rates
 from benchmarks.ours import share
 from fovea.cluster.local import SharedWeights
@@ -43,12 +43,12 @@ VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.float32, "sdpa"),
     (torch.bfloat16, "merged"),
     (torch.bfloat16, "auto"),
-    (torch.float32, "auto"),  # last: what a run has that sets nothing, and what the CUDA kernel may refuse
+    (torch.float32, "auto"),  # the default settings; last, since the CUDA kernel may refuse them
 )
 TABLE_WIDTH = 110
 TIMED_STEPS = 2
 LARGEST = Case(
-    model=TinyModel(),  # stands in: the model comes ready made
+    model=TinyModel(),  # a placeholder: the model is passed in
     vocabulary=None,
     image_side_px=512,
     prompts=64,
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if not options.tiny and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device; --tiny runs its lines without one")
-    # rollout and update use blocks of very different size in turn; read when CUDA is first used
+    # rollout and update allocate blocks of very different sizes in turn; read when CUDA is first used
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     budget = Budget(options.seconds)
     setting = _setting(tiny=options.tiny)
@@ -98,7 +98,7 @@ def _setting(*, tiny: bool) -> Setting:
 
 
 def _with_peak(setting: Setting) -> Setting:
-    """The data sheet's where it is known, else the measured rate; says which."""
+    """Peak rate of the device by its data sheet, else the measured one; prints which."""
     name = _device_name(setting)
     known = known_peak_tflops(name)
     peak = setting.rates.gemm if known is None else known * 1e12
@@ -119,21 +119,21 @@ def _device_name(setting: Setting) -> str:
 
 
 class Findings:
-    """What the parts find; saved after each, so that a call that is cut short loses one at most."""
+    """Results of the parts, saved after each, so that an interrupted call loses one at most."""
 
     def __init__(self, about: Mapping[str, object], path: str | None) -> None:
         self._about = about
         self._path = path
-        self.rows: dict[str, list[Row]] = {}
+        self.rows: dict[str, list[Figures]] = {}
         self.failed: list[str] = []
 
-    def part(self, name: str, title: str, rows: Iterator[Row]) -> None:
-        """Run a part and print what it found. What goes wrong in it ends it, not those after it, and is in `failed`."""
+    def part(self, name: str, title: str, rows: Iterator[Figures]) -> None:
+        """Run a part and print its results; an error ends this part alone, and is listed in `failed`."""
         found = self.rows[name] = []
         try:
             for row in rows:
                 found.append(row)
-        except Exception:  # of any kind: a kernel, memory, TRL; the parts after it are worth their hour on the machine
+        except Exception:  # any error of a kernel, memory or TRL: the later parts should still run
             traceback.print_exc()
             self.failed.append(name)
             give_back_memory()
@@ -143,7 +143,7 @@ class Findings:
 
 
 def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: bool) -> None:
-    """All of them in order."""
+    """Run all parts in order."""
     cases = [replace(setting.case, prompts=prompts) for prompts in ([2, 4] if tiny else [8, 16, 64])]
     sequences = [4, 8] if tiny else [64, 128, 256]
     budget.part(SHARES["parity"])
@@ -163,7 +163,7 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
     findings.part("trl", title, against_trl(setting, shared, cases, TIMED_STEPS, deadline))
 
 
-def _print(title: str, rows: Sequence[Row]) -> None:
+def _print(title: str, rows: Sequence[Figures]) -> None:
     if not rows:
         return
     table = Table(title=title, title_justify="left")

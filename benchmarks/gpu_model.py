@@ -72,12 +72,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0, 1, 2],
     },
 }
-"""The same in small, so that every line runs without a GPU."""
+"""A small shape, so that every line can run without a GPU."""
 PATCH_PX, MERGE = 16, 2
 
 
 def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtype, seed: int = 0) -> TinyParts:
-    """All parts of a model of this shape; equal for equal arguments."""
+    """Network and processor of this shape, equal for equal arguments."""
     tokenizer = build_wide_tokenizer(shape["text"]["vocab_size"])
     network = _build_network(shape, tokenizer, device, dtype, seed)
     image_processor = build_image_processor(TinyModel(patch_size_px=PATCH_PX))
@@ -85,7 +85,7 @@ def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtyp
 
 
 def build_wide_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Reads bytes and writes any id, so that nothing but special tokens is banned, as with a real vocabulary."""
+    """A byte tokenizer that decodes any id, so that only special tokens are banned, as with a real vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"w{index}" for index in range(len(alphabet), vocabulary_size - len(SPECIAL_TOKENS))]
     vocabulary = {token: index for index, token in enumerate([*alphabet, *words])}
@@ -123,7 +123,7 @@ def _build_network(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters are made in it; rotary frequencies stay float32, as when a checkpoint is loaded."""
+    """Context in which parameters get this dtype; rotary frequencies stay float32, as in a loaded checkpoint."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

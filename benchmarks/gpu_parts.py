@@ -28,36 +28,37 @@ from fovea.utils.event_loop import wait_for
 
 WARM_STEPS = 1
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-"""Of mean |log-prob difference| and of the gradient norm, relative: kernels add in another order, and bfloat16 has 8
-bits (log-probs .006 off on a CPU)."""
+"""Largest mean |log-prob difference| and relative difference of gradient norms: kernels sum in another order, and
+bfloat16 has 8 bits (0.006 in log-probs on a CPU)."""
 PARITY_CASE = replace(CASES["tiny"], prompts=4, samples=4)
-Row = dict[str, float | str]
+Figures = dict[str, float | str]
+"""One row of a results table, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all parts share."""
+    """Settings that all parts share."""
 
     device: str
     dtype: torch.dtype
     shape: dict[str, dict[str, object]]
     case: Case
-    """The largest."""
+    """The largest case."""
     rates: Rates
     peak: float
-    """Operations a second that MFU is a share of."""
+    """Peak operations per second, the denominator of MFU."""
 
 
-def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]]) -> Iterator[Row]:
-    """One row for each type and attention of packed rows."""
+def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]]) -> Iterator[Figures]:
+    """Agreement with the CPU, one row per dtype and attention kernel."""
     for dtype, attention in variants:
         yield _parity_of(device, dtype, attention)
 
 
-def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Row:
-    """Log-probs and gradient norm of a tiny model on the device against float32 and plain attention on the CPU.
+def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Figures:
+    """Compare log-probs and gradient norm of a tiny model with float32 and plain attention on the CPU.
 
-    Both have the same weights, rounded to `dtype`, and the same completions, which the device's engine draws.
+    Both have the same weights, rounded to `dtype`, and the same completions, which the device's engine samples.
     """
     exact_parts, parts = make_parts(PARITY_CASE), make_parts(PARITY_CASE)
     for parameter in (*exact_parts.network.parameters(), *parts.network.parameters()):
@@ -85,15 +86,15 @@ def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Row:
     }
 
 
-def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadline: Deadline) -> Iterator[Row]:
-    """Tokens a second of the engine without its prefill, beside the time that weights and keys need to be read."""
+def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadline: Deadline) -> Iterator[Figures]:
+    """Decoding speed in tokens per second, without prefill, beside the time of reading weights and KV cache."""
     guess = 0.0
     n, tokens = setting.case.samples, setting.case.completion_tokens
     for count in sequences:
         if not deadline.allows(f"decoding {count} sequences", guess):
             continue
         prompts = Ours(replace(setting.case, prompts=count // n), 1, shared).prompts(count // n)
-        draw_all(shared, prompts, n, 2)  # warm
+        draw_all(shared, prompts, n, 2)  # warm-up
         first = seconds_of(partial(draw_all, shared, prompts, n, 1), setting.device)
         whole = seconds_of(partial(draw_all, shared, prompts, n, tokens), setting.device)
         floor = (tokens - 1) * bytes_of_step(shared, prompts, n, tokens) / setting.rates.read
@@ -108,7 +109,7 @@ def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadlin
 
 
 def draw_all(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> None:
-    """n completions of every prompt, all together."""
+    """Generate n completions of every prompt, concurrently."""
 
     async def all_of_them() -> None:
         requests = [
@@ -121,7 +122,7 @@ def draw_all(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> 
 
 
 def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> float:
-    """Weights, each prompt's keys and values once, and half of what the completions will have."""
+    """Bytes read by an average decode step: weights, the KV cache of each prompt once, half of the completions'."""
     text = shared.vlm.text_config
     width = next(shared.vlm.parameters()).element_size()
     weights = sum(p.numel() for name, p in shared.vlm.named_parameters() if ".visual." not in name) * width
@@ -130,8 +131,8 @@ def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int
     return float(weights + per_token * cached)
 
 
-def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline) -> Iterator[Row]:
-    """Our whole step, and the share of the peak that its update reaches (vision counted)."""
+def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline) -> Iterator[Figures]:
+    """Times of Fovea's whole step, and the MFU of its update, vision included."""
     guess = 0.0
     for case in cases:
         if not deadline.allows(f"our step of {name_of(case)}", guess):
@@ -152,13 +153,13 @@ def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, d
 
 
 def _growth(cases: Sequence[Case], case: Case) -> float:
-    """How many times larger the next case is."""
+    """Factor by which the next case is larger."""
     after = cases[cases.index(case) + 1 :]
     return after[0].prompts / case.prompts if after else 1.0
 
 
 def update_operations(case: Case, ours: Ours) -> float:
-    """Forward and backward of images, prompts and completions, each prompt once."""
+    """Operations of forward and backward over images, prompts and completions, each prompt once."""
     work = family_of(ours.shared.parts.network.config, "").work
     passes: Passes = training_passes(lora=False, trains_vision=True, features_cached=False)
     return sum(
@@ -170,8 +171,8 @@ def update_operations(case: Case, ours: Ours) -> float:
 
 def against_trl(
     setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline
-) -> Iterator[Row]:
-    """Step by step in turn, as `benchmarks.vs_trl` does; transformers draws for TRL."""
+) -> Iterator[Figures]:
+    """Fovea against TRL, step by step in turn as in `benchmarks.vs_trl`; TRL generates with transformers."""
     if find_spec("trl") is None:
         print("skipped: TRL (not importable here; pip install 'trl==1.16.0', or pip install -e '.[bench]')")
         return
@@ -201,14 +202,14 @@ def _taking_turns(ours: Ours, theirs: list[StepTimes], mine: list[StepTimes]) ->
 
 
 def give_back_memory() -> None:
-    """Of torch's allocator, which both sides use in turn; a trainer that has ended is a cycle of references."""
+    """Empty torch's allocator between the two sides; a finished trainer is a reference cycle, so collect that first."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def fresh_parts(setting: Setting) -> TinyParts:
-    """A model of its own, equal to any other of this setting."""
+    """Make a new model, equal to every other of this setting."""
     return make_shaped(setting.shape, setting.device, setting.dtype)
 
 

@@ -1,10 +1,10 @@
-"""How a step grows: time and peak memory against each of its sizes, the others held at a base case.
+"""Scaling of a step: time and peak memory against each of its sizes, with the others at a base case.
 
     python -m benchmarks.growth --json growth.json --plot docs/growth.png
 
-All points are timed in this process, in turn, with one model; peak memory is that of a process of its own for each.
-Medians over the steps after one warm-up step, and a straight line through them. The floor of one more completion is
-what it costs behind a prompt of a few tokens: its own decoding and training, and nothing of the prompt.
+All points are timed in this process, in turn, with one model; peak memory is measured in a separate process for each.
+Figures are medians over the steps after one warm-up step, with a line fitted to them. The floor of one more completion
+is its cost with a prompt of a few tokens: its own decoding and training, and nothing of the prompt.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fovea.metrics.log import peak_rss_gib
 MODULE = "benchmarks.growth"
 WARM_STEPS = 1
 MEMORY_STEPS = 2
-"""From the second on, the optimizer's state is there."""
+"""Steps for peak memory: from the second on, the optimizer has its state."""
 GOAL = 1.25
-"""One more completion may cost this many times its floor."""
+"""Largest cost of one more completion, as a multiple of its floor."""
 BASE = Case(
     model=IMAGE_HEAVY,
     vocabulary=16_384,
@@ -53,11 +53,11 @@ TABLE_WIDTH = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One size that varies."""
+    """One size of a step that varies."""
 
     name: str
     field: str
-    """Of `Case`."""
+    """Field of `Case` that it sets."""
     values: tuple[int, ...]
 
 
@@ -73,16 +73,16 @@ AXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Points of one axis and the line through them."""
+    """Measurements along one axis and the line fitted to them."""
 
     x: list[int]
     seconds: list[float]
     gib: list[float]
     seconds_each: float
-    """Slope: of one more of what the axis counts."""
+    """Slope: seconds per unit of the axis."""
     seconds_at_0: float
     r2: float
-    """Share of the variance of the seconds that the line explains."""
+    """Coefficient of determination of the line."""
     gib_each: float | None
 
 
@@ -118,7 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(base: Case, axes: Sequence[Axis], *, steps: int, memory: bool, quick: bool) -> dict[str, Growth]:
-    """Every axis around the base case."""
+    """Measure every axis around the base case."""
     points = {(axis.name, value): _case(base, axis, value) for axis in axes for value in axis.values}
     runs = _make_runs(list(points.values()), WARM_STEPS + steps)
     seconds = _time_in_turn(runs, steps)
@@ -138,14 +138,14 @@ def _case(base: Case, axis: Axis, value: int) -> Case:
 
 
 def _make_runs(cases: Sequence[Case], steps: int) -> dict[Case, Ours]:
-    """One for each distinct case (the base is a point of every axis), all on one model."""
+    """Make a run for each distinct case, all on one model; the base case is a point of every axis."""
     distinct = list(dict.fromkeys(cases))
     shared = share(distinct[0], make_parts(distinct[0]))
     return {case: Ours(case, steps, shared) for case in distinct}
 
 
 def _time_in_turn(runs: dict[Case, Ours], steps: int) -> dict[Case, float]:
-    """Medians: what disturbs the machine for a while disturbs every point alike."""
+    """Median seconds of every point."""
     times: dict[Case, list[float]] = {case: [] for case in runs}
     for turn in range(WARM_STEPS + steps):
         for case, run in runs.items():
@@ -184,7 +184,7 @@ def _growth(
 
 
 def growth_of(x: list[int], seconds: list[float], gib: list[float]) -> Growth:
-    """The line of least squares."""
+    """Fit a line by least squares."""
     each, at_0 = np.polyfit(x, seconds, 1)
     left = np.square(np.polyval([each, at_0], x) - seconds).sum()
     spread = np.square(np.subtract(seconds, np.mean(seconds))).sum()
@@ -200,7 +200,7 @@ def growth_of(x: list[int], seconds: list[float], gib: list[float]) -> Growth:
 
 
 def growth_table(found: dict[str, Growth]) -> Table:
-    """One line per axis."""
+    """Table of results, one row per axis."""
     table = Table(title="A step against each of its sizes", title_justify="left")
     for header in ("size", "values", "seconds a step", "peak GiB", "ms each", "at 0, s", "r2", "MiB each"):
         table.add_column(header, justify="left" if header == "size" else "right")
@@ -219,7 +219,7 @@ def growth_table(found: dict[str, Growth]) -> Table:
 
 
 def floor_line(found: dict[str, Growth]) -> str:
-    """What one more completion costs, beside what it must."""
+    """Print the cost of one more completion beside its floor."""
     whole, floor = found[COMPLETIONS].seconds_each, found[FLOOR].seconds_each
     return (
         f"one more completion of every prompt: {1000 * whole:.1f} ms a step; without a prompt {1000 * floor:.1f} ms; "

@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.growth`: seconds above, peak memory below, one column for each size of a step."""
+"""Figure of `benchmarks.growth`: seconds above, peak memory below, one column per axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOOR_COLOUR = "#808080"
 
 
 def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of: Mapping[str, str]) -> None:
-    """`found` is the JSON of the benchmark; an axis in `floor_of` has another drawn beneath it."""
+    """Plot the JSON of the benchmark; `floor_of` names the axis to plot beneath another as its floor."""
     names = [name for name in found if name not in floor_of.values()]
     rows = 2 if all(found[name]["gib"] for name in names) else 1
     figure = Figure(figsize=(COLUMN_INCHES * len(names), ROW_INCHES * rows), dpi=160, layout="constrained")
@@ -38,7 +38,7 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
     for row, label in zip(panels[:, 0], ("seconds a step", "peak GiB"), strict=False):
         row.set_ylabel(label, color=TEXT_COLOUR)
-    for panel in panels.flat:  # last, since it ends the scaling to what is drawn
+    for panel in panels.flat:  # last, since setting a limit ends autoscaling
         panel.set_ylim(bottom=0)
         panel.set_xlim(left=0)
     _finish(figure, path)
@@ -49,7 +49,7 @@ def _each(seconds: float) -> str:
 
 
 def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None:
-    """Points, and the line through them."""
+    """Plot points and the line fitted to them."""
     ends = np.array([min(growth["x"]), max(growth["x"])])
     panel.plot(ends, np.polyval(np.polyfit(growth["x"], growth[key], 1), ends), color=colour, linewidth=1.5)
     panel.plot(growth["x"], growth[key], color=colour, marker="o", markersize=4, linestyle="none")

@@ -1,4 +1,4 @@
-"""What a machine can do: matrix products, attention and memory traffic, each the best of several tries."""
+"""Measured rates of a machine: matrix products, attention and memory traffic, each the best of several tries."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch.nn.functional as F
 
 TRIES = 5
 BEYOND_CACHE_BYTES = 2**30
-"""More than the caches of any one machine of today."""
+"""More bytes than the caches of current machines hold."""
 WEIGHT_SIDE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Operations and bytes a second; a multiply and an add are two operations."""
+    """Operations and bytes per second; a multiplication and an addition count as two operations."""
 
     gemm: float
-    """Of large matrix products."""
+    """Rate of large matrix products."""
     attention: float
-    """Of fused attention without a mask."""
+    """Rate of fused attention without a mask."""
     read: float
     copy: float
-    """Bytes read and bytes written are counted."""
+    """Rate of copying, counting bytes read and written."""
 
 
 def measure_rates(
@@ -35,7 +35,7 @@ def measure_rates(
     gemm_side: int = 2048,
     num_bytes: int = BEYOND_CACHE_BYTES,
 ) -> Rates:
-    """What torch's own operators reach here, with as many threads as it has."""
+    """Measure the rates of torch's own operators, with its current number of threads."""
     large = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
     other = torch.empty_like(large)
     return Rates(
@@ -47,13 +47,13 @@ def measure_rates(
 
 
 def gemm_rate(side: int, device: str, dtype: torch.dtype) -> float:
-    """Square matrices."""
+    """Rate of products of square matrices."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / best_seconds(lambda: a @ b, device)
 
 
 def thin_gemm_rate(rows: int, weight_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """`rows` tokens through one weight after another: what a decoding step does, caches as cold as its own."""
+    """Rate of `rows` tokens through one weight after another, as in a decode step, whose caches are as cold."""
     count = max(1, weight_bytes // (WEIGHT_SIDE**2 * dtype.itemsize))
     weights = [torch.randn(WEIGHT_SIDE, WEIGHT_SIDE, device=device).to(dtype) for _ in range(count)]
     x = torch.randn(rows, WEIGHT_SIDE, device=device).to(dtype)
@@ -66,7 +66,7 @@ def thin_gemm_rate(rows: int, weight_bytes: int, device: str = "cpu", dtype: tor
 
 
 def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Bytes a second over so many again and again: of a cache, where they fit into one."""
+    """Rate of reading the same bytes repeatedly: that of a cache if they fit into one."""
     values = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
     return num_bytes / best_seconds(values.sum, device)
 
@@ -78,13 +78,13 @@ def attention_rate(device: str, dtype: torch.dtype, *, heads: int = 8, tokens: i
 
 
 def best_seconds(call: Callable[[], object], device: str, tries: int = TRIES) -> float:
-    """The fastest of several calls, after one to warm up."""
+    """Seconds of the fastest of several calls, after one to warm up."""
     call()
     return min(seconds_of(call, device) for _ in range(tries))
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """Until the device is done."""
+    """Wait until the device is done."""
     synchronize(device)
     started = perf_counter()
     call()

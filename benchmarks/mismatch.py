@@ -1,12 +1,11 @@
-"""Does truncated importance sampling help where the engine draws from other probabilities than the trainer's?
+"""Effect of truncated importance sampling where the engine samples from other probabilities than the trainer's.
 
     python -m benchmarks.mismatch recipes/shapes.yaml --out runs/mismatch max_steps=600
     python -m benchmarks.mismatch recipes/shapes.yaml --out runs/coarse --bits 4 max_steps=600
 
-Three runs of one recipe: exact, with an inexact engine and importance weights, with that engine and without them. The
-engine decodes with int8 weights, or, by `--bits`, with the language model's matrices rounded to so few bits. The last
-of the three is refused by the settings, which is why this needs a program. `python -m benchmarks.curves --entropy`
-draws them.
+Three runs of one recipe: exact, with an inexact engine and importance weights, and with that engine without them. The
+engine decodes with int8 weights, or, by `--bits`, with the language model's matrices rounded to that many bits. The
+settings refuse the last of the three, hence this program. `python -m benchmarks.curves --entropy` plots them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fovea.utils.malloc import keep_freed_memory
 
 RUNS = ("exact", "corrected", "uncorrected")
 INT8 = ["rollout.engine.decode_weights=int8"]
-# what was drawn from rounded weights can serve no update, and the gate at the start would rightly stop the run
+# activations of rounded weights cannot be reused by an update, and the parity gate would rightly stop the run
 ROUNDED = ["rollout.engine.reuse_gib=0", "parity.prompts=0"]
 
 
@@ -59,20 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeights:
-    """The policy's weights with a few bits each, for an engine that draws from those."""
+    """Weights of the policy rounded to a few bits, for the engine alone."""
 
     source: WeightSource
     bits: int
 
     def weights(self) -> Weights:
-        # the vision tower may be the trainer's own and stays exact
+        # the vision tower may be shared with the trainer and stays exact
         for name, x in self.source.weights():
             yield name, x if ".visual." in name else rounded(x, self.bits)
 
 
 @torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """Each row of a matrix to 2^bits - 1 evenly spaced values about 0; vectors as they are."""
+    """Round each row of a matrix to 2^bits - 1 evenly spaced values around 0; vectors stay as they are."""
     if weight.ndim < 2:
         return weight
     steps = 2 ** (bits - 1) - 1
@@ -87,7 +86,7 @@ def _config(name: str, recipe: Path, overrides: Sequence[str], bits: int | None)
     config = load_config([recipe], [*overrides, *([] if name == "exact" else inexact)])
     if name != "uncorrected":
         return config
-    # past the check that refuses it: the comparison is the point
+    # bypasses the check that refuses this setting, since the comparison is the point
     algorithm = config.algorithm.model_copy(update={"importance_sampling_fix": False})
     return config.model_copy(update={"algorithm": algorithm})
 

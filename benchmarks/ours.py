@@ -1,4 +1,4 @@
-"""One side of the comparison: Fovea's own loop, rows in and new weights out."""
+"""Fovea's side of the comparisons: steps of its own loop, from rows to new weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What runs of several cases may have in common."""
+    """Services that runs of several cases may share."""
 
     parts: TinyParts
     vlm: VLM
@@ -55,17 +55,17 @@ class Shared:
 
 
 class Ours:
-    """A run of a case; every call of `step` takes rows that were not seen before."""
+    """A run of a case; every call of `step` takes new rows."""
 
     def __init__(self, case: Case, steps: int, shared: Shared | None = None) -> None:
-        """`steps` is how often `step` will be called; `shared` is that of another case with the same model."""
+        """Prepare rows for `steps` calls of `step`; `shared` may come from another case with the same model."""
         self.shared = shared or share(case, make_parts(case))
         self._run = _make_run(case, steps, self.shared)
         self._step = 0
         wait_for(self._run.weight_sync.push(0))
 
     def step(self) -> StepTimes:
-        """One step, everything from rows to weights counted."""
+        """Take one step and time it, from rows to weights."""
         started = perf_counter()
         _, metrics = wait_for(take_step(self._run, TrainState(step=self._step, kl_coef=0.0)))
         whole = perf_counter() - started
@@ -83,7 +83,7 @@ class Ours:
         )
 
     def draw(self) -> Batch:
-        """The samples of one rollout; every group is kept."""
+        """Roll out and return the samples; every group is kept."""
         run, rollout = self._run, self._run.config.rollout
         prompted = run.sources.train.take(run.stream.order, rollout.prompts_per_step)
         drawing = collect(
@@ -100,13 +100,13 @@ class Ours:
         return with_advantages(batch, settings, 0.0 if settings.kl is None else settings.kl.coef)[0]
 
     def prompts(self, count: int) -> list[Prompt]:
-        """The first few rows."""
+        """Prompts of the first rows."""
         prompted = [self._run.sources.train.get(index) for index in range(count)]
         return [each.prompt for each in prompted if each is not None]
 
 
 def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:
-    """Model, engine and trainer of a case."""
+    """Make model, engine and policy of a case."""
     config = config_of(case)
     parts = endless(parts)
     choose_trainable(parts.network, config.model, config.seed)
@@ -131,7 +131,7 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
 
 
 def config_of(case: Case) -> Config:
-    """A case as settings."""
+    """Settings of a case."""
     return Config.model_validate(
         {
             "model": Model(

@@ -1,4 +1,4 @@
-"""The processes in which benchmarks run: one thread, an allocator that keeps its memory."""
+"""Processes of the benchmarks: one thread, and an allocator that keeps its memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import os
 import subprocess
 import sys
 
-# untuned, glibc gives memory back to the kernel after every step and TRL loses a third of its time to page faults
+# by default glibc returns memory to the kernel after every step, and TRL loses a third of its time to page faults
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}
 
 
 def restart_with_tuned_malloc(module: str) -> None:
-    """Does not return, unless it has been here before: malloc reads its settings when a process starts."""
+    """Restart this process with tuned malloc settings; returns only in the restarted one."""
+    # malloc reads its settings when a process starts
     if not MALLOC.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **MALLOC})
 
 
 def last_number(module: str, *arguments: str) -> float:
-    """Runs a benchmark in a process of its own; what it prints last."""
+    """Run a benchmark in a separate process; returns the number that it prints last."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Times of steps, and their medians."""
+"""Times of steps and their statistics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class StepTimes:
     rollout: float
     train: float
     tokens: float
-    """Completion tokens drawn and trained on."""
+    """Number of completion tokens generated and trained on."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Of our own step, by the names of `fovea.loop.take_step`."""
+    """Seconds of each phase of Fovea's step, by its names in `fovea.loop.take_step`."""
 
 
 def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Medians of the three times."""
+    """Median seconds of step, rollout and training."""
     return {
         "step_seconds": median(times.step for times in steps),
         "rollout_seconds": median(times.rollout for times in steps),
@@ -30,6 +30,6 @@ def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
 
 
 def spread(steps: Sequence[StepTimes]) -> float:
-    """(slowest - fastest) / median of the whole step."""
+    """Relative spread of the step times: (slowest - fastest) / median."""
     whole = [times.step for times in steps]
     return (max(whole) - min(whole)) / median(whole)

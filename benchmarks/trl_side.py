@@ -1,7 +1,7 @@
-"""The other side: TRL's GRPOTrainer on the same weights and rows, by its own means.
+"""TRL's side of the comparisons: its GRPOTrainer on the same weights and rows.
 
-TRL takes a processor; transformers' own needs torchvision only for videos, so a subclass without a video processor
-does. Its settings are the fastest for a CPU: no gradient checkpointing, float32, KL off. On CUDA the weights are
+TRL needs a processor; transformers' own needs torchvision for videos alone, so a subclass without a video processor is
+used. The settings are the fastest for a CPU: no gradient checkpointing, float32, KL off. On CUDA the weights are
 bfloat16.
 """
 
@@ -29,7 +29,7 @@ from fovea.models.tiny import TinyParts
 
 
 class ImageProcessor(transformers.Qwen3VLProcessor):
-    """transformers' processor for images alone."""
+    """The transformers processor without videos."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
@@ -40,7 +40,7 @@ class ImageProcessor(transformers.Qwen3VLProcessor):
 
 
 class TimedTrainer(GRPOTrainer):
-    """Notes when rollouts happen; everything else is TRL's."""
+    """TRL's trainer, which also times its rollouts."""
 
     rollout_seconds = 0.0
     tokens = 0.0
@@ -54,7 +54,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Times each step and then calls `after`."""
+    """Callback that times each step and then calls `after`."""
 
     def __init__(self, after: Callable[[StepTimes], None]) -> None:
         self._after = after
@@ -73,12 +73,12 @@ class Clock(TrainerCallback):
 
 
 def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: TinyParts | None = None) -> None:
-    """Take `steps` steps of GRPO; `after` is called between them with the times of the last.
+    """Take `steps` steps of GRPO; `after` is called after each with its times.
 
-    `parts` other than the case's own lie where they are trained.
+    Given `parts` are trained on the device that they are on.
     """
     parts = parts or make_parts(case)
-    parts.processor.tokenizer.padding_side = "left"  # as TRL needs for prompts
+    parts.processor.tokenizer.padding_side = "left"  # TRL requires it for prompts
     if case.freeze_vision:
         parts.network.get_submodule("model.visual").requires_grad_(False)
     clock = Clock(after)
@@ -126,7 +126,7 @@ def _settings(case: Case, steps: int, parts: TinyParts) -> GRPOConfig:
 
 
 def _special_ids(parts: TinyParts) -> list[int]:
-    """What neither side may draw: special tokens, the end token included, and rows beyond the tokenizer."""
+    """Ids that neither side may sample: special tokens, the end token included, and ids beyond the tokenizer."""
     embedding = parts.network.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding)
     special = [index for index, token in parts.processor.tokenizer.added_tokens_decoder.items() if token.special]

@@ -3,7 +3,7 @@
     python -m benchmarks.vs_trl --cases tiny,mid --steps 5 --json result.json
 
 Counted on both sides: image processing, tokenising, sampling, log-probs, rewards, loss, clipping, metrics, AdamW.
-Medians over the steps after one warm-up step. Peak memory is that of a process of its own for each side.
+Figures are medians over the steps after one warm-up step. Peak memory is measured in a separate process for each side.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _default_cases() -> list[str]:
-    """All, each once: many_8 is image_heavy itself."""
+    """Names of all cases, each once: many_8 equals image_heavy."""
     return [name for name in CASES if name != "many_8"]
 
 
@@ -69,8 +69,8 @@ def _case_names(text: str) -> list[str]:
 
 
 def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, float]]:
-    """Both sides in turn, in this process."""
-    from benchmarks import trl_side  # noqa: PLC0415  TRL stays out of the process that measures our memory
+    """Time both sides in turn, in this process."""
+    from benchmarks import trl_side  # noqa: PLC0415  the process that measures Fovea's memory must not import TRL
 
     case, total = CASES[name], steps + WARM_STEPS
     ours, our_times, their_times = Ours(case, total), list[StepTimes](), list[StepTimes]()

@@ -1,4 +1,4 @@
-"""A run from beginning to end, and one step of it on one screen (docs/step.md walks through it)."""
+"""The training loop, and one step of it on one screen (docs/step.md walks through it)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fovea.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:
-    """Warm up or resume, take the steps, evaluate; every file of the run folder is written on the way."""
+    """Train a run from start or resume to its end: warm-up, steps, evaluation, and the files of the run folder."""
     return wait_for(train_in_loop(run))
 
 
 async def train_in_loop(run: Run) -> Summary:
-    """`train` within an event loop that is running already, as in a notebook."""
+    """Train as `train` does, within an event loop that is already running, as in a notebook."""
     async with closing(run):
         state = await begin(run)
         while state.step < run.config.max_steps:
@@ -33,7 +33,7 @@ async def train_in_loop(run: Run) -> Summary:
 
 
 async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:
-    """Rows in, new weights out. `state.step` counts from 0 and is the version of the policy that draws."""
+    """Take one step, from rows to new weights. `state.step`, from 0, is the version of the policy that samples."""
     config, phases = run.config, run.phases
     begin_stage(run, state.step)
     rollout = await draw(run.engine, run.stream, config, step=state.step, phases=phases)

@@ -1,4 +1,4 @@
-"""The records that go from stage to stage of a step (see docs/step.md); nothing here imports torch.
+"""Records that pass between the stages of a step (docs/step.md); nothing here imports torch.
 
 Records that hold arrays compare by identity.
 
@@ -28,12 +28,12 @@ Metrics: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageRef:
-    """Where one image is, not yet opened. Opened by `fovea.data.images.open_image` only."""
+    """Reference to an image that is not opened yet; only `fovea.data.images.open_image` opens it."""
 
     source: bytes | str | NDArray[np.uint8] | Image
-    """Encoded file content, a local path, a URL, RGB values [height, width, 3], or a picture of Pillow's."""
+    """Encoded file content, a local path, a URL, RGB values [height, width, 3], or a Pillow image."""
     where: str = "image"
-    """What an error message calls it: `train.parquet row 12, image 1`."""
+    """Its name in error messages, such as `train.parquet row 12, image 1`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +41,16 @@ class Task:
     """One row of a data set, as an environment understands it."""
 
     id: str
-    """Unique in its split and equal in every run; keys the prompt cache and the resumable order."""
+    """Unique in its split and the same in every run; the key of the prompt cache and of the resumable order."""
     question: str
     """The user's text; `<image>` marks where an image goes (none: images come first)."""
     answer: str
+    """The gold answer."""
     images: tuple[ImageRef, ...] = ()
     kind: str = "all"
     """The question type by which accuracies are reported."""
     row: Mapping[str, object] = field(default_factory=dict)
-    """The untouched row, for a user's own reward."""
+    """The row as it was read, for rewards of the user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,8 @@ class PromptImage:
     key: str
     """Hash of the processed pixels: equal key, equal features (see `models.vision.feature_cache`)."""
     tensors: Mapping[str, NDArray[np.generic]]
-    """As the image processor made them; the names are the family's. Qwen's are pixel_values, float32 [N, C], and
-    image_grid_thw, the patches in time, height and width."""
+    """Outputs of the image processor, by the family's names. Qwen's are pixel_values, float32 [N, C], and
+    image_grid_thw, the numbers of patches in time, height and width."""
     num_tokens: int
     """Visual tokens in the prompt."""
 
@@ -87,9 +88,9 @@ class Prompt:
     """
 
     token_ids_L: NDArray[np.int64]
-    """As the network reads them: as many image pads as there are visual tokens."""
+    """Input of the network: one image pad per visual token."""
     unexpanded_ids_U: NDArray[np.int64]
-    """As a server reads them, which expands images itself: one pad per image."""
+    """Input of an inference server, which expands images itself: one pad per image."""
     images: tuple[PromptImage, ...] = ()
 
     @property
@@ -99,7 +100,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an engine draws a completion. Log-probs are at this temperature, before top-p/top-k/min-p."""
+    """Sampling parameters of a request. Log-probs are at this temperature, before top-p, top-k and min-p."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -111,8 +112,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int = 0
     exact: bool = True
-    """False: the engine may decode with approximate weights (`rollout.engine.decode_weights`), which importance weights
-    correct in training."""
+    """False: the engine may decode with approximate weights (`rollout.engine.decode_weights`), corrected in training by
+    importance weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,36 +126,36 @@ class Request:
     sampling: Sampling
     n: int = 1
     for_update: bool = False
-    """The completions go into an update of the weights that draw them: an engine in the trainer's process may keep
-    activations for it."""
+    """The next update trains on the completions: an engine in the trainer's process may record activations for it."""
     keep: bool = False
-    """Another turn may follow: an engine without a prefix cache keeps the keys and values of the completions."""
+    """Another turn may follow: an engine without a prefix cache keeps the KV cache of the completions."""
     continues: str | None = None
-    """The completion of the turn before, whose prompt and tokens this prompt begins with."""
+    """Id of the previous turn's completion; this prompt begins with its prompt and its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One generation. `token_ids_T` ends with the stop token when `finish` is "stop" by token."""
+    """One generation."""
 
     token_ids_T: NDArray[np.int64]
+    """Sampled tokens, the stop token included."""
     logprobs_T: NDArray[np.float32]
-    """Natural log, at the sampling temperature, of the engine that drew them."""
+    """The engine's log-probs of these tokens at the sampling temperature."""
     id: str = ""
-    """The request's id and the number among its completions."""
+    """The request's id and the completion's number, as in `id/0`."""
     text: str
-    """Decoded without special tokens, cut before a stop string."""
+    """Decoded text without special tokens, cut before the first stop string."""
     finish: FinishReason
     version: int
-    """Of the policy whose weights drew it."""
+    """Version of the policy that sampled it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
-    """One turn as the model reads and writes it."""
+    """The tokens of one turn: observation and completion."""
 
     observation: Prompt
-    """Ids and images that the environment added; the first turn's is the prompt."""
+    """Token ids and images that the environment added; in the first turn, the prompt."""
     completion: Completion
 
 
@@ -166,25 +167,25 @@ class Turn:
     text: str
     finish: FinishReason = "stop"
     tokens: TurnTokens | None = None
-    """None for an answer that no engine drew, such as one that is graded from a file."""
+    """None for an answer that no engine generated, such as one graded from a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What an environment says of an episode."""
+    """The grade of an episode."""
 
     reward: float
     accuracy: float
-    """0..1; what accuracies are reported by, whatever else the reward holds."""
+    """Correctness in 0..1, without the other parts of the reward; reported as accuracy."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The named parts of the reward, for logs and reports."""
     image_parts: tuple[Mapping[str, float], ...] = ()
-    """The same for every image of the task, in order; empty where the reward does not tell images apart."""
+    """Parts of the reward for each image of the task, in order; empty unless the reward distinguishes images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """All turns about one task, and their score."""
+    """A finished interaction with one task: its turns and their score."""
 
     task: Task
     turns: tuple[Turn, ...]
@@ -192,12 +193,12 @@ class Episode:
 
     @property
     def tokens(self) -> tuple[TurnTokens, ...]:
-        """The turns as the model read and wrote them."""
+        """Tokens of each turn, without turns that no engine generated."""
         return tuple(turn.tokens for turn in self.turns if turn.tokens is not None)
 
     @property
     def num_action_tokens(self) -> int:
-        """Tokens that the policy said, over all turns."""
+        """Number of tokens that the policy generated, over all turns."""
         return sum(len(turn.completion.token_ids_T) for turn in self.tokens)
 
     @property
@@ -216,37 +217,37 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One episode to train on: `T` tokens after the prompt that it shares with its group.
+    """One episode to train on: the `T` tokens after the prompt that it shares with its group.
 
-    Of two turns with completions c and d and an observation o between them, where the policy says 2 tokens each:
+    Example with two turns, completions c and d of 2 tokens each and an observation o of 3 tokens between them:
     `token_ids_T = [c1, c2, o1, o2, o3, d1, d2]`, `mask_T = [1, 1, 0, 0, 0, 1, 1]`. Per-token values are 0 where the
     mask is False.
     """
 
     token_ids_T: NDArray[np.int64]
     mask_T: NDArray[np.bool_]
-    """True at actions, the tokens that the policy said; the last one is."""
+    """True at action tokens, which the policy generated; the last token is one."""
     rollout_logprobs_T: NDArray[np.float32]
     reward: float
-    """What the algorithm is to raise: the environment's, less penalties that are known without a model."""
+    """Reward of the environment, minus penalties that need no model, such as those of length."""
     weight: float
-    """Of the loss of each of its tokens in that of the step (`algorithms.aggregation`)."""
+    """Loss weight of each of its action tokens in the step's loss (`algorithms.aggregation`)."""
     old_logprobs_T: NDArray[np.float32] | None = None
-    """The trainer's before the update; None when the first epoch of the update, which is on-policy, makes them."""
+    """The trainer's log-probs before the update; None if the update's first, on-policy epoch computes them."""
     reference_logprobs_T: NDArray[np.float32] | None = None
-    """None when the KL coefficient is 0."""
+    """The reference model's log-probs; None without a KL term."""
     values_T: NDArray[np.float32] | None = None
-    """What the value function expected before each token, before the update; None without one."""
+    """Values before each token, by the value function before the update; None without a value function."""
     advantages_T: NDArray[np.float32] | None = None
-    """None until `advantages.with_advantages` has made them."""
+    """Advantages; None until `advantages.with_advantages`."""
     returns_T: NDArray[np.float32] | None = None
-    """What the value function is to learn; None without one."""
+    """Returns, the targets of the value function; None without a value function."""
     images: tuple[PromptImage, ...] = ()
     """Images of the observations after the prompt, in order."""
     completion_ids: tuple[str, ...] = ()
-    """The completions of its turns."""
+    """Ids of the completions of its turns."""
     versions: tuple[int, ...] = ()
-    """The policy's version in each turn."""
+    """Version of the policy that sampled each turn."""
 
     def __post_init__(self) -> None:
         arrays = (
@@ -268,12 +269,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:
-    """Samples that share one prompt: the unit of packing."""
+    """The samples of one group, with the prompt that they share."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
     task_id: str = ""
-    """Of the row that they answer, for messages."""
+    """Id of their task, for error messages."""
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
@@ -283,11 +284,11 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one update trains on. The weights of its samples count the whole step, groups left out included."""
+    """Samples of one update; their loss weights are normalised over the whole step, groups left out included."""
 
     groups: tuple[SampleGroup, ...]
     left_out: tuple[SampleGroup, ...] = ()
-    """Groups drawn for the step that have no gradient to give."""
+    """Groups of the step that contribute no gradient."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -296,7 +297,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """One row of the table of trainable parameters."""
+    """Parameter counts of one part of the model."""
 
     part: str
     trainable: int
@@ -308,9 +309,9 @@ class Evaluation:
     """Greedy accuracies on held-out rows, by question type."""
 
     accuracies: Mapping[str, tuple[float, ...]]
-    """For each kind, one value in 0..1 per row."""
+    """Accuracies in 0..1 by kind, one per row."""
     num_unscored: int = 0
-    """Rows that count as wrong because the user's own code gave no score."""
+    """Rows that count as wrong because their grader gave no score."""
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""A bandit in place of a model: an engine and a policy over four answers, for tests of the loop."""
+"""Fake services for tests of the loop: a contextual bandit with four answers in place of a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ANSWERS = ("a", "b", "c", "d")
 
 
 class BanditEnvironment(Environment):
-    """Task i wants answer i % 4, and says so in its prompt."""
+    """Environment in which the right answer of task i is i % 4, and its prompt says so."""
 
     def tasks(self, split: str) -> list[Task]:
         return [
@@ -69,7 +69,7 @@ class BanditEnvironment(Environment):
 
 
 class ScoreOf:
-    """The plain `score` of an environment as a grader that never waits."""
+    """Grader that calls the synchronous `score` of an environment."""
 
     def __init__(self, environment: BanditEnvironment) -> None:
         self._environment = environment
@@ -83,7 +83,7 @@ def graded(environment: BanditEnvironment) -> Grading:
 
 
 class BanditRenderer:
-    """One token per prompt: the number of its answer."""
+    """Renderer with one token per prompt: the number of its answer."""
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
@@ -94,10 +94,10 @@ class BanditRenderer:
 
 
 class BanditPolicy:
-    """A table of preferences, learned by REINFORCE on the advantages it is handed."""
+    """Policy with a table of logits, trained by REINFORCE on the batch's advantages."""
 
     def __init__(self, *, shared_trunk: bool = True) -> None:
-        """`shared_trunk`: old log-probs come with values, as from a value head on the policy."""
+        """`shared_trunk`: computes old log-probs along with values, as a value head on the policy does."""
         self.shared_trunk = shared_trunk
         self.table = np.zeros((4, 4))
         self.updates = 0
@@ -155,7 +155,7 @@ class BanditPolicy:
 
 
 class BanditEngine:
-    """Draws one token from the table that it was given last."""
+    """Engine that samples one token from the table of the last weight sync."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -207,7 +207,7 @@ def no_image(_ref: ImageRef) -> Image.Image:
 
 
 def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
-    """A run of fakes with the real order, metrics and checkpoints."""
+    """Make a run of fake services with real data order, metrics and checkpoints."""
     defaults = {
         "max_steps": 30,
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 1},

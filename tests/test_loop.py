@@ -263,5 +263,5 @@ def test_a_checkpoint_of_another_version_says_what_it_lacks(tmp_path: Path) -> N
     assert latest is not None
     assert latest.state.get("curriculum") is None
     for saved, key in ((latest.state, "curriculum"), (latest.state["standing"], "kl_coef")):
-        with pytest.raises(DataError, match=rf"step-20: this checkpoint has no '{key}', .* or begin anew"):
+        with pytest.raises(DataError, match=rf"step-20: this checkpoint has no '{key}', .* or start anew"):
             saved[key]

@@ -1,4 +1,4 @@
-"""How data files, images and prompts are reached, and in which order."""
+"""Builders of the data path: images, rows, prompt sources and data order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fovea.types import Task
 
 
 def url_limits(settings: Data) -> UrlLimits:
-    """What may be read from the network, and how much of it."""
+    """Limits of reading from URLs."""
     return UrlLimits(
         max_mib=settings.max_image_mib,
         timeout_seconds=settings.url_timeout_seconds,
@@ -31,7 +31,7 @@ def url_limits(settings: Data) -> UrlLimits:
 
 
 def make_opener(settings: Data, folder: Path) -> OpenImage:
-    """The opener of images, with a memory of what URLs have sent in the run's folder."""
+    """Make the function that opens images, with a cache of fetched files in the run folder."""
     fetch = FetchedFiles(folder / "images", settings.url_cache_gib, partial(remote_image, limits=url_limits(settings)))
     return partial(
         open_image,
@@ -43,14 +43,14 @@ def make_opener(settings: Data, folder: Path) -> OpenImage:
 
 
 def make_access(settings: Data) -> RowAccess:
-    """How data files may be reached."""
+    """Make the access settings of data files."""
     return RowAccess(
         cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
     )
 
 
 def make_sources(config: Config, environment: Environment, renderer: Renderer, bad_rows: BadRows) -> Sources:
-    """Prompts of every split."""
+    """Make the prompt sources of the three splits."""
 
     def source(split: Split, cache_gib: float = 0.0) -> PromptSource:
         return PromptSource(
@@ -72,5 +72,5 @@ def make_sources(config: Config, environment: Environment, renderer: Renderer, b
 
 
 def make_order(config: Config, tasks: Sequence[Task]) -> Order:
-    """Which training row comes next."""
+    """Make the data order of training rows."""
     return Order(kinds_of(tasks), weights=config.data.kind_weights, seed=config.seed, levels=levels_of(tasks))

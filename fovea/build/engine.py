@@ -1,4 +1,4 @@
-"""What draws completions, and its memory for what an update can take over."""
+"""Builders of the rollout engine, its activation tape, and the evaluator."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 
 MIN_RECORDED_WIDTH = 128
-"""Of narrower models a linear layer's output is computed faster than it is read from memory."""
+"""Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
 def make_engine(
     config: Config, processor: Processor, vlm: PolicyNetwork, tape: Tape | None = None
 ) -> EmbeddedEngine | PlainEngine:
-    """The embedded engine, drawing with the network of a policy in this process."""
+    """Make the engine that samples with the policy's network in this process: embedded, else plain."""
     settings = config.rollout.engine
     int8 = settings.decode_weights == "int8"
     device = next(vlm.parameters()).device
@@ -51,9 +51,9 @@ def make_engine(
 
 
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
-    """Memory for what the update can take over from the rollout; None where it is not wanted.
+    """Make the tape that records activations of the rollout for its update; None where the update reuses none.
 
-    Of the vision tower alone where linear outputs do not pay, or are not those that the update computes.
+    It records the vision graph alone where linear outputs do not pay, or differ from those of the update.
     """
     device, settings = next(vlm.parameters()).device, config.rollout.engine
     if not isinstance(vlm, VLM):
@@ -63,7 +63,8 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
     inexact = settings.decode_weights != "exact"
     padded = not config.train.variable_seq_lengths
-    # in 16 bits the later steps of an update would be compared with another computation of the first
+    # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
+    # importance ratios would contain that difference
     algorithm = config.algorithm
     critic = algorithm.critic
     scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
@@ -75,7 +76,7 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
 
 
 def make_evaluator(config: Config, engine: Engine, environment: Environment, grading: Grading) -> Evaluator:
-    """The evaluator of held-out rows."""
+    """Make the evaluator of held-out rows."""
     return Evaluator(
         engine,
         environment,

@@ -1,4 +1,4 @@
-"""The task family of a run and its graders."""
+"""Builders of the environment and its graders."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class GradedEnvironment:
     environment: Environment
     grading: Grading
     stages: Stages = field(default_factory=Stages)
-    """The stages of the curriculum that the graders are for."""
+    """Stages of the curriculum, one per grader."""
 
 
 def make_environment(config: Config, given: Any = None) -> GradedEnvironment:
-    """The environment that the settings name, or an object that Python has; graded by the function of `reward`, if set.
+    """Make the environment of the settings, or wrap a `given` object; `reward`, if set, replaces its graders.
 
-    An object with `graders` is one of Fovea's own; any other is treated as a class of the user's from a file.
+    A given object with `graders` is an environment of Fovea; any other is treated like a user's class from a file.
     """
     if given is None:
         made = named_environment(config)
@@ -54,12 +54,12 @@ def make_environment(config: Config, given: Any = None) -> GradedEnvironment:
         made = user_environment(config, checked_environment(given, name), name)
     if config.reward is None:
         return made
-    # the stages of an environment are about its own score
+    # an environment's stages belong to its own graders
     return replace(made, grading=reward_grading(config, config.reward), stages=Stages())
 
 
 def named_environment(config: Config) -> GradedEnvironment:
-    """The environment that `environment.name` names."""
+    """Make the environment of `environment.name`."""
     match config.environment:
         case CaptionEnvironment() as settings:
             return make_caption(config, settings)
@@ -67,7 +67,7 @@ def named_environment(config: Config) -> GradedEnvironment:
             return user_environment(config, load_environment(settings), settings.file)
         case GeoSpotEnvironment() as settings:
             from fovea.environments.geospot.environment import (
-                GeoSpot,  # needs an extra, whose absence it reports itself
+                GeoSpot,  # an optional extra; the module reports its absence
             )
 
             made: Environment = GeoSpot(settings, make_access(config.data))
@@ -83,14 +83,14 @@ def named_environment(config: Config) -> GradedEnvironment:
 
 
 def own_environment(environment: Any) -> GradedEnvironment:
-    """One of Fovea's environments with its graders, which never wait."""
+    """An environment of Fovea with its graders, which never wait."""
     return GradedEnvironment(
         environment=environment, grading=Grading(graders=environment.graders), stages=stages_of(environment)
     )
 
 
 def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
-    """An object of the user's, whose `score` is called as a reward function is."""
+    """A user's environment, whose `score` is called like a reward function."""
     stages, limits = stages_of(user), reward_limits(config, f"{name}.score")
     return GradedEnvironment(
         environment=UserEnvironment(user, name),
@@ -100,21 +100,21 @@ def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
 
 
 def stages_of(environment: Any) -> Stages:
-    """The stages that an environment has; most have none."""
+    """Curriculum stages of an environment; most have none."""
     if not hasattr(environment, "stages"):
         return Stages()
     return Stages(stages=tuple(environment.stages), default_starts=tuple(environment.default_starts))
 
 
 def reward_grading(config: Config, reward: str) -> Grading:
-    """The user's reward function as the grader of all stages."""
+    """Grading by the user's reward function in all stages."""
     function = score_function(load_reward(reward), make_opener(config.data, Path(config.run_dir)))
     calls = LimitedCalls(reward_limits(config, reward))
     return Grading(graders=(UserGrader(function, CallThreads(reward)),), calls=calls)
 
 
 def reward_limits(config: Config, name: str) -> CallLimits:
-    """The limits of calls of the user's own code."""
+    """Limits for calls of the user's code."""
     return CallLimits(
         name=name,
         calls_at_once=config.reward_calls_at_once,
@@ -124,7 +124,7 @@ def reward_limits(config: Config, name: str) -> CallLimits:
 
 
 def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
-    """Captions, with the models that score them."""
+    """Make the caption environment, with reward model and judge where they are set."""
     from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 
     reward_model = None

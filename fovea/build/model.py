@@ -1,4 +1,4 @@
-"""The model: where it is, its processor, and its network on its device."""
+"""Builders of the model: its folder, and its network on its device."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ from fovea.models.vlm import VLM
 from fovea.run.folder import has_checkpoint
 
 CORPUS_ROWS = 2000
-"""Enough rows to know the words of a task by."""
-
-
+"""Training rows whose texts a tiny model's tokenizer is trained on."""
 MODEL_FOLDER = "model"
-"""In a run folder: the tiny model that its run began with."""
+"""Subfolder of a run folder for its tiny model."""
 
 
 def locate_model(config: Config, folder: Path, environment: Callable[[], Environment]) -> Model:
-    """The model settings with a `path` in any case: a tiny model is written into the run folder once.
+    """Model settings with a `path`: those given, or a tiny model's, which is written into the run folder once.
 
-    It is made again where the run has no checkpoint yet: then the settings may differ from those of an earlier start.
-    Its tokenizer is trained on the texts of `environment`, which is asked for only then.
+    A tiny model's tokenizer is trained on the texts of `environment`, which is called only then.
     """
     settings = config.model
     if settings.tiny is None:
         return settings
     target = folder / MODEL_FOLDER
+    # without a checkpoint it is made again: the settings may differ from those of an earlier start
     if not (target.is_dir() and has_checkpoint(folder)):
         corpus = _corpus(environment(), config.data.on_bad_row)
         save_tiny(make_tiny(settings.tiny, corpus, config.seed), target)
@@ -51,12 +49,12 @@ def locate_model(config: Config, folder: Path, environment: Callable[[], Environ
 
 
 def open_vlm(config: Config, settings: Model) -> PolicyNetwork:
-    """The network of `settings` on its device, frozen and adapted as the config says."""
+    """Load the network of `settings` onto its device, with frozen parts and adapters of the config."""
     return make_vlm(config, load_network(settings))
 
 
 def make_vlm(config: Config, network: PreTrainedModel) -> PolicyNetwork:
-    """This network on its device, frozen and adapted as the config says."""
+    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config."""
     device = pick_device(config.model.device)
     choose_trainable(network, config.model, config.seed)
     fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None
@@ -102,7 +100,7 @@ def _check_plain(config: Config) -> None:
 
 
 def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | None:
-    """On the policy's trunk, where PPO's value function shares that."""
+    """Make the value head if PPO's value function shares the policy's trunk, else None."""
     critic = config.algorithm.critic
     if critic is None or critic.trunk == "separate":
         return None
@@ -110,7 +108,7 @@ def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | Non
 
 
 def _check_attention(settings: Model, device: torch.device) -> None:
-    """Two kernels run on one kind of device each."""
+    """ConfigError for an attention kernel that the device or dtype does not support."""
     if settings.attention == "merged" and device.type != "cpu":
         raise ConfigError(f"model.attention=merged is for CPUs, but the model is on {device.type}; set it to auto")
     if settings.attention == "varlen" and device.type == "cuda" and settings.dtype != "bfloat16":
@@ -121,19 +119,19 @@ def _check_attention(settings: Model, device: torch.device) -> None:
 
 
 def _liger_kernels(device: torch.device) -> Kernels:
-    """Its kernels run on CUDA, from an extra."""
+    """Load Liger's kernels, an optional extra for CUDA."""
     if device.type != "cuda":
         raise ConfigError(
             f"train.backend.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA "
             "only; set train.backend.liger_kernels=false, or model.device=cuda where there is one"
         )
-    # an extra: absent packages are named by its own error
+    # imported here, since the package may be absent; the module names what to install
     kernels: Kernels = importlib.import_module("fovea.models.kernels_liger").LIGER_KERNELS
     return kernels
 
 
 def make_feature_cache(config: Config) -> FeatureCache:
-    """Features of a frozen vision tower in memory and, where asked for, in files beside the run's own."""
+    """Make the cache of a frozen vision tower's features, in memory and, if set, in files of the run folder."""
     settings = config.model
     files = None
     if settings.feature_spill_gib:
@@ -142,7 +140,7 @@ def make_feature_cache(config: Config) -> FeatureCache:
 
 
 def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:
-    """Questions and answers of the first training rows: the words of the task."""
+    """Questions and answers of the first training rows, to train a tokenizer on."""
     tasks = environment.tasks("train")
     texts: list[str] = []
     for index in range(min(len(tasks), CORPUS_ROWS)):
@@ -151,6 +149,6 @@ def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> l
         except DataError:
             if on_bad_row == "error":
                 raise
-            continue  # counted when the run comes to it
+            continue  # the run reports it when its data order comes to it
         texts += [task.question, *environment.demonstration(task)]
     return texts

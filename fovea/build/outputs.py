@@ -1,4 +1,4 @@
-"""What a run tells: metrics, a profile, the model on the screen."""
+"""Builders of a run's outputs: metric sinks, profile, and the table of parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fovea.train.base import ModelFacts
 
 
 def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
-    """Where metrics go."""
+    """Make the sinks that metrics are written to."""
     sinks: list[Sink] = [JsonlSink(folder, resume_step=start_step)]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", resume_step=start_step))
     if config.log.wandb_project is not None:
-        from fovea.metrics.wandb import WandbSink  # an extra: absent packages are named by its own error
+        from fovea.metrics.wandb import WandbSink  # an optional extra; the module reports its absence
 
         sinks.append(
             WandbSink(
@@ -36,14 +36,14 @@ def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
 
 
 def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
-    """Where the time goes, if that is asked for and a step is left to take."""
+    """Make the profile of the next steps; None unless the settings ask for one and steps are left."""
     if not config.profile or start_step >= config.max_steps:
         return None
     return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
 
 
 def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
-    """The denominator of `mfu`, and a line that says so; None without a setting on a CPU or an unknown GPU."""
+    """Peak TFLOP/s, the denominator of `mfu`, from the settings or the GPU's data sheet; None where neither has it."""
     if settings.peak_tflops is not None or facts.device_name is None:
         return settings.peak_tflops
     peak = known_peak_tflops(facts.device_name)
@@ -57,7 +57,7 @@ def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float |
 
 
 def model_table(name: str, facts: ModelFacts) -> Table:
-    """Trainable and total parameters of each part of the model."""
+    """Table of trainable and total parameters of each part of the model."""
     title = Text(f"{name} on {facts.device}, {torch.get_num_threads()} threads")  # a name is text, not markup
     table = Table(title=title, title_justify="left")
     for header in ("part", "trainable", "total"):

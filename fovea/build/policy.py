@@ -1,4 +1,4 @@
-"""What trains: the policy, its value function and the supervised stage."""
+"""Builders of the policy, its value function and the warm-up."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fovea.train.torch.ranks import ALONE, Ranks
 from fovea.train.torch.sharding import shard
 
 CRITIC_RATE_OVER_POLICY = 20
-"""Ratio of AdamW's rates where algorithm.advantage.critic.learning_rate is unset: 1e-5 beside 5e-7, at any scale
-(decision 009)."""
+"""Ratio of the value function's learning rate to the policy's where algorithm.advantage.critic.learning_rate is unset:
+1e-5 to 5e-7, at any scale (decision 009)."""
 
 
 def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
-    """The trainer; a frozen copy of the model only where a KL term needs it, a value function where PPO does.
+    """Make the policy, with a reference model where a KL term needs a copy and a value function for PPO.
 
-    With LoRA, switching the adapters off gives the reference, unless a warm-up has trained them by the time that RL
-    begins. On several `ranks` every process calls this with the same model, which is sharded in place.
+    On several `ranks` every process calls this with the same model, which is sharded in place.
     """
+    # with LoRA, switching the adapters off gives the reference, unless a warm-up has trained them before RL begins
     adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
     needs_copy = config.algorithm.kl is not None and not adapters_off_is_the_start
     critic = config.algorithm.critic
@@ -56,14 +56,14 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
 
 
 def make_value_model(vlm: PolicyNetwork) -> ValueModel:
-    """A copy of the policy's model with a head for values."""
+    """Copy the policy's model and add a value head."""
     model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
     freeze_lm_head(model.trunk.network)
     return model
 
 
 def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork, model: ValueModel | None) -> Critic:
-    """The value function: the head that `make_vlm` has put on the policy, or a model of its own."""
+    """Make the value function: the head that `make_vlm` put on the policy, or a separate model."""
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
     rate = settings.learning_rate or CRITIC_RATE_OVER_POLICY * config.train.learning_rate
     return Critic(
@@ -74,7 +74,7 @@ def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork, mo
 
 
 def make_warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> Warmup | None:
-    """The supervised stage, if there is one."""
+    """Make the warm-up; None without one."""
     settings = config.warmup
     if settings is None:
         return None
@@ -86,7 +86,7 @@ def make_warmup(config: Config, environment: Environment, train: PromptSource, r
         )
     return Warmup(
         settings=settings,
-        # an order of its own, so that the rows of RL do not depend on how long the warm-up took
+        # a data order of its own, so that the rows of RL do not depend on how long the warm-up took
         order=Order(
             kinds_of(train.tasks),
             weights=settings.kind_weights,

@@ -1,4 +1,4 @@
-"""From settings to a run: with `builders/`, the one place that names concrete backends."""
+"""Builder of a run from its settings; this folder is the only place that names concrete backends."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from fovea.run.rollout_step import TaskStream, record_unscored_answer
 
 
 def build(config: Config, environment: Environment | None = None) -> Run:
-    """Everything made, nothing trained; each error says which setting to change.
+    """Make all services of a run, without training; each error says which setting to change.
 
-    `environment` takes the place of the one that the settings name: for rows that Python holds (docs/own.md).
+    `environment` replaces that of the settings, for tasks that exist as Python objects (docs/own.md).
     """
     started = perf_counter()
     if config.threads is not None:

@@ -1,4 +1,4 @@
-"""What can be evaluated or exported: words of the command line become targets, targets become models.
+"""Targets of evaluation and export: arguments of the command line become targets, targets become models.
 
 A target is a run folder (its newest checkpoint), one checkpoint of it, a model folder or hub id, a folder with an
 adapter alone, or a baseline. The settings of a checkpoint's model are those of its run; those of other models are
@@ -35,7 +35,7 @@ from fovea.train.torch.checkpoint import is_policy_state, load_trained
 from fovea.types import Weights
 
 RECIPE_FILE = "recipe.yaml"
-"""In an exported folder: the settings of the run that it comes from."""
+"""File of an exported folder with the settings of its run."""
 ADAPTER_CONFIG = "adapter_config.json"
 CONSTANT = "constant:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -43,17 +43,17 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A target that is no model."""
+    """A target without a model."""
 
     name: str
     kind: Literal["majority", "gold", "constant"]
     text: str = ""
-    """What `constant` says to everything."""
+    """The answer of `constant` to every question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTarget:
-    """A step of a run of ours."""
+    """A checkpoint of a run."""
 
     name: str
     folder: Path
@@ -63,7 +63,7 @@ class CheckpointTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTarget:
-    """A model of transformers: a folder or hub id."""
+    """A Hugging Face model: a folder or hub id."""
 
     name: str
     path: str
@@ -76,7 +76,7 @@ Target = Baseline | CheckpointTarget | ModelTarget
 
 
 def parse_targets(words: Sequence[str]) -> list[Target]:
-    """What the words mean; ConfigError when two of them are the same target."""
+    """Parse several targets; ConfigError when two of them are the same."""
     targets = [parse_target(word) for word in words]
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -86,7 +86,7 @@ def parse_targets(words: Sequence[str]) -> list[Target]:
 
 
 def parse_target(word: str) -> Target:
-    """What a word means; ConfigError when it is nothing that can be evaluated."""
+    """Parse a target; ConfigError when it is none."""
     if word.startswith(CONSTANT):
         return Baseline(name=word, kind="constant", text=word.removeprefix(CONSTANT))
     if word in ("majority", "gold"):
@@ -115,9 +115,9 @@ def _folder_target(word: str, folder: Path) -> Target:
 
 
 def find_checkpoint(folder: Path) -> CheckpointTarget:
-    """The checkpoint that a folder is, or the newest of the run that it is."""
+    """Find the checkpoint of a folder: the folder itself, or the newest checkpoint of a run folder."""
     if is_policy_state(folder):
-        # not the spelling of the user: `runs/x/checkpoints/step-4/.` has other parents
+        # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
         run = folder.resolve().parents[1]
         if not (run / CONFIG_FILE).is_file():
             raise ConfigError(
@@ -144,7 +144,7 @@ def _base_of(adapter: Path) -> str:
 
 
 def shared_settings(targets: Sequence[Target], recipe: Path | None, overrides: Sequence[str]) -> Config:
-    """The settings that say which rows are asked and how: of the recipe, else of the first target that has any.
+    """Settings of the rows and prompts of an evaluation: those of the recipe, else of the first target with settings.
 
     ConfigError where the targets' own environments differ and no recipe decides.
     """
@@ -164,7 +164,7 @@ def shared_settings(targets: Sequence[Target], recipe: Path | None, overrides: S
 
 
 def settings_file(target: Target) -> Path | None:
-    """Where a target keeps the settings it was trained with."""
+    """File with the settings that a target was trained with; None if it has none."""
     if isinstance(target, CheckpointTarget):
         return target.run / CONFIG_FILE
     if isinstance(target, ModelTarget):
@@ -183,24 +183,24 @@ def _first_difference(first: Config, second: Config) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
-    """A target's model, ready to be asked or exported."""
+    """A target's model, loaded for evaluation or export."""
 
     config: Config
-    """The settings that it was made with."""
+    """Settings of the model."""
     processor: Processor
     vlm: PolicyNetwork
     left_out: tuple[str, ...] = ()
-    """Files and tensors of its checkpoint that are no part of the model."""
+    """Files and tensors of its checkpoint that do not belong to the model."""
 
     def weights(self) -> Weights:
-        """All weights, adapters merged."""
+        """All weights under their Hugging Face names, adapters merged."""
         return merged_weights(self.vlm.network)
 
 
 def open_model(target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[str]) -> OpenedModel:
-    """Load the model of a target. `overrides` of `model.` and `train.` keys reach checkpoints too, others do not.
+    """Load the model of a target; `shared` has the settings for models without any of their own.
 
-    `shared` gives the settings of models that come without any of ours.
+    Only those `overrides` that begin with `model.` or `train.` apply to checkpoints.
     """
     if isinstance(target, CheckpointTarget):
         return open_checkpoint(target, [word for word in overrides if word.startswith(("model.", "train."))])
@@ -214,7 +214,7 @@ def open_model(target: CheckpointTarget | ModelTarget, shared: Config | None, ov
 
 
 def _plain_model(model: Model, target: ModelTarget) -> Model:
-    """The same settings for a model that is there already; images are encoded as in the training that is compared."""
+    """Settings of an existing model, with `model`'s way of encoding images so that targets are comparable."""
     return model.model_copy(
         update={
             "path": target.path,
@@ -228,7 +228,7 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
 
 def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
     try:
-        # into the weights in place: the network keeps its class and its names
+        # merged in place, so that the network keeps its class and its names
         merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
@@ -239,7 +239,7 @@ def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
 
 
 def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> OpenedModel:
-    """The model of a run with the weights of one of its steps."""
+    """Load the model of a run with the weights of one of its checkpoints."""
     config = load_config([target.run / CONFIG_FILE], overrides)
     model = locate_model(config, target.run, lambda: make_environment(config).environment)
     vlm = open_vlm(config, model)

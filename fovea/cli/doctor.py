@@ -95,14 +95,14 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
         config = _without_side_effects(recipes, overrides, folder)
         from fovea.build.run import build
         from fovea.run.lifecycle import measure_parity
-        from fovea.run.parity import parity_table, why_it_stops
+        from fovea.run.parity import parity_failure, parity_table
         from fovea.utils.event_loop import wait_for
 
         reading = wait_for(measure_parity(build(config)))
     console = Console(soft_wrap=True)
     console.print(parity_table(reading))
     limit = f"the limit of parity.max_abs_logprob_diff={reading.limit:g}"
-    console.print(f"parity: within {limit}" if reading.passed else why_it_stops(reading), markup=False)
+    console.print(f"parity: within {limit}" if reading.passed else parity_failure(reading), markup=False)
     return reading.passed
 
 

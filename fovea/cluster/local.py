@@ -1,4 +1,4 @@
-"""Policy and engine in the process of the driver, sharing tensors."""
+"""Policy and engine in the driver's process, sharing tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fovea.types import Batch, Metrics
 
 
 class SharedWeights:
-    """A push within one process: the engine takes references to the policy's own tensors."""
+    """Weight sync within one process: the engine takes references to the policy's tensors."""
 
     def __init__(self, source: WeightSource, target: WeightTarget) -> None:
         self._source = source
@@ -25,11 +25,10 @@ class SharedWeights:
 
 
 class LocalPolicy:
-    """A policy whose only worker is this process.
+    """A policy whose only worker is this process; its calls block the event loop."""
 
-    Its calls run on the thread of the event loop: nothing else has work while the weights change, and autograd and
-    thread settings of torch belong to the thread that made them.
-    """
+    # not on a thread: nothing else has work while the weights change, and torch's autograd and thread settings belong
+    # to the thread that made them
 
     def __init__(self, worker: PolicyWorker) -> None:
         self.worker = worker

@@ -1,4 +1,4 @@
-"""From the policy's weights to the engines': the protocol of a push, and the checks that every kind of push makes."""
+"""Weight sync from the policy to the engines: its protocol, and the checks that every implementation makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fovea.utils.checksum import bit_hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One finished push."""
+    """Result of one push of weights."""
 
     version: int
     num_tensors: int
@@ -24,40 +24,40 @@ class SyncReport:
 
 
 class WeightSync(Protocol):
-    """Brings the policy's weights to every engine; made for a pair of backends, which need not know each other."""
+    """Transfers the policy's weights to every engine; written for a pair of backends, which do not know each other."""
 
     async def push(self, version: int) -> SyncReport:
-        """Make the engines draw from the policy's present weights, as `version`.
+        """Make the engines sample from the policy's current weights, as `version`.
 
-        Every name matches on both sides, what is copied arrives bit for bit, and caches made with older weights
-        (prefix, images, decode copies) are empty afterwards; EngineError where one of these fails.
+        Afterwards every name has matched on both sides, copies are equal bit for bit, and caches made with older
+        weights (prefix, images, decode copies) are empty; EngineError if one of these fails.
         """
         ...
 
 
 class WeightSource(Protocol):
-    """The side of a push that trains."""
+    """The training side of a weight sync."""
 
     def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters merged; not copied where they need not be."""
+        """All weights under their Hugging Face names, adapters merged; references where possible, else copies."""
         ...
 
 
 class WeightTarget(Protocol):
-    """The side of a push that draws."""
+    """The engine's side of a weight sync."""
 
     @property
     def weight_names(self) -> frozenset[str]:
-        """The Hugging Face names of all weights that it draws with."""
+        """Hugging Face names of all weights that the engine samples with."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        """Take these weights and empty every cache made with older ones; returns the tensors that it holds now."""
+        """Take these weights and empty all caches made with older ones; returns the tensors that it holds now."""
         ...
 
 
 def check_names(sent: Iterable[str], wanted: Iterable[str]) -> None:
-    """EngineError unless the names are the same on both sides."""
+    """Raise EngineError unless the names are the same on both sides."""
     missing, unknown = sorted(set(wanted) - set(sent)), sorted(set(sent) - set(wanted))
     if missing or unknown:
         sides = [f"{len(missing)} that the engine needs were not sent, first {missing[0]}"] if missing else []
@@ -69,12 +69,12 @@ def check_names(sent: Iterable[str], wanted: Iterable[str]) -> None:
 
 
 def check_copies(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> int:
-    """Compare checksums of what was copied; returns its bytes. EngineError for a tensor that arrived differently."""
+    """Compare checksums of copied tensors, and return their bytes; EngineError for one that differs."""
     num_bytes = 0
     for name, tensor in sent.items():
         copy = held[name]
         if copy.data_ptr() == tensor.data_ptr():
-            continue  # the same memory
+            continue  # shared memory: nothing was copied
         num_bytes += tensor.numel() * tensor.element_size()
         if copy.shape != tensor.shape or bit_hash(copy) != bit_hash(tensor.to(copy.dtype)):
             raise EngineError(

@@ -9,31 +9,31 @@ from fovea.types import Completion, Request
 
 
 class Engine(Protocol):
-    """An inference engine that draws completions: embedded, vLLM or SGLang; in this process, its own, or remote.
+    """An inference engine: embedded, vLLM or SGLang; in this process, in its own, or remote.
 
     New weights reach it through `cluster.weights.WeightSync`.
     """
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Draw n completions of one prompt. Many calls run at once; a completion depends on its own call alone."""
+        """Sample n completions of one prompt. Calls may overlap; a completion depends on its own call alone."""
         ...
 
     async def pause(self) -> None:
-        """Stop decoding; running requests stay where they are."""
+        """Stop decoding; running requests keep their state."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue decoding after `pause`."""
         ...
 
     async def sleep(self) -> None:
-        """Free device memory for the update; nothing may be running."""
+        """Free device memory for the update; no request may be running."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory back after `sleep`, and requests again."""
+        """Accept requests again after `sleep`, and allocate the memory that they need."""
         ...
 
     async def close(self) -> None:
-        """End running requests and free everything; the engine is of no use afterwards."""
+        """Cancel running requests and free all memory; the engine cannot be used afterwards."""
         ...

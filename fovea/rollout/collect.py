@@ -1,4 +1,4 @@
-"""Episodes and their scores, group by group."""
+"""Collection of a rollout: scored episodes, group by group."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fovea.types import Episode, Group, Request, Sampling, Turn, TurnTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interaction:
-    """The counterpart of the model in an episode: who replies to it, how replies become tokens, who scores it."""
+    """The model's counterpart in an episode: the environment, the graders, and the renderer of replies."""
 
     environment: Environment
     grading: Grading
     renderer: RendersPrompts
 
 
-async def collect(  # noqa: PLR0913 (all of them are a rollout)
+async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     engine: Engine,
     interaction: Interaction,
     prompted: Sequence[PromptedTask],
@@ -38,19 +38,19 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
     unscored: list[str] | None = None,
     for_update: bool = False,
 ) -> list[Group]:
-    """n scored episodes of every prompt; each group is scored as soon as it is drawn.
+    """Collect n scored episodes of every prompt, in order; each group is scored as soon as it is generated.
 
-    A group's random numbers depend on `seed` and its place in the step, after `num_before` others, so that a resumed
-    run draws the same. Graders that wait do so while other groups are drawn; the order of groups and episodes stays. A
-    group with an UnscoredError is left out, and the reason is appended to `unscored` (None: the error is raised).
+    A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
+    group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised.
     """
 
-    async def group(place: int, item: PromptedTask) -> Group | None:
+    async def group(index: int, item: PromptedTask) -> Group | None:
+        # ids and seeds depend on no earlier call, so that a resumed run samples the same
         several_turns = interaction.environment.max_turns > 1
         request = Request(
-            id="/".join(map(str, (*seed, place))),
+            id="/".join(map(str, (*seed, index))),
             prompt=item.prompt,
-            sampling=replace(sampling, seed=request_seed(*seed, place)),
+            sampling=replace(sampling, seed=request_seed(*seed, index)),
             n=n,
             for_update=for_update and not several_turns,
             keep=several_turns,
@@ -64,14 +64,15 @@ async def collect(  # noqa: PLR0913 (all of them are a rollout)
             return None
         return Group(prompt=item.prompt, episodes=episodes)
 
-    groups = await asyncio.gather(*(group(place, item) for place, item in enumerate(prompted, num_before)))
+    # all at once: graders that wait do so while the engine generates other groups
+    groups = await asyncio.gather(*(group(index, item) for index, item in enumerate(prompted, num_before)))
     return [group for group in groups if group is not None]
 
 
 async def _episodes(
     engine: Engine, interaction: Interaction, item: PromptedTask, request: Request
 ) -> tuple[Episode, ...]:
-    """The n episodes of one task, scored."""
+    """Generate and score the n episodes of one task."""
     asked = tuple(interaction.environment.prompt(item.task))
     answers: Sequence[tuple[Turn, ...]] = [
         (
@@ -97,5 +98,5 @@ async def _episodes(
 
 
 def request_seed(*parts: int) -> int:
-    """A 64-bit seed, hashed from these numbers."""
+    """Hash these numbers into a 64-bit seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

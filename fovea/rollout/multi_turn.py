@@ -1,8 +1,4 @@
-"""The turns of an episode after the first: the environment replies, and the model goes on from there.
-
-Token ids only grow: what was drawn stays as it was drawn, and a reply's tokens are appended to it. Re-tokenising the
-text of a conversation would give other ids than those that were drawn, whose log-probs would then be of other tokens.
-"""
+"""The turns of an episode after the first: the environment replies, and the model answers again."""
 
 from __future__ import annotations
 
@@ -26,14 +22,16 @@ async def later_turns(
     turns: Sequence[Turn],
     request: Request,
 ) -> tuple[Turn, ...]:
-    """The whole episode that begins with these turns, the last of which was drawn for `request`."""
+    """Continue an episode to its end and return all turns; the last of `turns` was generated for `request`."""
     if len(turns) >= environment.max_turns:
         return tuple(turns)
     messages = environment.reply(task, turns)
     if messages is None:
         return tuple(turns)
     last = turns[-1].tokens
-    assert last is not None, "an episode goes on from tokens that an engine drew"
+    assert last is not None, "an episode continues from tokens that an engine generated"
+    # ids are only appended: re-tokenising the text of a conversation may give other ids than those that were sampled,
+    # and their log-probs would then belong to other tokens
     observation = renderer.observation(
         messages, after=int(last.completion.token_ids_T[-1]), where=f"turn {len(turns) + 1} of {task.id}"
     )
@@ -55,7 +53,7 @@ async def later_turns(
 
 
 def extended(prompt: Prompt, answer_ids_T: NDArray[np.int64], observation: Prompt) -> Prompt:
-    """The conversation so far as the prompt of the next turn."""
+    """Prompt of the next turn: the conversation so far, its token ids appended to each other."""
     return Prompt(
         token_ids_L=np.concatenate([prompt.token_ids_L, answer_ids_T, observation.token_ids_L]),
         unexpanded_ids_U=np.concatenate([prompt.unexpanded_ids_U, answer_ids_T, observation.unexpanded_ids_U]),
@@ -64,6 +62,7 @@ def extended(prompt: Prompt, answer_ids_T: NDArray[np.int64], observation: Promp
 
 
 def _next_seed(seed: int, completion_id: str) -> int:
-    """A seed of its own for each completion of a group; the completion's number is the last part of its id."""
+    """Seed of the next turn, different for each completion of a group."""
+    # the last part of a completion's id is its number in the group
     number = int(completion_id.rpartition("/")[2])
     return int(np.random.SeedSequence((seed, number, 1)).generate_state(1, np.uint64)[0])

@@ -19,17 +19,17 @@ STATE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A saved step."""
+    """A saved checkpoint, as read from its folder."""
 
     folder: Path
     step: int
     """RL steps taken."""
     state: Mapping[str, Any]
-    """Whatever the run keeps beside the policy: data order, readings, seconds."""
+    """State of the run besides the policy: data order, accuracies, seconds."""
 
 
 class _Saved(dict[str, Any]):
-    """What a checkpoint holds; DataError for what it was written without."""
+    """A checkpoint's state; DataError for a missing key."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -37,8 +37,8 @@ class _Saved(dict[str, Any]):
 
     def __missing__(self, key: str) -> NoReturn:
         raise DataError(
-            f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it and the run cannot "
-            "go on as it was; resume it with that version, or begin anew with another run_dir"
+            f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it; resume the "
+            "run with that version, or start anew with another run_dir"
         )
 
 
@@ -50,10 +50,11 @@ class Checkpoints:
         self._keep = keep
 
     async def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> None:
-        """Write beside, flush to disk, rename; then delete what is older than the newest `keep`."""
+        """Write a checkpoint atomically, then delete all but the newest `keep`."""
         final = self._root / f"step-{step}"
         if final.exists():
             return  # the last regular checkpoint is also the one at the end
+        # written under another name, flushed to disk, renamed: a crash leaves no half of a checkpoint
         partial = self._root / f".step-{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -79,13 +80,15 @@ class Checkpoints:
             raise DataError(f"{folders[-1]}: {broken_checkpoint(error)}") from error
 
     def _folders(self) -> list[Path]:
-        """Complete checkpoints, oldest first; a copy that somebody put beside them under another name is not ours."""
+        """Complete checkpoints, oldest first."""
+        # other names, such as a copy that the user made, are not ours to delete
         found = (folder for folder in self._root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
         return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
 def _delete(folder: Path) -> None:
-    """Under another name first: a deletion that is cut short must not leave half a checkpoint."""
+    """Delete a checkpoint atomically."""
+    # renamed first: an interrupted deletion must not leave half a checkpoint
     doomed = folder.with_name(f".{folder.name}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -93,7 +96,7 @@ def _delete(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """A rename is only safe once what it names is on disk."""
+    """Flush a file or folder to disk: a rename is safe only once its content is there."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The services and records of one run, made by `fovea.build`; the loop hands each stage what it uses of them."""
+"""The services and records of one run, made by `fovea.build`; the loop passes each stage those that it uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fovea.train.base import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Prompts of every split."""
+    """Prompt sources of the three splits."""
 
     train: PromptSource
     dev: PromptSource
@@ -62,4 +62,4 @@ class Run:
     token_text: Callable[[int], str] = str
     """The text of one token id, for messages."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
-    """Entered around every step (`fovea.metrics.profile`)."""
+    """Context manager around every step, by step (`fovea.metrics.profile`)."""

@@ -1,4 +1,4 @@
-"""The folder of a run: made once, never mixed up with another run."""
+"""The run folder, and the check that it belongs to the run that opens it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CONFIG_FILE = "config.yaml"
 def open_run_folder(folder: Path, config: Config) -> Path:
     """Make the folder and write the resolved settings; ConfigError when it holds another run.
 
-    A folder holds a run from its first checkpoint on: a start that failed before may be tried again.
+    A folder holds a run from its first checkpoint on, so that a start that failed earlier can be repeated.
     """
     saved = folder / CONFIG_FILE
     if has_checkpoint(folder):
         if config.resume == "never":
             raise ConfigError(
-                f"run_dir={folder} already holds a run; set resume=auto to go on with it, or another run_dir"
+                f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir"
             )
         if not saved.exists():
             raise ConfigError(
-                f"run_dir={folder} holds checkpoints but no {CONFIG_FILE} that says of which run; set another run_dir"
+                f"run_dir={folder} holds checkpoints but no {CONFIG_FILE} with their settings; set another run_dir"
             )
         _check_same(saved, config)
     try:
@@ -41,7 +41,7 @@ def open_run_folder(folder: Path, config: Config) -> Path:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run has begun here: without a checkpoint the settings of the next start may differ."""
+    """Whether the folder holds a run; until its first checkpoint, settings may change freely."""
     return any(folder.glob("checkpoints/step-*"))
 
 
@@ -51,11 +51,11 @@ def _check_same(saved: Path, config: Config) -> None:
     except yaml.YAMLError:
         tree = None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{saved} cannot be read, so that its run cannot go on; set another run_dir")
+        raise ConfigError(f"{saved} cannot be read, so its run cannot be resumed; set another run_dir")
     moved = [text for key in leaves(tree) if (text := moved_key(key)) is not None]
     if moved:
         raise ConfigError(
-            f"{saved} is of an earlier version ({moved[0]}), so that its run cannot go on; set another run_dir"
+            f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
         )
     before = _fixed_settings(tree)
     now = _fixed_settings(yaml.safe_load(dump_config(config)))
@@ -68,6 +68,6 @@ def _check_same(saved: Path, config: Config) -> None:
 
 
 def _fixed_settings(tree: dict[str, object]) -> dict[str, object]:
-    """Values by dotted key, without those that may change on resume."""
+    """Settings by dotted key, without those that may change on resume."""
     may_change = {setting.key for setting in describe() if setting.may_change}
     return {key: value for key, value in leaves(tree).items() if key not in may_change}

@@ -1,4 +1,4 @@
-"""The run around its steps: how it begins, what it records after each step, how it ends."""
+"""The lifecycle of a run around its steps: start or resume, records after each step, and the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fovea.report.html import write_report
 from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, controls_table, summary_table, write_summary
 from fovea.run.context import Run
-from fovea.run.parity import ParityReading, read_parity, summary_line, why_it_stops, write_parity
+from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
 from fovea.run.state import TrainState
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
@@ -38,18 +38,18 @@ async def closing(run: Run) -> AsyncIterator[None]:
 
 
 async def begin(run: Run) -> TrainState:
-    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both pass the parity gate."""
+    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
     if run.resumed is not None:
         return await _resumed(run)
     await run.weight_sync.push(0)
     await pass_parity_gate(run, version=0)
     run.progress.stage("looking for test images in the training split")
-    # before the hours of training, not after them
+    # a forbidden overlap of the splits should fail before the hours of training, not after them
     kl = run.config.algorithm.kl
     state = TrainState(
         kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=_count_shared_images(run)
     )
-    run.progress.stage("reading held-out accuracy before training")
+    run.progress.stage("evaluating on the test rows before training")
     state = replace(state, before=await evaluate_test(run, run.sources.test))
     if run.warmup is not None:
         state = await _warmed_up(run, state)
@@ -66,13 +66,13 @@ async def _resumed(run: Run) -> TrainState:
     stream.order.weigh_levels(stream.curriculum.level_weights)
     state = TrainState.from_json(run.resumed.step, saved["standing"], started=run.started)
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
-    _say_what_a_new_end_changes(run, saved["max_steps"])
+    _report_changed_schedule(run, saved["max_steps"])
     await run.weight_sync.push(state.step)
     await pass_parity_gate(run, version=state.step)
     return state
 
 
-def _say_what_a_new_end_changes(run: Run, max_steps_before: int) -> None:
+def _report_changed_schedule(run: Run, max_steps_before: int) -> None:
     config = run.config
     if config.max_steps != max_steps_before and config.train.lr_schedule != "constant":
         run.progress.print(
@@ -82,28 +82,28 @@ def _say_what_a_new_end_changes(run: Run, max_steps_before: int) -> None:
 
 
 async def pass_parity_gate(run: Run, version: int) -> None:
-    """Write parity.json and one line; ParityError when engine and trainer are further apart than the limit."""
+    """Measure parity, write parity.json and print one line; ParityError beyond the limit."""
     if run.config.parity.prompts == 0:
         return
     run.progress.stage("comparing the log-probs of engine and trainer")
     reading = await gate_reading(run)
     write_parity(run.folder, reading, version)
     run.progress.print(f"parity gate: {summary_line(reading)}")
-    # activations that the engine kept of these completions are of no use: a push frees them
+    # a push frees the activations that the engine recorded of these completions
     await run.weight_sync.push(version)
     if not reading.passed:
-        raise ParityError(why_it_stops(reading))
+        raise ParityError(parity_failure(reading))
 
 
 async def measure_parity(run: Run) -> ParityReading:
-    """The gate's reading of a run that is built for nothing else."""
+    """Measure the parity of a run that was built for this alone, and close it."""
     async with closing(run):
         await run.weight_sync.push(0)
         return await gate_reading(run)
 
 
 async def gate_reading(run: Run) -> ParityReading:
-    """Log-probs of engine and trainer on the same tokens, for the weights that both hold."""
+    """Compare log-probs of engine and trainer on the same tokens, at their current weights."""
     return await read_parity(
         run.config, run.engine, run.policy, run.sources.train, run.environment, token_text=run.token_text
     )
@@ -121,12 +121,12 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
     await run.weight_sync.push(0)
-    run.progress.stage("reading held-out accuracy after the warm-up")
+    run.progress.stage("evaluating on the test rows after the warm-up")
     return replace(state, after_warmup=await evaluate_test(run, run.sources.test), warmup_seconds=seconds)
 
 
 def begin_stage(run: Run, step: int) -> None:
-    """Enter the curriculum's stage of a step; a new one is printed, and its level weights apply to the order."""
+    """Enter the curriculum stage of this step; print a new stage, and apply its level weights to the data order."""
     change = run.stream.curriculum.begin_step(step)
     if change is not None:
         run.progress.print(f"step {step}: {change}")
@@ -134,7 +134,7 @@ def begin_stage(run: Run, step: int) -> None:
 
 
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:
-    """Write metrics, samples, dev accuracy and checkpoints of the step just taken."""
+    """Write metrics, samples, dev accuracy and checkpoint of the step just taken; returns the next state."""
     seconds = run.phases.seconds()
     state = replace(
         state,
@@ -173,9 +173,9 @@ def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
 
 
 async def finish(run: Run, state: TrainState) -> Summary:
-    """Evaluate with image controls; write the last checkpoint, summary.json, report.html, and print the tables."""
+    """End a run: last checkpoint, test evaluation with image ablations, summary.json, report.html, printed tables."""
     await save_checkpoint(run, state)
-    run.progress.stage("reading held-out accuracy after RL")
+    run.progress.stage("evaluating on the test rows after RL")
     final = await evaluate_test(run, run.sources.test)
     shuffled, blank = await _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
     summary = Summary(
@@ -200,11 +200,12 @@ async def finish(run: Run, state: TrainState) -> Summary:
 
 
 async def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
+    """Evaluate the engine's weights on test rows."""
     return await run.evaluator.evaluate(source, run.config.evaluate.test_size)
 
 
 async def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
-    """Ask the test questions with shuffled images, and with blank ones; None where no row has an image to change."""
+    """Image ablations: evaluate on test rows with shuffled and with blank images; None where no row has an image."""
     source, size = run.sources.test, run.config.evaluate.test_size
     tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
     controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
@@ -213,12 +214,12 @@ async def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | 
 
 
 async def read_dev(run: Run) -> Evaluation:
-    """Dev accuracy of the weights that the engine holds."""
+    """Evaluate the engine's weights on dev rows."""
     return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size)
 
 
 async def save_checkpoint(run: Run, state: TrainState) -> None:
-    """Write everything that `begin` needs to go on as if never stopped."""
+    """Write a checkpoint from which `begin` resumes exactly."""
     saved = {
         "order": run.stream.order.state(),
         "curriculum": run.stream.curriculum.state(),
@@ -230,7 +231,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
 
 
 def _count_shared_images(run: Run) -> int | None:
-    """Test rows whose image is in the training split; TrainError when the config forbids any."""
+    """Count test rows whose image is in the training split; TrainError where the settings forbid any."""
     if run.config.evaluate.shared_images == "ignore":
         return None
     shared = count_shared_images(run.sources.test, run.sources.train, run.open_image)

@@ -1,11 +1,9 @@
-"""The gate at the start of a run: tokens that the engine drew are scored again by the trainer; past a limit no run.
+"""The parity gate at the start of a run: the trainer's log-probs of tokens that the engine sampled must agree.
 
-Two computations of one log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. 0.7 means
-wrong positions; so does a difference on prompts with images alone. A run on top of that trains on noise, or collapses
-days later, which is why the gate is on by default.
-
-Nothing of the run changes by it: the rows come outside the run's order, random numbers belong to requests, and what
-the engine keeps of a rollout is given back.
+Two computations of a log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. A mean of 0.7,
+or a difference only on prompts with images, means wrong positions: such a run trains on noise or collapses days later,
+so that the gate is on by default. It leaves the run unchanged: it takes rows outside of the data order, and random
+numbers belong to requests.
 """
 
 from __future__ import annotations
@@ -39,21 +37,23 @@ from fovea.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
 SAMPLES_PER_PROMPT = 2
-"""The smallest group, so that one prompt serves several completions as it does in a rollout."""
-MAX_ROWS_LOOKED_AT = 1000
+"""Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
+MAX_ROWS_TRIED = 1000
+"""Training rows that are tried before giving up on bad ones."""
 INT8 = "(int8 decoding)"
+"""Suffix of the engine's name where it decodes in 8 bits."""
 
 PromptKind = Literal["with images", "without images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnToken:
-    """One token as both sides see it."""
+    """One sampled token with the log-probs of engine and trainer."""
 
     row: str
-    """The id of its task."""
+    """Id of its task."""
     number: int
-    """Its place in the completion, from 1."""
+    """Position in the completion, from 1."""
     token_id: int
     text: str
     engine_logprob: float
@@ -61,26 +61,26 @@ class DrawnToken:
 
     @property
     def gap(self) -> float:
-        """NaN, which no limit allows, where either side has none."""
+        """Absolute difference; NaN, which exceeds any limit, where a side is not finite."""
         return abs(self.engine_logprob - self.trainer_logprob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindReading:
-    """All tokens drawn for one kind of prompt."""
+    """Parity over all tokens sampled for one kind of prompt."""
 
     kind: PromptKind
     prompts: int
     tokens: int
     mean_abs: float
     k3: float
-    """Mean of e^x - x - 1, x = trainer - engine: an estimate of KL(engine || trainer)."""
+    """Mean of e^x - x - 1 with x = trainer - engine: the k3 estimate of KL(engine || trainer)."""
     worst: DrawnToken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReading:
-    """What the gate found."""
+    """Result of the parity gate."""
 
     model: str
     engine: str
@@ -89,8 +89,8 @@ class ParityReading:
 
     @property
     def worst(self) -> KindReading:
-        """The kind of prompt that is furthest off; what is no number is further off than any number."""
-        return max(self.kinds, key=lambda kind: _with_nan_as_most(kind.mean_abs))
+        """The kind of prompt with the largest mean difference; NaN counts as larger than any number."""
+        return max(self.kinds, key=lambda kind: _nan_as_infinity(kind.mean_abs))
 
     @property
     def passed(self) -> bool:
@@ -99,7 +99,7 @@ class ParityReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """A prompt and its completions."""
+    """A prompt and its sampled completions."""
 
     kind: PromptKind
     prompted: PromptedTask
@@ -107,7 +107,7 @@ class _Drawn:
 
 
 def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
-    """Write parity.json."""
+    """Write parity.json, with the policy's version as its step."""
     write_atomically(folder / PARITY_FILE, _json(reading, version).encode())
 
 
@@ -120,7 +120,7 @@ async def read_parity(
     *,
     token_text: Callable[[int], str],
 ) -> ParityReading:
-    """Draw with the weights that the engine holds, and score with the policy's."""
+    """Sample completions from the engine, and compare their log-probs with the policy's."""
     settings = config.rollout
     drawn = await _draw(engine, config, _prompts(source, environment, config.parity.prompts))
     annotated = await policy.annotate(_batch(drawn), Needs(old_logprobs=True))
@@ -143,8 +143,8 @@ async def read_parity(
     )
 
 
-def why_it_stops(reading: ParityReading) -> str:
-    """The line of a reading past the limit."""
+def parity_failure(reading: ParityReading) -> str:
+    """Error message of a parity beyond the limit."""
     kind, token = reading.worst, reading.worst.worst
     return (
         f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
@@ -155,7 +155,7 @@ def why_it_stops(reading: ParityReading) -> str:
 
 
 def parity_table(reading: ParityReading) -> Table:
-    """One row for each kind of prompt."""
+    """Table of a parity result, one row per kind of prompt."""
     title = Text(f"{reading.model}: the {reading.engine} engine against the trainer")  # a name is text, not markup
     table = Table(title=title, title_justify="left")
     for header in ("prompts", "tokens", "mean abs", "max abs", "k3", "worst token"):
@@ -174,33 +174,31 @@ def parity_table(reading: ParityReading) -> Table:
 
 
 async def _draw(engine: Engine, config: Config, prompts: Sequence[tuple[PromptKind, PromptedTask]]) -> list[_Drawn]:
-    """All prompts at once, as in a rollout."""
+    """Sample completions of all prompts concurrently, as in a rollout."""
 
-    async def one(place: int, kind: PromptKind, prompted: PromptedTask) -> _Drawn:
+    async def one(index: int, kind: PromptKind, prompted: PromptedTask) -> _Drawn:
         request = Request(
-            id=f"parity/{place}",
+            id=f"parity/{index}",
             prompt=prompted.prompt,
-            sampling=replace(_sampling(config), seed=request_seed(config.seed, place)),
+            sampling=replace(_sampling(config), seed=request_seed(config.seed, index)),
             n=SAMPLES_PER_PROMPT,
             for_update=True,  # the same path through the engine as a rollout's
         )
         return _Drawn(kind=kind, prompted=prompted, completions=await engine.generate(request))
 
-    return await asyncio.gather(*(one(place, *each) for place, each in enumerate(prompts)))
+    return await asyncio.gather(*(one(index, *each) for index, each in enumerate(prompts)))
 
 
 def _prompts(source: PromptSource, environment: Environment, num_rows: int) -> list[tuple[PromptKind, PromptedTask]]:
-    """The first usable training rows, and the same questions without their images.
-
-    Rows that are bad are passed over: the run meets them in its own order, and says so.
-    """
+    """Prompts of the first usable training rows, with and without their images."""
     prompts = list[tuple[PromptKind, PromptedTask]]()
     rows, index, last_error = 0, -1, ""
-    for index in range(min(len(source), MAX_ROWS_LOOKED_AT)):
+    for index in range(min(len(source), MAX_ROWS_TRIED)):
         try:
             task = source.tasks[index]
             whole, bare = source.render(task), source.render(task, without_images(environment.prompt(task)))
         except DataError as error:
+            # not reported here: the run reports bad rows when its data order comes to them
             last_error = str(error)
             continue
         prompts += [("with images", whole)] if whole.prompt.images else []
@@ -214,7 +212,7 @@ def _prompts(source: PromptSource, environment: Environment, num_rows: int) -> l
 
 
 def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The same words alone."""
+    """The messages without their images."""
     return tuple(
         replace(message, parts=tuple(part for part in message.parts if not isinstance(part, ImageRef)))
         for message in messages
@@ -222,13 +220,14 @@ def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _sampling(config: Config) -> Sampling:
-    """As the rollout draws, approximate weights included, but shorter."""
+    """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
     sampling = training_sampling(config)
     return replace(sampling, max_new_tokens=min(config.parity.max_new_tokens, sampling.max_new_tokens))
 
 
 def _batch(drawn: Sequence[_Drawn]) -> Batch:
-    """To be scored, not trained on; without completion ids, so that the trainer reuses no activations."""
+    """A batch to compute log-probs of."""
+    # without completion ids, so that the trainer recomputes everything instead of reusing recorded activations
     groups = [
         SampleGroup(
             task_id=each.prompted.task.id,
@@ -276,11 +275,11 @@ def _reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> Ki
         tokens=len(tokens),
         mean_abs=float((engine - trainer).abs().mean()),
         k3=float(k3(engine, trainer).mean()),
-        worst=max(tokens, key=lambda token: _with_nan_as_most(token.gap)),
+        worst=max(tokens, key=lambda token: _nan_as_infinity(token.gap)),
     )
 
 
-def _with_nan_as_most(value: float) -> float:
+def _nan_as_infinity(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
@@ -297,7 +296,7 @@ def _likely_fix(reading: ParityReading) -> str:
 
 
 def summary_line(reading: ParityReading) -> str:
-    """The reading in one line."""
+    """One line about a parity result."""
     parts = (
         f"{kind.mean_abs:.2g} on average {kind.kind} (at most {kind.worst.gap:.2g}, at {kind.worst.text!r}; "
         f"k3 {kind.k3:.2g})"

@@ -1,4 +1,4 @@
-"""The rollout of a step: one batch of groups, or with dynamic sampling as many as fill the step with useful ones."""
+"""The rollout of a step: one batch of groups, or with dynamic sampling as many batches as fill the step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from fovea.rollout.collect import Interaction, collect
 from fovea.types import Group, Metrics, Sampling
 
 SAME_ACCURACY = 1e-6
+"""Accuracies of a group within this range count as equal."""
 UNSCORED_FILE = "unscored.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStream:
-    """Training prompts in the run's order, and the environment of the present curriculum stage."""
+    """Training prompts in the data order of the run, with their environment, graders and curriculum."""
 
     source: PromptSource
     order: Order
@@ -35,7 +36,7 @@ class TaskStream:
 
     @property
     def interaction(self) -> Interaction:
-        """With the grader of the present stage of the curriculum."""
+        """Environment, renderer and the grader of the current curriculum stage."""
         return Interaction(
             environment=self.environment,
             grading=self.grading.at(self.curriculum.stage),
@@ -48,21 +49,20 @@ class Rollout:
     """Scored groups of one step."""
 
     groups: Sequence[Group]
-    """All that were scored."""
+    """All scored groups."""
     to_train: Sequence[Group]
-    """Groups that make the step."""
+    """Groups that the step trains on."""
     dropped: Sequence[Group]
-    """Groups that dynamic sampling leaves out."""
+    """Groups left out by dynamic sampling."""
     unscored: Sequence[str] = ()
-    """One reason for each group that got no score and was left out."""
+    """The reason for each group that was left out because it has no score."""
     metrics: Metrics
 
 
 async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
-    """Draw `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
+    """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
 
-    Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy and not by reward: a part of the reward that every
-    answer gets, or a small one for the format, says nothing about the group.
+    Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
     """
     wanted = config.rollout.prompts_per_step
     first = await _rollout(engine, stream, config, step=step, num_before=0, phases=phases)
@@ -70,10 +70,11 @@ async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int,
     if dynamic is None:
         return first
     batches, groups, unscored = 1, list(first.groups), list(first.unscored)
-    mixed, alike = _parted(groups)
+    # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
+    mixed, alike = _split_by_signal(groups)
     while len(mixed) < wanted and batches < dynamic.max_gen_batches:
         more = await _rollout(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
-        more_mixed, more_alike = _parted(more.groups)
+        more_mixed, more_alike = _split_by_signal(more.groups)
         groups, unscored = [*groups, *more.groups], [*unscored, *more.unscored]
         mixed, alike = mixed + more_mixed, alike + more_alike
         batches += 1
@@ -96,7 +97,7 @@ async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int,
 async def _rollout(
     engine: Engine, stream: TaskStream, config: Config, *, step: int, num_before: int, phases: Phases
 ) -> Rollout:
-    """One batch of groups, all of them to be trained on."""
+    """Roll out one batch of groups, all of them to be trained on."""
     rollout, unscored = config.rollout, list[str]()
     with phases("data"):
         prompted = stream.source.take(stream.order, rollout.prompts_per_step)
@@ -118,12 +119,12 @@ async def _rollout(
 
 
 def _unscored_metrics(stream: TaskStream, unscored: Sequence[str]) -> Metrics:
-    """The count of groups without a score, for graders that may have none."""
+    """Number of groups without a score, as a metric, for graders that may give none."""
     return {"groups/unscored": float(len(unscored))} if stream.grading.calls is not None else {}
 
 
-def _parted(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups with answers both better and worse, and those without."""
+def _split_by_signal(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Split groups into those of mixed accuracy and those of equal accuracy."""
     return [group for group in groups if _differs(group)], [group for group in groups if not _differs(group)]
 
 
@@ -133,19 +134,19 @@ def _differs(group: Group) -> bool:
 
 
 def record_unscored(folder: Path, step: int, rollout: Rollout) -> None:
-    """List groups without a score in unscored.jsonl; TrainError when no group of the step has one."""
+    """Append groups without a score to unscored.jsonl; TrainError when no group of the step has a score."""
     if rollout.unscored:
         _write_unscored(folder, [{"step": step, "reason": reason} for reason in rollout.unscored])
     if not rollout.groups:
         raise TrainError(
             f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
-            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and go on with "
-            "resume=auto"
+            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and continue "
+            "with resume=auto"
         )
 
 
 def record_unscored_answer(folder: Path, reason: str) -> None:
-    """List an answer of a held-out row that got no score."""
+    """Append the reason for an unscored answer to a held-out row to unscored.jsonl."""
     _write_unscored(folder, [{"step": None, "reason": reason}])
 
 
@@ -155,12 +156,12 @@ def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def training_sampling(config: Config) -> Sampling:
-    """How the rollout draws for training; each request gets a seed of its own."""
+    """Sampling parameters of training rollouts; each request gets a seed of its own."""
     return replace(rollout_sampling(config), exact=False)
 
 
 def rollout_sampling(config: Config) -> Sampling:
-    """The settings of `rollout` as an engine takes them."""
+    """Sampling parameters from the settings of `rollout`."""
     rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,

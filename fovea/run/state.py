@@ -1,4 +1,4 @@
-"""The state of a run between two steps, and its form in a checkpoint."""
+"""The state of a run between two steps, and its JSON form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fovea.types import Evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """How far a run has come; part of every checkpoint."""
+    """Progress of a run; part of every checkpoint."""
 
     kl_coef: float
-    """KL coefficient of the next step; algorithm.kl.controller moves it."""
+    """KL coefficient of the next step; `algorithm.kl.controller` adapts it."""
     step: int = 0
-    """RL steps taken: the version of the policy that draws next."""
+    """RL steps taken, which is the version of the policy that samples next."""
     before: Evaluation | None = None
     after_warmup: Evaluation | None = None
     warmup_seconds: float = 0.0
@@ -25,7 +25,7 @@ class TrainState:
     shared_images: int | None = None
     """Test rows whose image is in the training split; None: not counted."""
     started: float = field(default_factory=perf_counter)
-    """`perf_counter` at the start of this process' part of the run."""
+    """`perf_counter` at the start of the run in this process."""
     earlier_seconds: float = 0.0
     """Duration of the run in earlier processes, before a resume."""
 
@@ -34,7 +34,7 @@ class TrainState:
         return self.earlier_seconds + perf_counter() - self.started
 
     def to_json(self) -> dict[str, Any]:
-        """A checkpoint's form of it; the step stands beside it there."""
+        """JSON form, without the step, which a checkpoint has anyway."""
         return {
             "kl_coef": self.kl_coef,
             "before": _evaluation_to_json(self.before),
@@ -47,7 +47,7 @@ class TrainState:
 
     @staticmethod
     def from_json(step: int, saved: Mapping[str, Any], *, started: float) -> TrainState:
-        """The state that `to_json` wrote, for a process that began at `started`."""
+        """Read what `to_json` wrote, in a process that began at `started`."""
         return TrainState(
             step=step,
             kl_coef=saved["kl_coef"],

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning until the dev accuracy says stop: enough for RL to find rewards, and no more."""
+"""The warm-up: supervised fine-tuning until a dev accuracy, enough for RL to find rewards and no more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fovea.types import Evaluation, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
-    """The pairs of the warm-up, in an order of their own, and its stop rule."""
+    """Settings, data order and sources of the warm-up."""
 
     settings: config.Warmup
     order: Order
@@ -30,7 +30,7 @@ class Warmup:
 async def warm_up(
     stage: Warmup, policy: Policy, read_dev: Callable[[], Awaitable[Evaluation]], report: Callable[[str], None]
 ) -> int:
-    """Train until the stop rule holds or max_steps is reached; returns the steps taken."""
+    """Train until the stop rule holds, or for `max_steps`; returns the steps taken."""
     settings = stage.settings
     for step in range(1, settings.max_steps + 1):
         metrics = await policy.sft(_next_pairs(stage))
@@ -43,7 +43,7 @@ async def warm_up(
 
 
 def enough(dev: Evaluation, settings: config.Warmup) -> bool:
-    """Whether the overall accuracy, and that of each named question type, has reached its bound."""
+    """The stop rule: whether overall accuracy, and that of each named kind, have reached their bounds."""
     reached = {kind: sum(values) / len(values) for kind, values in dev.accuracies.items()}
     return dev.accuracy >= settings.stop_accuracy and all(
         reached.get(kind, 0.0) >= wanted for kind, wanted in settings.stop_kind_accuracy.items()
@@ -56,7 +56,7 @@ def _next_pairs(stage: Warmup) -> list[Pair]:
 
 
 def _pairs_of(stage: Warmup, row: PromptedTask) -> Iterator[Pair]:
-    """A pair for each turn of the demonstration: the conversation so far, and the answer to it."""
+    """Pairs of prompt and answer, one per turn of the demonstration; the prompt is the conversation so far."""
     environment, renderer, prompt = stage.environment, stage.source.renderer, row.prompt
     asked, turns = tuple(environment.prompt(row.task)), list[Turn]()
     for text in environment.demonstration(row.task):

@@ -12,7 +12,7 @@ import torch
 from benchmarks.budget import Budget
 from benchmarks.gpu import SHARES, VARIANTS, Findings, main
 from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
-from benchmarks.gpu_parts import Row
+from benchmarks.gpu_parts import Figures
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_part_leaves_the_time_that_it_did_not_use_to_the_next() -> None:
 
 
 def test_a_part_that_fails_keeps_its_rows_and_those_after_it_run(tmp_path: Path) -> None:
-    def fails() -> Iterator[Row]:
+    def fails() -> Iterator[Figures]:
         yield {"x": 1.0}
         raise RuntimeError
 

@@ -45,14 +45,19 @@ def alone() -> list[Any]:
 
 
 @pytest.mark.parametrize("budget", [TIGHT, 10_000])
-@pytest.mark.parametrize("steps_per_look", [1, 7])
+@pytest.mark.parametrize("decode_steps_per_sync", [1, 7])
 @pytest.mark.parametrize("pass_tokens", [11, 16_384])
-@pytest.mark.parametrize("cache", ["slots", "pages"])
+@pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_no_way_of_running_changes_a_completion(
-    alone: list[list[Completion]], budget: int, steps_per_look: int, pass_tokens: int, cache: str
+    alone: list[list[Completion]], budget: int, decode_steps_per_sync: int, pass_tokens: int, cache: str
 ) -> None:
-    tuning = {"steps_per_look": steps_per_look, "pass_tokens": pass_tokens, "cache": cache, "page_tokens": 16}
-    engine = make_engine(PARTS, budget + 16 * sum(COUNTS) * (cache == "pages"), **tuning)
+    tuning = {
+        "decode_steps_per_sync": decode_steps_per_sync,
+        "pass_tokens": pass_tokens,
+        "cache": cache,
+        "page_tokens": 16,
+    }
+    engine = make_engine(PARTS, budget + 16 * sum(COUNTS) * (cache == "paged"), **tuning)
     for _ in range(2):  # a second time on what the first has left behind
         together = generate(engine, *mixed_requests(), COUNTS)
         assert all(same(a, b) for a, b in zip(alone, together, strict=True))
@@ -100,7 +105,7 @@ def test_the_budget_bounds_what_runs(rows_run: list[int]) -> None:
 
 
 def test_pages_are_all_given_back() -> None:
-    engine = make_engine(PARTS, 2_000, cache="pages", page_tokens=16)
+    engine = make_engine(PARTS, 2_000, cache="paged", page_tokens=16)
     generate(engine, *mixed_requests(), COUNTS)
     cache = engine._cache
     assert isinstance(cache, PagedCache)
@@ -114,7 +119,7 @@ def test_bfloat16_runs_in_every_cache() -> None:
     parts.network.bfloat16()
     prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=8)
     slots, pages = (
-        generate(make_engine(parts, cache=cache, page_tokens=16), prompts, samplings, 3) for cache in ("slots", "pages")
+        generate(make_engine(parts, cache=cache, page_tokens=16), prompts, samplings, 3) for cache in ("dense", "paged")
     )
     for a, b in zip(slots, pages, strict=True):
         for one, other in zip(a, b, strict=True):

@@ -17,9 +17,9 @@ from torch import Tensor
 from fovea.models.decoder import DecoderShape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, Demand, QueuedRequest, Span
+from fovea.rollout.embedded.cache import Cache, Demand, QueuedRequest, TokenSpan
 from fovea.rollout.embedded.compaction import fill_holes
-from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, KeyValues, SlotCache
+from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
 from fovea.types import Prompt, Request, Sampling
@@ -47,8 +47,8 @@ LOOP = asyncio.new_event_loop()
 
 def make_cache(kind: str, dtype: torch.dtype = torch.float32) -> Cache:
     like = torch.empty(0, dtype=dtype)
-    if kind == "slots":
-        return SlotCache(SHAPE, like)
+    if kind == "dense":
+        return DenseCache(SHAPE, like)
     return PagedCache(SHAPE, like, gathered_attention, num_tokens=3_000, page_tokens=4)
 
 
@@ -69,7 +69,7 @@ class Rows:
     def add(self, *requests: QueuedRequest) -> None:
         first = self.cache.add(requests)
         lengths = [r.prompt.num_tokens for r in requests]
-        spans = [Span(prompt=first + i, start=0, end=length) for i, length in enumerate(lengths)]
+        spans = [TokenSpan(prompt=first + i, start=0, end=length) for i, length in enumerate(lengths)]
         store = self.cache.writer(spans)
         given = [(self.random(sum(lengths), 2, 8), self.random(sum(lengths), 2, 8)) for _ in range(SHAPE.num_layers)]
         for layer, (key, value) in enumerate(given):
@@ -108,7 +108,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["slots", "pages"])
+@pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_attention_of_every_row_is_that_of_its_own_keys(kind: str, dtype: torch.dtype) -> None:
     rows = Rows(make_cache(kind, dtype), dtype)
     rows.add(request(5, 3, 90), request(9, 1, 90))
@@ -127,7 +127,7 @@ def test_attention_of_every_row_is_that_of_its_own_keys(kind: str, dtype: torch.
         rows.step()  # past the first room for tokens
 
 
-@pytest.mark.parametrize("kind", ["slots", "pages"])
+@pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
     """Inside a block of steps it writes its last place again and again."""
     rows = Rows(make_cache(kind), torch.float32)
@@ -149,13 +149,13 @@ def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
 
 def test_slots_cost_what_they_hold_and_pages_what_they_take() -> None:
     demands = [Demand(prompt_tokens=10, rows=2, limit_tokens=7), Demand(prompt_tokens=6, rows=3, limit_tokens=5)]
-    assert make_cache("slots").cost(demands) == 2 * 10 + 5 * 7
+    assert make_cache("dense").cost(demands) == 2 * 10 + 5 * 7
     # pages of 4: 2 full ones, 2 rows with 2 + 7 tokens; 1 full one, 3 rows with 2 + 5
-    assert make_cache("pages").cost(demands) == 4 * (2 + 2 * 3 + 1 + 3 * 2)
+    assert make_cache("paged").cost(demands) == 4 * (2 + 2 * 3 + 1 + 3 * 2)
 
 
 def test_completions_share_the_full_pages_of_their_prompt() -> None:
-    cache = make_cache("pages")
+    cache = make_cache("paged")
     assert isinstance(cache, PagedCache)
     cache.add([request(10, 3, 4)])
     table = cache.table_BX
@@ -166,8 +166,8 @@ def test_completions_share_the_full_pages_of_their_prompt() -> None:
 
 
 def test_room_for_tokens_grows_by_doubling() -> None:
-    cache = make_cache("slots")
-    assert isinstance(cache, SlotCache)
+    cache = make_cache("dense")
+    assert isinstance(cache, DenseCache)
     cache.add([request(4, 2, 300)])
     rooms = []
     for stored in range(300):
@@ -186,7 +186,7 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
     def noted(self: KeyValues, *arguments: Any, **more: Any) -> None:
         reserve(self, *arguments, **more)
         cache = engine._cache
-        assert isinstance(cache, SlotCache)
+        assert isinstance(cache, DenseCache)
         held.append(cache._prompts.rows * cache._prompts.room + cache._own.rows * cache._own.room)
 
     def prompt(tokens: int) -> Prompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea.rollout.embedded.compaction import fill_holes, grown
+from fovea.rollout.embedded.compaction import fill_holes, grown_capacity
 
 
 def test_the_last_live_rows_fill_the_holes() -> None:
@@ -26,4 +26,4 @@ def test_whatever_ends_the_rest_stays(case: tuple[int, set[int]]) -> None:
 
 
 def test_room_doubles() -> None:
-    assert [grown(0, 3), grown(3, 3), grown(3, 4), grown(3, 50)] == [3, 3, 6, 50]
+    assert [grown_capacity(0, 3), grown_capacity(3, 3), grown_capacity(3, 4), grown_capacity(3, 50)] == [3, 3, 6, 50]

@@ -15,7 +15,7 @@ from fovea.models.trainable import merged_weights
 from fovea.models.vision.attention import use_segment_attention
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.linears import Int8Linears, PackedLinears
+from fovea.rollout.embedded.linears import Int8Linears, OneDnnLinears
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.types import Request, Sampling
@@ -241,10 +241,10 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
         parts = tiny(family, **WIDE)
         groups = []
         for packed in (True, False):
-            tuning = Tuning(packed_decoding=packed)
+            tuning = Tuning(onednn_decoding=packed)
             engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=10_000, tuning=tuning)
             engine.load_weights(dict(merged_weights(parts.network)), version=0)
-            assert tuning.packs(12, parts.network.get_input_embeddings().weight) == packed
+            assert tuning.uses_onednn(12, parts.network.get_input_embeddings().weight) == packed
             groups.append(generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=12), n=4))
         assert all(same(a, b) for a, b in zip(*groups, strict=True))
 
@@ -256,7 +256,7 @@ def test_packed_linears_equal_plain_ones(rows: int) -> None:
     x = torch.randn(rows, 48, generator=generator)
     tape = Tape([[69, 1, 1, 1]], 2**20, torch.float32)
     with tape.recording(rows):
-        outs = PackedLinears(layers, tape.layer(0)[0])(x)
+        outs = OneDnnLinears(layers, tape.layer(0)[0])(x)
     for (weight, bias), out in zip(layers, outs, strict=True):
         torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
     assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))

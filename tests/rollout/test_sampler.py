@@ -11,10 +11,10 @@ from fovea.rollout.embedded.sampler import (
     _kept,
     bans_of,
     draw,
-    draw_plain,
+    inverse_cdf,
+    inverse_cdf_plain,
     needs_of,
     row_settings,
-    two_level,
     uniforms,
 )
 from fovea.types import Sampling
@@ -99,8 +99,8 @@ def test_every_number_draws_the_token_whose_interval_holds_it(vocabulary: int) -
     expected = torch.searchsorted(ends, grid, right=True).clamp(max=vocabulary - 1)
     rows = probs.expand(len(grid), -1)
     assert near.sum() < 0.2 * len(grid)
-    assert (two_level(rows, grid)[~near] == expected[~near]).all()
-    assert (draw_plain(rows, grid)[~near] == expected[~near]).all()
+    assert (inverse_cdf(rows, grid)[~near] == expected[~near]).all()
+    assert (inverse_cdf_plain(rows, grid)[~near] == expected[~near]).all()
 
 
 def test_the_middle_of_every_interval_draws_its_token() -> None:
@@ -109,21 +109,21 @@ def test_the_middle_of_every_interval_draws_its_token() -> None:
     middles = ends - 0.5 * probs.double()
     likely = (probs > 10 * EDGE).nonzero()[:, 0]
     assert len(likely) > 500
-    assert two_level(probs.expand(len(likely), -1), middles[likely]).tolist() == likely.tolist()
+    assert inverse_cdf(probs.expand(len(likely), -1), middles[likely]).tolist() == likely.tolist()
 
 
 def test_no_token_of_probability_zero_is_drawn_whatever_block_it_is_in() -> None:
     probs = torch.zeros(1, 1000)
     probs[0, [37, 38, 700, 981]] = torch.tensor([1e-30, 0.5, 1e-12, 0.5])
     u = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64)[:-1], torch.tensor([np.nextafter(1.0, 0.0)])])
-    drawn = two_level(probs.expand(len(u), -1), u)
+    drawn = inverse_cdf(probs.expand(len(u), -1), u)
     assert set(drawn.tolist()) <= {37, 38, 700, 981}
     assert (drawn[0], drawn[-1]) == (37, 981)
 
 
 def test_many_draws_pass_a_chi_square_test() -> None:
     probs, n = random_logits(1, 300)[0].softmax(-1).double(), 200_000
-    drawn = two_level(probs.float().expand(n, -1), torch.from_numpy(uniforms(11, 1, n)[0]))
+    drawn = inverse_cdf(probs.float().expand(n, -1), torch.from_numpy(uniforms(11, 1, n)[0]))
     counts = torch.bincount(drawn, minlength=300).double()
     often = probs * n > 5
     expected = torch.cat([probs[often] * n, (probs[~often] * n).sum()[None]])

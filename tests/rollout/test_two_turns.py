@@ -19,7 +19,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.prefill import PromptRow
+from fovea.rollout.embedded.prefill import PrefillRow
 from fovea.rollout.multi_turn import extended
 from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
@@ -80,11 +80,11 @@ def whole_logprobs(parts: TinyParts, groups: Sequence[Group]) -> list[torch.Tens
     return found
 
 
-@pytest.mark.parametrize("cache", ["slots", "pages"])
+@pytest.mark.parametrize("cache", ["dense", "paged"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_of_all_turns_equal_transformers_on_the_whole_conversation(family: str, cache: str) -> None:
     parts = tiny(family)
-    engine = make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "pages" else {}))
+    engine = make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "paged" else {}))
     groups = drawn(parts, engine)
     samples = batch_of(groups).samples
     assert all(len(sample.images) == 2 and len(sample.completion_ids) == 3 for sample in samples)
@@ -123,13 +123,13 @@ def test_kept_keys_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> N
     parts = tiny("qwen3_vl")
     engine = make_engine(parts)
     prefilled: list[int] = []
-    part = PromptRow.part
+    part = PrefillRow.part
 
-    def counted(self: PromptRow, start: int, end: int) -> PromptRow:
+    def counted(self: PrefillRow, start: int, end: int) -> PrefillRow:
         prefilled.append(end - start)
         return part(self, start, end)
 
-    monkeypatch.setattr(PromptRow, "part", counted)
+    monkeypatch.setattr(PrefillRow, "part", counted)
     groups = drawn(parts, engine)
     turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens[1:]]
     prompts = sum(group.prompt.num_tokens for group in groups)

@@ -36,7 +36,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
     holds_a_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to go on with it, or another run_dir"):
+    with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to continue it, or another run_dir"):
         open_run_folder(tmp_path / "run", config())
 
 
@@ -93,5 +93,5 @@ def test_a_run_of_an_earlier_version_is_told_what_has_moved(tmp_path: Path) -> N
 def test_a_broken_config_of_a_run_is_one_line(content: str, tmp_path: Path) -> None:
     holds_a_run(tmp_path)
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so that its run cannot go on"):
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so its run cannot be resumed"):
         open_run_folder(tmp_path, config(resume="auto"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fovea.run.parity import KindReading, ParityReading, PromptKind, _reading, why_it_stops
+from fovea.run.parity import KindReading, ParityReading, PromptKind, _reading, parity_failure
 from tests.run.test_parity import tokens
 
 NEAR = [-1.0, -1.01, -1.02], [-1.0, -1.0, -1.0]
@@ -27,7 +27,7 @@ def test_the_worst_of_both_kinds_is_named(far: PromptKind) -> None:
     reading = reading_of(*(kind_of(kind, FAR if kind == far else NEAR) for kind in kinds))
     assert not reading.passed
     assert (reading.worst.kind, reading.worst.worst.number) == (far, 2)
-    message = why_it_stops(reading)
+    message = parity_failure(reading)
     # (0.5 + 2 + 0.2 + 0) / 4
     assert f"on prompts {far} the log-probs of the e engine and of the trainer differ by 0.675 on average" in message
     assert f"worst is token '2' (id 2), number 2 of a completion of {far}: -3.000 in the engine, -1.000 in" in message

@@ -310,9 +310,9 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
     assert not any(reference() is not None for reference in alive)
 
 
-@pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(steps_per_look=3), Tuning(cache="pages")])
+@pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(decode_steps_per_sync=3), Tuning(cache="paged")])
 def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
     parts = tiny("qwen3_vl")
     tape = Tape(VLM(parts.network).linear_widths, 2**20, torch.float32)
-    with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding in slots"):
+    with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding over the dense cache"):
         EmbeddedEngine(VLM(parts.network), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)

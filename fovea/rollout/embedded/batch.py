@@ -1,10 +1,9 @@
-"""The completions that are being drawn: one row each, dense, whatever group they belong to.
+"""Continuous batching: the running completions of all requests as rows of one decode batch without holes.
 
-A row's tensors say all that a decoding step needs to know of it, so that a step is the same few operations however
-many rows run. Python looks at single rows only when some end.
+The state of all rows lives in tensors on the device, so that a decode step launches the same few operators however many
+rows run; Python handles single rows only when some have finished.
 
-Axes: `B` live completions, `T` tokens of a completion and one more column, which takes what an ended row goes on to
-draw.
+Axes: `B` rows of the batch, `T` tokens of a completion plus one scratch column, `P` prompts, `W` vocabulary.
 """
 
 from __future__ import annotations
@@ -29,26 +28,27 @@ from fovea.types import Completion
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """One completion of a request that runs."""
+class DecodeRow:
+    """Host-side record of one running completion."""
 
     request: QueuedRequest
     index: int
-    seen: int = 0
-    """Tokens that were searched for stop strings."""
+    """Number among the completions of its request."""
+    searched_tokens: int = 0
+    """Tokens already searched for stop strings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What came of a row."""
+class FinishedRow:
+    """A finished row, its results copied to the host."""
 
-    row: Row
+    row: DecodeRow
     token_ids_T: NDArray[np.int64]
     logprobs_T: NDArray[np.float32]
     stopped: bool
-    """By a stop token or string, not by length."""
+    """True if a stop token or string ended it; False at the length limit."""
     places_T: NDArray[np.int64]
-    """Of all tokens but the last, which is never fed back."""
+    """Activation-tape places of all tokens but the last, which is never fed back."""
 
     @property
     def completion_id(self) -> str:
@@ -57,73 +57,75 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowState:
-    """One entry per live row, written in place."""
+    """Device state of the batch: one entry per row, updated in place."""
 
     length_B: Tensor
-    """Tokens drawn."""
+    """Sampled tokens."""
     limit_B: Tensor
+    """Largest number of tokens."""
     running_B: Tensor
     stopped_B: Tensor
     first_position_B: Tensor
-    """Of the completion's first token."""
+    """Position of the completion's first token, on all axes."""
     token_B: Tensor
-    """The newest."""
+    """The newest token, input of the next decode step."""
     uniforms_BT: Tensor
+    """The random number that samples each token."""
     tokens_BT: Tensor
     logprobs_BT: Tensor
     places_BT: Tensor
-    """Where the linear outputs of each token that was fed back are kept (`recorder`)."""
+    """Activation-tape place of each token that was fed back (`recorder`)."""
     settings: RowSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What the next forward pass of every row starts from."""
+class DecodeStep:
+    """Inputs of one decode step for all rows."""
 
     token_B: Tensor
     position_B: Tensor
     stored_B: Tensor
-    """Tokens of the completion whose keys are in the cache."""
+    """Completion tokens in the KV cache."""
     longest: int
-    """The largest of them among rows that run, or more."""
+    """Upper bound of `stored_B` over running rows, known without a device sync."""
     level: bool
-    """They are equal in all rows that run."""
+    """`stored_B` is equal in all running rows."""
 
 
-Forward = Callable[[Step], Tensor]
-"""Logits [B, W] in float32."""
+Forward = Callable[[DecodeStep], Tensor]
+"""The network: logits [B, W] in float32 of a decode step."""
 
 State = TypeVar("State", RowState, RowSettings)
 
 
-def completion_of(ended: Ended, text: CompletionText, version: int) -> Completion:
-    """The completion of a row; EngineError when its log-probs are not finite."""
-    if not np.isfinite(ended.logprobs_T).all():
+def completion_of(finished: FinishedRow, text: CompletionText, version: int) -> Completion:
+    """Build the completion of a finished row; EngineError when its log-probs are not finite."""
+    if not np.isfinite(finished.logprobs_T).all():
         raise EngineError(
-            "the model's logits are not finite, so that nothing can be drawn from them: the weights have diverged; "
+            "the model's logits are not finite, so no token can be sampled: the weights have diverged; "
             "resume from an earlier checkpoint with a lower train.learning_rate"
         )
-    request = ended.row.request
+    request = finished.row.request
     return Completion(
-        id=ended.completion_id,
-        token_ids_T=ended.token_ids_T,
-        logprobs_T=ended.logprobs_T,
-        text=text.decode(ended.token_ids_T.tolist(), request.sampling.stop),
-        finish="stop" if ended.stopped else "length",
+        id=finished.completion_id,
+        token_ids_T=finished.token_ids_T,
+        logprobs_T=finished.logprobs_T,
+        text=text.decode(finished.token_ids_T.tolist(), request.sampling.stop),
+        finish="stop" if finished.stopped else "length",
         version=version,
     )
 
 
-class Batch:
-    """Live rows, in the same order as the cache's."""
+class DecodeBatch:
+    """Rows that decode together, in the order of the KV cache's rows."""
 
     def __init__(self, device: torch.device, stop_ids: Tensor, bans: Bans, text: CompletionText) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[DecodeRow] = []
         self._device, self._stop_ids, self._bans, self._text = device, stop_ids, bans, text
         self._state: RowState | None = None
         self._needs = needs_of([])
-        self._watched: list[int] = []
-        """Rows with stop strings."""
+        self._rows_with_stop: list[int] = []
+        """Indices of the rows whose request has stop strings."""
         self._longest = self._limit = 0
         self._level = True
 
@@ -131,9 +133,9 @@ class Batch:
         return len(self.rows)
 
     def add(self, requests: Sequence[QueuedRequest], logits_PW: Tensor) -> None:
-        """Rows for all completions of these behind the live ones, and their first tokens."""
+        """Append a row per completion of these requests, and sample their first tokens from prefill's logits."""
         first = len(self.rows)
-        self.rows.extend(Row(request=request, index=i) for request in requests for i in range(request.n))
+        self.rows.extend(DecodeRow(request=request, index=i) for request in requests for i in range(request.n))
         new = _new_rows(requests, self._device)
         self._state = new if self._state is None else _map(_stack, self._state, new)
         self._refresh()
@@ -142,13 +144,14 @@ class Batch:
         self._measure()
 
     def step(self, forward: Forward, first_place: int = NOT_RECORDED) -> None:
-        """One more token for every row; `forward` makes logits of what was drawn last, and is kept at `first_place`."""
+        """Sample one more token per row; `first_place` is the tape place of row 0's activations, if recorded."""
         state = self._live_state()
+        # the newest token is not in the KV cache yet: this step feeds it
         stored_B = state.length_B - 1
         if first_place != NOT_RECORDED:
             row_B = torch.arange(len(stored_B), device=self._device)
             state.places_BT[row_B, stored_B] = first_place + row_B
-        step = Step(
+        step = DecodeStep(
             token_B=state.token_B,
             position_B=state.first_position_B + stored_B,
             stored_B=stored_B,
@@ -156,24 +159,26 @@ class Batch:
             level=self._level,
         )
         self._record(forward(step), 0)
+        # an upper bound kept on the host: reading the true maximum would sync with the device at every step
         self._longest = min(self._longest + 1, self._limit)
 
-    def look(self) -> list[int]:
-        """Which rows have ended: the one place where the host waits for the device."""
-        for place, length in zip(self._watched, self._live_state().length_B[self._watched].tolist(), strict=True):
-            self._cut_at_string(place, length)
-        ended: list[int] = (~self._live_state().running_B).nonzero()[:, 0].tolist()
-        return ended
+    def sync_finished(self) -> list[int]:
+        """Indices of the finished rows; waits for the device, which the steps between two calls do not."""
+        lengths = self._live_state().length_B[self._rows_with_stop].tolist()
+        for index, length in zip(self._rows_with_stop, lengths, strict=True):
+            self._cut_at_string(index, length)
+        finished: list[int] = (~self._live_state().running_B).nonzero()[:, 0].tolist()
+        return finished
 
-    def num_stored(self, place: int) -> int:
-        """Tokens of a row that were fed back: all but the last."""
-        return int(self._live_state().length_B[place]) - 1
+    def num_stored(self, index: int) -> int:
+        """Tokens of a row in the KV cache: all but the last, which was never fed back."""
+        return int(self._live_state().length_B[index]) - 1
 
-    def take(self, ended: Sequence[int]) -> list[Ended]:
-        """Remove these rows, and say what came of them."""
+    def remove(self, finished: Sequence[int]) -> list[FinishedRow]:
+        """Remove finished rows, closing the holes, and return their results."""
         state = self._live_state()
-        results = _results(state, [self.rows[place] for place in ended], ended)
-        moves = fill_holes(len(self.rows), ended)
+        results = _results(state, [self.rows[index] for index in finished], finished)
+        moves = fill_holes(len(self.rows), finished)
         moves.in_list(self.rows)
         self._state = _map(lambda x: _move(x, moves), state)
         if self.rows:
@@ -182,13 +187,13 @@ class Batch:
         return results
 
     def _live_state(self) -> RowState:
-        assert self._state is not None, "a batch without rows was asked to go on"
+        assert self._state is not None, "a decode step of an empty batch"
         return self._state
 
     def _record(self, logits_BW: Tensor, first: int) -> None:
-        """Draw and write the next token of rows from `first` on; note which ended.
+        """Sample the next token of the rows from `first` on, and mark those that finish.
 
-        A row that has ended goes on drawing behind its end until it leaves; nobody reads that.
+        Finished rows keep sampling until compaction; those tokens are discarded.
         """
         state = _map(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B
@@ -197,44 +202,48 @@ class Batch:
         state.tokens_BT[row_B, column_B] = token_B
         state.logprobs_BT[row_B, column_B] = logprob_B
         state.token_B.copy_(token_B)
+        # a finished row stays at its length, so that it overwrites one column again and again
         state.length_B.add_(state.running_B)
         stopped_B = state.running_B & torch.isin(token_B, self._stop_ids)
         state.stopped_B.logical_or_(stopped_B)
         state.running_B.logical_and_(~stopped_B & (state.length_B < state.limit_B))
 
-    def _cut_at_string(self, place: int, length: int) -> None:
-        """End a row at the first token that completes a stop string, be it the last that the limit allows."""
-        row, state = self.rows[place], self._live_state()
+    def _cut_at_string(self, index: int, length: int) -> None:
+        """Finish a row at the first token that completes a stop string; it counts as stopped even at its limit."""
+        row, state = self.rows[index], self._live_state()
         stop = row.request.sampling.stop
-        start = max(0, row.seen - self._text.tail_tokens(stop))
-        tokens = state.tokens_BT[place, start:length].tolist()
-        for end in range(row.seen + 1, length + 1):
+        # a stop string may have begun in tokens that were searched before
+        start = max(0, row.searched_tokens - self._text.tail_tokens(stop))
+        tokens = state.tokens_BT[index, start:length].tolist()
+        for end in range(row.searched_tokens + 1, length + 1):
             if self._text.holds_stop(tokens[: end - start], stop):
-                state.length_B[place] = end
-                state.stopped_B[place] = True
-                state.running_B[place] = False
+                state.length_B[index] = end
+                state.stopped_B[index] = True
+                state.running_B[index] = False
                 break
-        row.seen = length
+        row.searched_tokens = length
 
     def _refresh(self) -> None:
-        """What a step needs to know of the rows as a whole, after some came or went."""
+        """Recompute batch-wide facts after rows were added or removed."""
         requests = {row.request for row in self.rows}
         self._needs = needs_of([request.sampling for request in requests])
         self._limit = max(request.limit_tokens for request in requests)
-        self._watched = [place for place, row in enumerate(self.rows) if row.request.sampling.stop]
+        self._rows_with_stop = [index for index, row in enumerate(self.rows) if row.request.sampling.stop]
 
     def _measure(self) -> None:
+        # one transfer for both; a device sync, but only after rows came or went
         shortest, longest = torch.stack(self._live_state().length_B.aminmax()).tolist()
         self._longest, self._level = longest, shortest == longest
 
 
 def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowState:
-    """Rows without tokens."""
+    """State of new rows, which have no tokens yet."""
 
     def column(values: Sequence[int]) -> Tensor:
         numbers = torch.tensor(values, device=device)
         return numbers.repeat_interleave(torch.tensor([request.n for request in requests], device=device))
 
+    # one scratch column: a row that finishes at its limit keeps sampling into it
     room = max(request.limit_tokens for request in requests) + 1
     drawn = [uniforms(r.sampling.seed, r.n, r.limit_tokens) for r in requests]
     uniforms_BT = torch.cat([F.pad(torch.from_numpy(u), (0, room - u.shape[1])) for u in drawn]).to(device)
@@ -254,26 +263,26 @@ def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowSta
     )
 
 
-def _results(state: RowState, rows: Sequence[Row], places: Sequence[int]) -> list[Ended]:
-    """In one transfer from the device for each tensor."""
-    index = torch.tensor(places, device=state.length_B.device)
+def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int]) -> list[FinishedRow]:
+    """Copy the results of these rows to the host, in one transfer per tensor."""
+    index = torch.tensor(indices, device=state.length_B.device)
     lengths, stopped = state.length_B[index].tolist(), state.stopped_B[index].tolist()
     tokens, logprobs = state.tokens_BT[index].cpu().numpy(), state.logprobs_BT[index].cpu().numpy()
-    kept = state.places_BT[index].cpu().numpy()
+    places = state.places_BT[index].cpu().numpy()
     return [
-        Ended(
+        FinishedRow(
             row=row,
             token_ids_T=tokens[i, :length].copy(),
             logprobs_T=logprobs[i, :length].copy(),
             stopped=stopped[i],
-            places_T=kept[i, : length - 1].copy(),
+            places_T=places[i, : length - 1].copy(),
         )
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
     ]
 
 
 def _stack(first: Tensor, second: Tensor) -> Tensor:
-    """Rows of both; tensors over T get room for the longer."""
+    """Concatenate rows; tensors over T are padded to the longer one."""
     if first.ndim == 1:
         return torch.cat([first, second])
     longest = max(first.shape[1], second.shape[1])
@@ -281,7 +290,7 @@ def _stack(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _move(rows: Tensor, moves: Moves) -> Tensor:
-    """In place; a view of the rows that stay."""
+    """Compact rows in place; returns a view of those that stay."""
     if moves.sources:
         sources, targets = moves.index(rows.device)
         rows[targets] = rows[sources]
@@ -289,7 +298,7 @@ def _move(rows: Tensor, moves: Moves) -> Tensor:
 
 
 def _map(make: Callable[..., Tensor], *states: State) -> State:
-    """The same for every tensor of a state."""
+    """Apply a function to every tensor of these states, field by field."""
     values: dict[str, Any] = {}
     for field in fields(states[0]):
         parts = [getattr(state, field.name) for state in states]

@@ -1,6 +1,6 @@
-"""A queued request, and the interface of a KV cache to the decoding batch.
+"""Queued requests, and the interface of the KV cache.
 
-Axes: `B` live completions, `J` key heads, `D` width of a head, `N` tokens of a prefill row.
+Axes: `B` rows of the decode batch, `J` key heads, `D` width of a head, `N` tokens of a prefill pass, `L` prompt tokens.
 """
 
 from __future__ import annotations
@@ -18,60 +18,61 @@ from fovea.models.decoder import Attend
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 
 Store = Callable[[int, Tensor, Tensor], None]
-"""(layer, keys [N, J, D], values [N, J, D])"""
+"""Writes the keys and values of a prefill pass: (layer, keys [N, J, D], values [N, J, D])."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Tokens `start` to `end` of the prompt that stands at `prompt` among the live ones."""
+class TokenSpan:
+    """Tokens `start` to `end` of one prompt in the cache."""
 
     prompt: int
+    """Index among the prompts in the cache."""
     start: int
     end: int
 
 
 class Cache(Protocol):
-    """Holds live prompts and completions in the order of `add`, but for the moves of `remove`."""
+    """Keys and values of prompts and rows, in the order of `add`; `remove` compacts them (`compaction.fill_holes`)."""
 
     def cost(self, demands: Sequence[Demand]) -> int:
-        """Tokens of the budget that these take together, each at its longest: what fits is never evicted."""
+        """Worst-case tokens of these requests together; what fits the budget is never evicted."""
         ...
 
     def add(self, requests: Sequence[QueuedRequest]) -> int:
-        """Places for their prompts and, behind the live rows, n empty completions each; the first prompt's place."""
+        """Append their prompts, and n empty rows for each; returns the index of the first prompt."""
         ...
 
-    def writer(self, spans: Sequence[Span]) -> Store:
-        """Stores the keys and values of a row of prompt tokens, layer by layer."""
+    def writer(self, spans: Sequence[TokenSpan]) -> Store:
+        """Returns a function that stores a prefill pass over these spans, layer by layer."""
         ...
 
-    def prompt(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
-        """Keys and values [J, span.end, D] of a prompt from its first token on."""
+    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
+        """Keys and values [J, span.end, D] of a prompt, from its first token to the end of the span."""
         ...
 
-    def remove(self, ended: Sequence[int]) -> None:
-        """Rows that have ended leave as in `fill_holes`, and prompts that lost their last row."""
+    def remove(self, finished: Sequence[int]) -> None:
+        """Drop finished rows, and the prompts that have no row left."""
         ...
 
-    def held(self, row: int, tokens: int) -> list[Tensor]:
-        """Copies of a live row's keys and values, [2, J, prompt + tokens, D] per layer, its prompt's included."""
+    def copy_row(self, row: int, tokens: int) -> list[Tensor]:
+        """Copies of the keys and values of a row and its prompt, [2, J, prompt + tokens, D] per layer."""
         ...
 
     def clear(self) -> None:
-        """Forget all rows and prompts."""
+        """Drop all rows and prompts."""
         ...
 
     def step(self, stored_B: Tensor, longest: int, level: bool) -> Attend:
-        """Attention of one more token per row, `stored_B` tokens into each completion.
+        """Attention of a decode step: one more token per row, after `stored_B` tokens of its completion.
 
-        `longest` is the largest of them among rows that run, `level` says that all of those are equal.
+        `longest` bounds `stored_B` in running rows; `level` says that it is equal in all of them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request may need of the cache at most, while so many of its completions run."""
+    """Worst-case cache demand of a request with `rows` completions still running."""
 
     prompt_tokens: int
     rows: int
@@ -80,10 +81,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptKeys:
-    """Keys and values of the turns before, all but the last token's, which was never fed back."""
+    """KV cache of the earlier turns of an episode, without the last token, which was never fed back."""
 
     layers: Sequence[Tensor]
-    """[2, J, tokens, D] each."""
+    """Keys and values [2, J, tokens, D] of each layer."""
     num_tokens: int
     num_images: int
 
@@ -94,16 +95,16 @@ class KeptKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueuedRequest:
-    """A request that waits or runs, and the future of its caller."""
+    """A waiting or running request, with the future that its caller awaits."""
 
     request: Request
     done: asyncio.Future[Sequence[Completion]]
     positions_3L: NDArray[np.int64]
-    """Of the prompt's tokens (`models.families`)."""
+    """Positions of the prompt's tokens (`models.families`)."""
     first_position: int
-    """Of the completions' first token, on all axes."""
+    """Position of the completions' first token, on all axes."""
     kept: KeptKeys | None = None
-    """Keys of the beginning of the prompt, from the turn before."""
+    """KV cache of the earlier turns, which are the beginning of the prompt."""
 
     @property
     def prompt(self) -> Prompt:
@@ -119,7 +120,7 @@ class QueuedRequest:
 
     @property
     def first_new_token(self) -> int:
-        """Where prefill begins in the prompt."""
+        """Index of the first prompt token that prefill has to run."""
         return 0 if self.kept is None else self.kept.num_tokens
 
     @property
@@ -129,10 +130,10 @@ class QueuedRequest:
 
     @property
     def demand(self) -> Demand:
-        """With every completion still to come."""
+        """Demand with all completions running."""
         return Demand(prompt_tokens=self.prompt.num_tokens, rows=self.n, limit_tokens=self.limit_tokens)
 
     @property
     def limit_tokens(self) -> int:
-        """Tokens that each completion may have."""
+        """Maximum number of tokens of each completion."""
         return self.sampling.max_new_tokens

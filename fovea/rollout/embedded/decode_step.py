@@ -1,6 +1,6 @@
-"""One decoding step of all rows, from the tokens drawn last to the logits of the next.
+"""The forward pass of a decode step: from the newest token of every row to the logits of the next.
 
-Axes: `B` live completions, `W` vocabulary.
+Axes: `B` rows of the decode batch, `W` vocabulary, `X` pages of the longest row.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, decode
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Step
+from fovea.rollout.embedded.batch import DecodeStep
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""From a function without arguments to one that does the same again on the same memory."""
+"""Captures a function without arguments; the result replays it on the same memory."""
 
 
 class Stepper:
-    """Runs steps operator by operator."""
+    """Runs decode steps eagerly."""
 
     def __init__(self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> None:
         self._vlm, self._weights, self._shape, self._cache = vlm, weights, shape, cache
 
-    def __call__(self, step: Step) -> Tensor:
-        """Logits [B, W] in float32."""
+    def __call__(self, step: DecodeStep) -> Tensor:
+        """Compute logits [B, W] in float32."""
         attend = self._cache.step(step.stored_B, step.longest, step.level)
         return self.logits(step.token_B, step.position_B, attend)
 
     def logits(self, token_B: Tensor, position_B: Tensor, attend: Attend) -> Tensor:
         hidden_BE = self._weights.embed[token_B]
+        # text tokens have one position on all M-RoPE axes
         rope = self._vlm.rope(position_B.expand(3, -1), hidden_BE)
         return self._weights.logits(decode(self._weights.decoder, self._shape, hidden_BE, rope, attend))
 
 
 class GraphStepper(Stepper):
-    """Runs steps as captured graphs over a paged cache, as long as weights and pool stay where they are."""
+    """Replays decode steps as CUDA graphs; valid while weights and page pool keep their addresses."""
 
     def __init__(
         self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: PagedCache, capture: Capture
@@ -49,7 +50,7 @@ class GraphStepper(Stepper):
         self._pages = cache
         self._graphs = DecodeGraphs(self._run, capture)
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: DecodeStep) -> Tensor:
         return self._graphs(
             GraphInputs(
                 token_B=step.token_B,
@@ -66,34 +67,36 @@ class GraphStepper(Stepper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInputs:
-    """All that a step reads besides weights and pages."""
+    """Inputs of a captured decode step, besides weights and pages."""
 
     token_B: Tensor
     position_B: Tensor
     tokens_B: Tensor
-    """In the cache, per row."""
+    """Tokens of each row in the cache."""
     table_BX: Tensor
 
     def copy_from(self, other: GraphInputs) -> None:
-        """Into the first rows; rows behind them write to the scratch page."""
+        """Copy the inputs into the first rows, and pad the others."""
         rows = len(other.token_B)
         for field in fields(self):
             getattr(self, field.name)[:rows].copy_(getattr(other, field.name))
+        # padding rows attend to one token of the scratch page, and write there
         self.tokens_B[rows:] = 0
         self.table_BX[rows:] = SCRATCH
 
 
-Run = Callable[[GraphInputs], Tensor]
-"""Logits [B, W]."""
+StepFunction = Callable[[GraphInputs], Tensor]
+"""The captured computation: logits [B, W]."""
 
 
 def rerun(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """No capture: the function itself."""
+    """Stand-in for a capture: returns the function itself. Tests use it to cover padding and choice of graph."""
     return function
 
 
 def cuda_capture(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph; the first run outside of it lets libraries set themselves up, as PyTorch's manual asks."""
+    """Capture a CUDA graph; not run by the tests, which have no CUDA device."""
+    # a first run outside of the capture, on a side stream, as PyTorch's manual asks: libraries initialise themselves
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -111,21 +114,18 @@ def cuda_capture(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class DecodeGraphs:
-    """Decoding steps as CUDA graphs, one per power-of-two number of rows, replayed without launching operators.
+    """CUDA graphs of the decode step, captured on demand: one per power of two of rows and page-table width."""
 
-    Padding, inputs and the choice of graph are tested with `rerun` in the place of a capture; the capture itself needs
-    CUDA and is not run by the tests.
-    """
-
-    def __init__(self, run: Run, capture: Capture) -> None:
-        """`run` must read and write the same memory for as long as this object is used."""
+    def __init__(self, run: StepFunction, capture: Capture) -> None:
+        """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
         self._run, self._capture = run, capture
         self._graphs: dict[tuple[int, int], tuple[GraphInputs, Callable[[], Tensor]]] = {}
-        """By rows and width of the table."""
+        """Static inputs and replay function by (rows, width of the page table)."""
 
     def __call__(self, inputs: GraphInputs) -> Tensor:
-        """Logits of the live rows, to be used before the next call."""
+        """Compute logits [B, W]; the next call overwrites them."""
         rows, width = inputs.table_BX.shape
+        # powers of two: few graphs to capture, and at most half of the rows are padding
         size = 1 << (rows - 1).bit_length()
         if (size, width) not in self._graphs:
             self._graphs[size, width] = self._captured(inputs, size)
@@ -134,6 +134,7 @@ class DecodeGraphs:
         return replay()[:rows]
 
     def _captured(self, inputs: GraphInputs, size: int) -> tuple[GraphInputs, Callable[[], Tensor]]:
+        # the graph reads these tensors at every replay: inputs are copied into them
         tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         static = GraphInputs(**{name: x.new_zeros(size, *x.shape[1:]) for name, x in tensors.items()})
         return static, self._capture(lambda: self._run(static))

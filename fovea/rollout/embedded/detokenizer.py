@@ -1,4 +1,4 @@
-"""From token ids to the text of a completion, and when a stop string has come."""
+"""Detokenization of completions, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class CompletionText:
         return text[: min(ends)] if ends else text
 
     def holds_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
-        """Whether a stop string ends in the newest token."""
+        """Whether a stop string occurs within the newest tokens, as many as can hold one."""
         text = self._plain(token_ids[-self.tail_tokens(stop) :])
         return any(string in text for string in stop)
 
     def tail_tokens(self, stop: Sequence[str]) -> int:
-        """So many of the newest tokens hold any stop string whole."""
+        """Number of newest tokens that is certain to contain any of the stop strings whole."""
         # a token holds at least one byte, and a character at most four
         return 4 * max(len(string) for string in stop) + 4
 

@@ -1,9 +1,9 @@
-"""The embedded engine: one vision encode and one prefill per prompt, shared by its n completions.
+"""The embedded engine: continuous batching in the trainer's process, on the trainer's own tensors.
 
-Requests queue up; they are admitted while their keys fit the token budget. Every completion is a row of one batch;
-when it ends, its row and its keys make room at once, and the next request moves up, whatever its group's size. What
-a completion holds depends on its request alone: its random numbers come from the request's seed, and attention never
-looks into another row.
+The images of a prompt are encoded once and the prompt is prefilled once for its n completions. Requests wait in a queue
+and are admitted while their worst-case KV cache fits the token budget; a finished completion frees its row and its
+cache at the next sync. A completion depends on its own request alone: random numbers come from the request's seed,
+and attention never crosses rows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fovea.models.decoder import decoder_shape
 from fovea.models.processor import Processor
 from fovea.models.trainable import weight_names
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Batch, Ended, completion_of
+from fovea.rollout.embedded.batch import DecodeBatch, FinishedRow, completion_of
 from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.linears import (
     TextWeights,
     int8_text_weights,
-    packed_text_weights,
+    onednn_text_weights,
     text_weights,
 )
-from fovea.rollout.embedded.prefill import prefill, prompt_row
+from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
@@ -43,7 +43,7 @@ DEFAULT_TUNING = Tuning()
 
 
 class EmbeddedEngine:
-    """Draws completions with the trainer's own tensors, in its process."""
+    """Samples completions with the trainer's own tensors, in its process."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class EmbeddedEngine:
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        """`tape`: to keep what updates can use again; its outputs stay where they are, so it does not go with pages."""
+        """`tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`."""
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
-                "a tape of linear outputs needs exact decoding in slots with a look at every step; leave "
-                "Tuning(int8_decoding=..., cache=..., steps_per_look=...) as they are, or give a tape without widths"
+                "a tape of linear outputs needs exact decoding over the dense cache with a sync at every step; leave "
+                "int8_decoding, cache and decode_steps_per_sync of Tuning unset, or give a tape without widths"
             )
         self._vlm = vlm
         self._tape = tape
@@ -73,29 +73,28 @@ class EmbeddedEngine:
         self._weights: TextWeights | None = None
         self._named: Mapping[str, Tensor] = {}
         self._may_approximate = True
-        """All running requests accept approximate weights."""
+        """Whether all running requests accept approximate weights."""
         self._asleep = False
-        self._going = asyncio.Event()
-        """Cleared while the engine is paused."""
-        self._going.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        # a CUDA graph reads the weights at the addresses of its capture
         self._addresses: tuple[int, ...] = ()
-        """Of the weights: a captured step reads them where they were."""
         self._cache: Cache | None = None
         self._stepper: Stepper | None = None
-        self._packed_stepper: Stepper | None = None
+        self._onednn_stepper: Stepper | None = None
         self._int8_stepper: Stepper | None = None
         self._version = 0
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[QueuedRequest, list[Completion | None]] = {}
-        """What has been drawn; None runs still."""
+        """Finished completions of each running request; None for those still running."""
         self._full = False
-        """The first in the queue has to wait until something ends."""
+        """The next request of the queue does not fit until some rows finish."""
         self._kept: LRUCache[str, KeptKeys] = LRUCache(max_batch_tokens)
-        """By completion id, measured in tokens: turns that the next one continues."""
+        """KV cache of turns that another turn may continue, by completion id; its size is in tokens."""
         self._worker: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
         if self._asleep:
             raise EngineError("a request to an engine that is asleep; call wake first")
         prompt = request.prompt
@@ -120,26 +119,26 @@ class EmbeddedEngine:
         return await queued.done
 
     async def pause(self) -> None:
-        """Stop decoding after the present step; requests keep their keys and wait for `resume`."""
-        self._going.clear()
+        """Stop decoding after the current steps; running requests keep their KV cache and wait for `resume`."""
+        self._unpaused.clear()
 
     async def resume(self) -> None:
-        """Go on decoding."""
-        self._going.set()
+        """Continue decoding."""
+        self._unpaused.set()
 
     async def sleep(self) -> None:
         """Free the KV cache, captured graphs and decode copies for the update; EngineError while requests run."""
         if self._busy:
-            raise EngineError("an engine that draws completions cannot sleep; await them first")
+            raise EngineError("sleep was called while the engine is generating completions; await them first")
         self._free_memory()
         self._asleep = True
 
     async def wake(self) -> None:
-        """Take requests again; the first one allocates the memory."""
+        """Accept requests again; the first one allocates memory."""
         self._asleep = False
 
     async def close(self) -> None:
-        """Cancel what runs and free everything."""
+        """Cancel running requests and free all memory."""
         if self._worker is not None and self._busy:
             self._worker.cancel()
             await asyncio.wait([self._worker])
@@ -152,16 +151,16 @@ class EmbeddedEngine:
 
     @property
     def weight_names(self) -> frozenset[str]:
-        """The Hugging Face names of all weights that it draws with."""
+        """Hugging Face names of all weights of the network."""
         return weight_names(self._vlm.network)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        """Take references to the language model's tensors; copy the vision tower's unless they are shared.
+        """Take references to the language model's tensors; copy those of the vision tower unless they are shared.
 
-        Returns the tensors that it draws with.
+        Returns the tensors that the engine now samples with.
         """
         if self._busy:
-            raise EngineError("new weights while completions are being drawn; await them first")
+            raise EngineError("new weights while the engine is generating completions; await them first")
         named = dict(weights)
         own = dict(self._vlm.network.named_parameters())
         vision = tuple(f"{path}." for path in self._vlm.family.vision_paths)
@@ -179,12 +178,14 @@ class EmbeddedEngine:
         if addresses != self._addresses:
             self._free_memory()
         elif not isinstance(self._stepper, GraphStepper):
+            # captured graphs survive an update in place: they read the same addresses; a plain stepper may hold tensors
+            # of the older weights
             self._stepper = None
         self._addresses = addresses
         return named
 
     def _free_memory(self) -> None:
-        """Free pages and captured graphs; dense caches hold nothing between calls of `generate`."""
+        """Free the KV cache, captured graphs and decode copies."""
         self._cache = self._stepper = None
         self._kept = LRUCache(self._max_batch_tokens)
         self._free_decode_copies()
@@ -193,11 +194,11 @@ class EmbeddedEngine:
         """Serve the queue until it is empty; a failure reaches every caller."""
         weights, cache = self._loaded_weights(), self._ready_cache()
         bans = bans_of(self._banned_ids, len(weights.embed), self._device)
-        batch = Batch(self._device, self._stop_ids, bans, self._text)
+        batch = DecodeBatch(self._device, self._stop_ids, bans, self._text)
         try:
             while self._queue or batch.rows:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
-                await self._going.wait()
+                await self._unpaused.wait()
                 self._admit(batch, cache)
                 self._decode(batch, cache)
         except BaseException as error:
@@ -209,8 +210,9 @@ class EmbeddedEngine:
             self._free_decode_copies()
 
     def _fail(self, error: BaseException) -> None:
-        """Pass an error to every caller that waits."""
+        """Raise an error in every waiting caller."""
         for request in (*self._queue, *self._running):
+            # the future of a cancelled caller is done already
             if not request.done.done():
                 request.done.set_exception(error)
         self._queue.clear()
@@ -218,11 +220,12 @@ class EmbeddedEngine:
         self._full = False
 
     @torch.no_grad()
-    def _admit(self, batch: Batch, cache: Cache) -> None:
-        """Prefill as many queued requests as fit beside what runs, and draw the first token of their completions."""
+    def _admit(self, batch: DecodeBatch, cache: Cache) -> None:
+        """Prefill the queued requests that fit, and sample the first token of their completions."""
         admitted: list[QueuedRequest] = []
         demands = self._demands() if self._queue and not self._full else []
         while self._queue and not self._full:
+            # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
             request = self._queue[0]
             demands.append(request.demand)
             self._full = cache.cost(demands) > self._max_batch_tokens
@@ -231,38 +234,39 @@ class EmbeddedEngine:
                 self._running[request] = [None] * request.n
         if admitted:
             weights = self._loaded_weights()
-            row = prompt_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
+            row = prefill_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
             batch.add(admitted, weights.logits(hidden_PE))
             self._may_approximate = not any(request.sampling.exact for request in self._running)
             self._retire(batch, cache)
 
     def _demands(self) -> list[Demand]:
-        """Of what runs: completions that have ended need nothing more."""
+        """Worst-case demands of the running requests; finished completions count no more."""
         return [replace(request.demand, rows=drawn.count(None)) for request, drawn in self._running.items()]
 
     @torch.no_grad()
-    def _decode(self, batch: Batch, cache: Cache) -> None:
-        """Some more tokens for every completion that runs."""
+    def _decode(self, batch: DecodeBatch, cache: Cache) -> None:
+        """Run the decode steps until the next sync, then remove finished rows."""
         if not batch.rows:
             return
         int8 = self._tuning.int8_decoding and self._may_approximate
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
-        for _ in range(self._tuning.steps_on(self._device)):
+        for _ in range(self._tuning.decode_steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place)
         self._retire(batch, cache)
 
-    def _retire(self, batch: Batch, cache: Cache) -> None:
-        """Rows that have ended make room; a request whose last one has is answered."""
-        ended = batch.look()
-        if not ended:
+    def _retire(self, batch: DecodeBatch, cache: Cache) -> None:
+        """Sync with the host to see which rows have finished, remove them, and answer completed requests."""
+        finished = batch.sync_finished()
+        if not finished:
             return
-        held = self._hold(batch, cache, ended)
-        cache.remove(ended)
-        for result in batch.take(ended):
+        # copied before compaction overwrites the rows
+        kept_rows = self._copy_kept(batch, cache, finished)
+        cache.remove(finished)
+        for result in batch.remove(finished):
             request = result.row.request
-            self._keep(result, held.get(id(result.row)))
+            self._keep(result, kept_rows.get(id(result.row)))
             drawn = self._running[request]
             drawn[result.row.index] = self._completion(result)
             if None not in drawn:
@@ -271,22 +275,22 @@ class EmbeddedEngine:
                     request.done.set_result([completion for completion in drawn if completion is not None])
         self._full = False
 
-    def _hold(self, batch: Batch, cache: Cache, ended: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Keys and values of the rows among these that another turn may continue, by the id of the row object."""
-        rows = {place: batch.rows[place] for place in ended if batch.rows[place].request.request.keep}
-        return {id(row): cache.held(place, batch.num_stored(place)) for place, row in rows.items()}
+    def _copy_kept(self, batch: DecodeBatch, cache: Cache, finished: Sequence[int]) -> dict[int, list[Tensor]]:
+        """KV cache of finished rows that another turn may continue, by the id of the row object."""
+        rows = {index: batch.rows[index] for index in finished if batch.rows[index].request.request.keep}
+        return {id(row): cache.copy_row(index, batch.num_stored(index)) for index, row in rows.items()}
 
-    def _keep(self, ended: Ended, layers: Sequence[Tensor] | None) -> None:
-        """Keep keys for the next turn, the least recently used ones no longer than the token budget allows."""
+    def _keep(self, finished: FinishedRow, layers: Sequence[Tensor] | None) -> None:
+        """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""
         if layers is None:
             return
-        request = ended.row.request
+        request = finished.row.request
         kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
-        self._kept.put(ended.completion_id, kept, kept.num_tokens)
+        self._kept.put(finished.completion_id, kept, kept.num_tokens)
 
-    def _completion(self, ended: Ended) -> Completion:
-        completion = completion_of(ended, self._text, self._version)
-        self._recorder.finished(completion.id, ended)
+    def _completion(self, finished: FinishedRow) -> Completion:
+        completion = completion_of(finished, self._text, self._version)
+        self._recorder.record_trace(completion.id, finished)
         return completion
 
     def _loaded_weights(self) -> TextWeights:
@@ -301,12 +305,12 @@ class EmbeddedEngine:
         return self._cache
 
     def _ready_stepper(self, rows: int, cache: Cache) -> Stepper:
-        """By the number of rows alone, so that a resumed run takes the same."""
-        if self._tuning.packs(rows, self._loaded_weights().embed):
-            if self._packed_stepper is None:
-                packed = packed_text_weights(self._named, self._shape, self._tape)
-                self._packed_stepper = make_stepper(self._vlm, packed, self._shape, cache)
-            return self._packed_stepper
+        # by the number of rows alone, so that a resumed run decodes with the same kernel
+        if self._tuning.uses_onednn(rows, self._loaded_weights().embed):
+            if self._onednn_stepper is None:
+                onednn = onednn_text_weights(self._named, self._shape, self._tape)
+                self._onednn_stepper = make_stepper(self._vlm, onednn, self._shape, cache)
+            return self._onednn_stepper
         if self._stepper is None:
             self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, cache)
         return self._stepper
@@ -317,5 +321,5 @@ class EmbeddedEngine:
         return self._int8_stepper
 
     def _free_decode_copies(self) -> None:
-        """Free the oneDNN and 8-bit copies of the weights: the update has no use for them and needs the memory."""
-        self._packed_stepper = self._int8_stepper = None
+        """Free the decode copies (oneDNN and 8-bit weights), whose memory the update needs."""
+        self._onednn_stepper = self._int8_stepper = None

@@ -1,7 +1,10 @@
-"""The language model as the engine runs it, its linear layers in one of three forms.
+"""The language model's weights as the engine runs them, with three implementations of its linear layers.
 
-Plain: references to the trainer's tensors, no copy. oneDNN: copies in oneDNN's own layout, for few rows. int8: dynamic
-8-bit copies, the one form that changes results.
+Plain: references to the trainer's tensors. oneDNN: decode copies in oneDNN's blocked layout, for few rows. int8: decode
+copies in 8 bits, the only ones that change results.
+
+Axes: `N` tokens, `B` rows of the decode batch, `E` inputs and `O` outputs of a layer, `X` rows of a matrix, `W`
+vocabulary.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from fovea.models.kernels import rms_norm
 
 ONEDNN: Any = torch.ops.mkldnn
 EXPECTED_ROWS = 32
-"""What the layout is chosen for; any number works."""
+"""Number of rows that oneDNN chooses its layout for; other numbers work too."""
 
-STEPS = 127
+INT8_MAX = 127
+"""Largest magnitude of a rounded number: the 8-bit range, made symmetric."""
 
 TEXT = f"{LANGUAGE}."
 HEAD = "lm_head.weight"
@@ -32,23 +36,23 @@ NO_COLUMNS = (None,) * len(LinearGroup)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWeights:
-    """The decoder stack, the embedding before it and the head after it."""
+    """Weights of the language model: embedding, decoder layers and head."""
 
     embed: Tensor
     decoder: Decoder
     head: Linears
 
     def logits(self, hidden_BE: Tensor) -> Tensor:
-        """Next-token logits [B, W] in float32."""
+        """Compute next-token logits [B, W] in float32."""
         (logits_BW,) = self.head(hidden_BE)
         return logits_BW.float()
 
 
 class PlainLinears:
-    """Linear layers on the same input, written side by side into one block: [N, sum of widths]."""
+    """Linear layers on one input, their outputs side by side in one tensor [N, sum of widths], as on the tape."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], column: TapeColumn | None) -> None:
-        """(weight, bias) of each; Qwen2 has biases on queries, keys and values, Qwen3 has none."""
+        """`layers`: (weight, bias) of each; `column`: where the activation tape records the outputs."""
         self._layers = layers
         self._widths = [len(weight) for weight, _ in layers]
         self._column = column
@@ -67,11 +71,11 @@ class PlainLinears:
 
 
 Named = Sequence[tuple[Tensor, Tensor | None]]
-"""(weight, bias) of linear layers that share an input."""
+"""(weight, bias) of linear layers that share an input; Qwen2 has biases on queries, keys and values, Qwen3 none."""
 
 
 def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
-    """The language model of a full set of weights, as it is; KeyError names what is missing."""
+    """The language model with plain linear layers; KeyError names a missing weight."""
 
     def make(layers: Named, column: TapeColumn | None) -> Linears:
         return PlainLinears(layers, column)
@@ -79,17 +83,17 @@ def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | 
     return _text_weights(named, shape, make, tape)
 
 
-def packed_text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
-    """The same, laid out for few rows."""
+def onednn_text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
+    """The language model with its linear layers as oneDNN decode copies."""
 
     def make(layers: Named, column: TapeColumn | None) -> Linears:
-        return PackedLinears(layers, column)
+        return OneDnnLinears(layers, column)
 
     return _text_weights(named, shape, make, tape)
 
 
 def int8_text_weights(named: Mapping[str, Tensor], shape: DecoderShape) -> TextWeights:
-    """The same with its linear layers in 8 bits, the head included."""
+    """The language model with its linear layers, the head included, as 8-bit decode copies."""
 
     def make(layers: Named, _column: TapeColumn | None) -> Linears:
         return Int8Linears(layers)
@@ -98,6 +102,7 @@ def int8_text_weights(named: Mapping[str, Tensor], shape: DecoderShape) -> TextW
 
 
 Make = Callable[[Named, TapeColumn | None], Linears]
+"""Constructor of one implementation of linear layers."""
 
 
 def _text_weights(named: Mapping[str, Tensor], shape: DecoderShape, make: Make, tape: Tape | None) -> TextWeights:
@@ -141,23 +146,24 @@ def _norm(weight: Tensor, shape: DecoderShape) -> Norm:
 
 
 class Int8Linears:
-    """Linear layers on the same input in 8 bits, on CPU: a third of the time, and a slightly different distribution.
+    """Linear layers on one input in 8 bits, on CPUs: a third of the time of float32, for slightly different log-probs.
 
-    Weights are rounded per output, activations per token, both to 127 steps of their largest magnitude (Dettmers et
-    al., arXiv 2208.07339, section 2.1). Rounding the weights alone would be closer, but torch has no fast kernel for
-    that in float32.
+    Weights are quantized per output and activations per token, by absolute maximum (Dettmers et al., arXiv 2208.07339,
+    section 2.1).
     """
+
+    # quantizing the weights alone would be closer, but torch has no fast kernel for that in float32
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         weight_OE = torch.cat([weight for weight, _ in layers])
         self._widths = [len(weight) for weight, _ in layers]
-        self._weight_OE, self._scale_O = _rounded(weight_OE)
+        self._weight_OE, self._scale_O = _quantized(weight_OE)
         biases = [bias for _, bias in layers if bias is not None]
         assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
         self._bias_O = torch.cat(biases) if biases else None
 
     def __call__(self, x_BE: Tensor) -> tuple[Tensor, ...]:
-        x_int8_BE, scale_B = _rounded(x_BE)
+        x_int8_BE, scale_B = _quantized(x_BE)
         out_BO = torch._int_mm(x_int8_BE, self._weight_OE.t()).to(x_BE.dtype)
         out_BO.mul_(scale_B[:, None]).mul_(self._scale_O)
         if self._bias_O is not None:
@@ -166,35 +172,35 @@ class Int8Linears:
         return outs
 
 
-def _rounded(x_XE: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in 8 bits, and what to multiply each by."""
-    scale_X = x_XE.abs().amax(dim=1).clamp_(min=torch.finfo(x_XE.dtype).tiny) / STEPS
+def _quantized(x_XE: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows to 8 bits; returns them with the scale [X] of each."""
+    # tiny: a row of zeros has no largest magnitude to divide by
+    scale_X = x_XE.abs().amax(dim=1).clamp_(min=torch.finfo(x_XE.dtype).tiny) / INT8_MAX
     return (x_XE / scale_X[:, None]).round_().to(torch.int8), scale_X
 
 
-def can_pack(like: Tensor) -> bool:
-    """Whether this build of torch has oneDNN, and these weights a type that it packs here."""
+def can_use_onednn(like: Tensor) -> bool:
+    """Whether this build of torch has oneDNN, and these weights a dtype and device that it supports here."""
     return torch.backends.mkldnn.is_available() and not like.is_cuda and like.dtype == torch.float32
 
 
-class PackedLinears:
-    """Linear layers on the same input as one product, with weights in oneDNN's layout for few rows: a fifth faster.
+class OneDnnLinears:
+    """Linear layers on one input as one product, on weights in oneDNN's layout for few rows: a fifth faster."""
 
-    For 32 rows a matrix product is bound by how the weights come through the caches; oneDNN takes them in blocks that
-    are laid out once per version of the weights. It costs a second copy of the decoder's weights.
-    """
+    # with 32 rows a matrix product is bound by reading the weights through the CPU's caches; oneDNN reads blocks that
+    # are copied once per version of the weights, at the price of a second copy in memory
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], column: TapeColumn | None) -> None:
         self._widths = [len(weight) for weight, _ in layers]
         weight_OE = torch.cat([weight for weight, _ in layers]) if len(layers) > 1 else layers[0][0]
-        self._packed = ONEDNN._reorder_linear_weight(weight_OE, EXPECTED_ROWS)
+        self._blocked = ONEDNN._reorder_linear_weight(weight_OE, EXPECTED_ROWS)
         biases = [bias for _, bias in layers if bias is not None]
         assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
         self._bias_O = torch.cat(biases) if biases else None
         self._column = column
 
     def __call__(self, x_BE: Tensor) -> tuple[Tensor, ...]:
-        out_BO: Tensor = ONEDNN._linear_pointwise(x_BE, self._packed, self._bias_O, "none", [], "")
+        out_BO: Tensor = ONEDNN._linear_pointwise(x_BE, self._blocked, self._bias_O, "none", [], "")
         kept = self._column.rows(len(x_BE)) if self._column is not None else None
         if kept is not None:
             kept.copy_(out_BO)

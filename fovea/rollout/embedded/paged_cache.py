@@ -1,11 +1,11 @@
-"""The paged cache, for kernels that read keys and values through a table of pages.
+"""The paged KV cache, for kernels that read keys and values through a page table.
 
-The full pages of a prompt are held once and stand in the table of each of its completions; what is left of the prompt
-is written into the first own page of each. A completion's pages are taken when it joins, for its longest: the budget
-counts that worst case anyway, nothing has to be taken or evicted later, and a step needs no work on the host.
+The full pages of a prompt are stored once and referenced by the page table of each of its completions; the rest of the
+prompt is copied into the first own page of each. All pages of a completion are allocated at admission.
 
-Axes: `B` live completions, `H` query heads, `J` key heads, `D` width of a head, `N` tokens of a prefill row, `M` places
-that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row.
+Axes: `B` rows of the decode batch, `H` query heads, `J` key heads, `D` width of a head, `N` tokens of a prefill pass,
+`M` slots that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row. A slot is
+the index of a token in the flattened pool: page x S + offset.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, QueuedRequest, Span, Store
-from fovea.rollout.embedded.compaction import fill_holes, grown
+from fovea.rollout.embedded.cache import Demand, QueuedRequest, Store, TokenSpan
+from fovea.rollout.embedded.compaction import fill_holes, grown_capacity
 
 SCRATCH = 0
-"""The page that belongs to nobody: padding of tables and of captured batches points at it."""
+"""Index of the scratch page, which padding of page tables and of captured batches reads and writes."""
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""(query [B, H, D], key pages [Z, S, J, D], value pages, table [B, X], used tokens [B], scale) -> [B, H, D]"""
+"""Paged attention [B, H, D] of (query [B, H, D], key and value pages [Z, S, J, D], table [B, X], tokens [B], scale)."""
 
 
 @dataclass(slots=True, eq=False)
 class PagedPrompt:
-    """A live prompt."""
+    """The pages of one prompt."""
 
     num_tokens: int
     pages: list[int]
-    """Its full pages."""
+    """Pages that the prompt fills completely."""
     rows: list[PagedRow] = field(default_factory=list)
-    """Completions that run."""
+    """Its running completions."""
 
 
 @dataclass(slots=True, eq=False)
 class PagedRow:
-    """A live completion."""
+    """The pages of one running completion."""
 
     prompt: PagedPrompt
     pages: list[int]
-    """Its own: the rest of its prompt, then its tokens."""
+    """Pages of its own: first the rest of its prompt, then its tokens."""
 
 
 class PagedCache:
-    """Pages of a fixed pool, which stays where it is: captured graphs hold its address."""
+    """KV cache in pages of a preallocated pool."""
 
     def __init__(
         self, shape: DecoderShape, like: Tensor, kernel: PagedKernel, *, num_tokens: int, page_tokens: int
@@ -57,7 +57,8 @@ class PagedCache:
         self._shape, self._kernel, self.page_tokens = shape, kernel, page_tokens
         self._num_pages = 1 + num_tokens // page_tokens
         pages = (2, self._num_pages, page_tokens, shape.num_kv_heads, shape.head_dim)
-        # zeros: the scratch page is read, masked, and must not hold NaN
+        # one pool that never moves: CUDA graphs hold its address. Zeros: the scratch page is read under a mask and must
+        # not hold NaN, since 0 * NaN is NaN
         self.pools = [like.new_zeros(pages) for _ in range(shape.num_layers)]
         self._width = 0
         self.clear()
@@ -70,7 +71,7 @@ class PagedCache:
         self._prompt_tokens_B = torch.zeros(0, dtype=torch.long, device=self.pools[0].device)
 
     def cost(self, demands: Sequence[Demand]) -> int:
-        """In whole pages."""
+        # in whole pages; the part of a prompt that fills no page is paid by each completion
         return self.page_tokens * sum(
             demand.prompt_tokens // self.page_tokens + demand.rows * self._own_pages(demand) for demand in demands
         )
@@ -81,6 +82,8 @@ class PagedCache:
             prompt = PagedPrompt(
                 num_tokens=request.prompt.num_tokens, pages=self._take(request.prompt.num_tokens // self.page_tokens)
             )
+            # for the longest completion: the budget counts that worst case anyway, nothing is ever evicted, and decode
+            # steps allocate nothing on the host
             own_pages = self._own_pages(request.demand)
             prompt.rows = [PagedRow(prompt=prompt, pages=self._take(own_pages)) for _ in range(request.n)]
             self._prompts.append(prompt)
@@ -88,44 +91,45 @@ class PagedCache:
         self._write_table()
         return first
 
-    def writer(self, spans: Sequence[Span]) -> Store:
+    def writer(self, spans: Sequence[TokenSpan]) -> Store:
         device = self.pools[0].device
-        sources, places, start = [], [], 0
+        sources, slots, start = [], [], 0
         for span in spans:
-            source, place = self._places(span)
+            source, slot = self._slots(span)
             sources.append(source + start)
-            places.append(place)
+            slots.append(slot)
             start += span.end - span.start
-        source_M, place_M = torch.cat(sources).to(device), torch.cat(places).to(device)
+        source_M, slot_M = torch.cat(sources).to(device), torch.cat(slots).to(device)
 
         def store(layer: int, key_NJD: Tensor, value_NJD: Tensor) -> None:
             keys, values = self.pools[layer].flatten(1, 2)
-            keys[place_M] = key_NJD[source_M]
-            values[place_M] = value_NJD[source_M]
+            keys[slot_M] = key_NJD[source_M]
+            values[slot_M] = value_NJD[source_M]
 
         return store
 
-    def prompt(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
         prompt = self._prompts[span.prompt]
+        # the rest of the prompt is in the first own page of every row: any row will do
         pages = torch.tensor([*prompt.pages, prompt.rows[0].pages[0]], device=self.pools[layer].device)
         keys, values = self.pools[layer][:, pages].flatten(1, 2)[:, : span.end].transpose(1, 2)
         return keys, values
 
-    def held(self, row: int, tokens: int) -> list[Tensor]:
+    def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         live = self._rows[row]
         pages = torch.tensor([*live.prompt.pages, *live.pages], device=self.pools[0].device)
         end = live.prompt.num_tokens + tokens
         return [pool[:, pages].flatten(1, 2)[:, :end].transpose(1, 2).clone() for pool in self.pools]
 
-    def remove(self, ended: Sequence[int]) -> None:
-        for place in ended:
-            row = self._rows[place]
+    def remove(self, finished: Sequence[int]) -> None:
+        for index in finished:
+            row = self._rows[index]
             self._free.extend(row.pages)
             row.prompt.rows.remove(row)
             if not row.prompt.rows:
                 self._free.extend(row.prompt.pages)
                 self._prompts.remove(row.prompt)
-        moves = fill_holes(len(self._rows), ended)
+        moves = fill_holes(len(self._rows), finished)
         moves.in_list(self._rows)
         sources, targets = moves.index(self._table_BX.device)
         for rows in (self._table_BX, self._prompt_tokens_B):
@@ -136,71 +140,76 @@ class PagedCache:
         return self.attention(self._table_BX, self.tokens(stored_B))
 
     def tokens(self, stored_B: Tensor) -> Tensor:
-        """Tokens of each row in the cache, its prompt's included."""
+        """Tokens [B] of each row in the cache, prompt included."""
         return self._prompt_tokens_B + stored_B
 
     @property
     def table_BX(self) -> Tensor:
-        """int32; rows are padded with the scratch page."""
+        """Page table of all rows, int32, padded with the scratch page."""
         return self._table_BX
 
     def attention(self, table_BX: Tensor, tokens_B: Tensor) -> PagedAttention:
-        """One more token for rows of this table that hold so many."""
+        """Attention of a decode step over rows with this page table that hold `tokens_B` tokens."""
         return PagedAttention(self.pools, table_BX, tokens_B, self._kernel, self._shape.scale)
 
     def _own_pages(self, demand: Demand) -> int:
         return -(-(demand.prompt_tokens % self.page_tokens + demand.limit_tokens) // self.page_tokens)
 
     def _take(self, count: int) -> list[int]:
-        assert count <= len(self._free), f"{count} pages wanted of {len(self._free)}: the budget has admitted too much"
+        assert count <= len(self._free), (
+            f"{count} pages needed, {len(self._free)} are free: admission exceeded the token budget"
+        )
         return [self._free.pop() for _ in range(count)]
 
     def _write_table(self) -> None:
-        """Anew for all rows; its width only grows, and doubles then: a captured graph is for one width."""
+        """Rebuild the page table of all rows."""
         lists = [[*row.prompt.pages, *row.pages] for row in self._rows]
-        self._width = grown(self._width, max(len(pages) for pages in lists))
+        # a CUDA graph is captured for one width, so it only grows, and at least doubles then
+        self._width = grown_capacity(self._width, max(len(pages) for pages in lists))
         padded = [[*pages, *[SCRATCH] * (self._width - len(pages))] for pages in lists]
         device = self._table_BX.device
         self._table_BX = torch.tensor(padded, dtype=torch.int32, device=device)
         self._prompt_tokens_B = torch.tensor([row.prompt.num_tokens for row in self._rows], device=device)
 
-    def _places(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Which tokens [M] of a span go to which places [M] of the pool."""
+    def _slots(self, span: TokenSpan) -> tuple[Tensor, Tensor]:
+        """Offsets [M] into a span, and the slots [M] of the pool that those tokens are written to."""
         prompt, size = self._prompts[span.prompt], self.page_tokens
         token_N = torch.arange(span.start, span.end)
         full = len(prompt.pages) * size
         in_full_N, rest_N = token_N[token_N < full], token_N[token_N >= full]
-        full_places = torch.tensor(prompt.pages, dtype=torch.long)[in_full_N // size] * size + in_full_N % size
+        full_slots = torch.tensor(prompt.pages, dtype=torch.long)[in_full_N // size] * size + in_full_N % size
+        # once for every completion, each of which has a copy of the rest
         first_own = torch.tensor([row.pages[0] for row in prompt.rows])
-        rest_places = (first_own[:, None] * size + rest_N % size).flatten()
+        rest_slots = (first_own[:, None] * size + rest_N % size).flatten()
         source = torch.cat([in_full_N, rest_N.repeat(len(first_own))]) - span.start
-        return source, torch.cat([full_places, rest_places])
+        return source, torch.cat([full_slots, rest_slots])
 
 
 class PagedAttention:
-    """One decoding step through a table of pages."""
+    """Attention of one decode step through a page table."""
 
     def __init__(
         self, pools: Sequence[Tensor], table_BX: Tensor, tokens_B: Tensor, kernel: PagedKernel, scale: float
     ) -> None:
         self._pools, self._table_BX, self._kernel, self._scale = pools, table_BX, kernel, scale
+        # computed once per step, used by all layers
         size = pools[0].shape[2]
         page_B = table_BX.gather(1, (tokens_B // size)[:, None])[:, 0]
-        self._place_B = page_B.long() * size + tokens_B % size
+        self._slot_B = page_B.long() * size + tokens_B % size
         self._used_B = (tokens_B + 1).to(torch.int32)
 
     def __call__(self, layer: int, query_BHD: Tensor, key_BJD: Tensor, value_BJD: Tensor) -> Tensor:
-        """Stores the new keys and values; [B, H, D]."""
+        """Store the new keys and values, and attend; returns [B, H, D]."""
         keys, values = self._pools[layer]
-        keys.flatten(0, 1).index_copy_(0, self._place_B, key_BJD)
-        values.flatten(0, 1).index_copy_(0, self._place_B, value_BJD)
+        keys.flatten(0, 1).index_copy_(0, self._slot_B, key_BJD)
+        values.flatten(0, 1).index_copy_(0, self._slot_B, value_BJD)
         return self._kernel(query_BHD, keys, values, self._table_BX, self._used_B, self._scale)
 
 
 def gathered_attention(
     query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
 ) -> Tensor:
-    """The slow twin of `varlen_attention`, on any device: gathers every row's pages and masks what is unused."""
+    """Paged attention on any device, the slow twin of `varlen_attention`: gathers all pages and masks unused slots."""
     heads = query_BHD.shape[1] // keys.shape[2]
     keys, values = (
         x[table_BX.long()].flatten(1, 2).transpose(1, 2).repeat_interleave(heads, 1) for x in (keys, values)

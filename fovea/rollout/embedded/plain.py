@@ -1,6 +1,6 @@
-"""The plain engine: transformers' own forward and KV cache, one request at a time; the twin of the embedded engine.
+"""The plain engine: transformers' own forward and KV cache, one request at a time; slow twin of the embedded engine.
 
-It draws from the same random numbers, so that it gives the same completions to rounding.
+It samples from the same random numbers, so that both give the same completions up to rounding.
 
 Axes: `B` completions of a request, `L` tokens of its prompt, `X` axes of a position, `W` vocabulary.
 """
@@ -18,7 +18,7 @@ from fovea.errors import EngineError
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.trainable import weight_names
-from fovea.rollout.embedded.batch import Batch, Step, completion_of
+from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.sampler import bans_of
@@ -26,7 +26,7 @@ from fovea.types import Completion, Request
 
 
 class PlainEngine:
-    """Draws completions with the network of a policy in this process, whatever its family."""
+    """Samples completions with the network of a policy in this process, whatever its family."""
 
     def __init__(self, vlm: PolicyNetwork, processor: Processor, *, max_batch_tokens: int) -> None:
         self._network: Any = vlm.network
@@ -38,12 +38,11 @@ class PlainEngine:
         self._bans = bans_of(processor.banned_ids, vlm.text_config.vocab_size, self._device)
         self._version: int | None = None
         self._asleep = False
-        self._going = asyncio.Event()
-        """Cleared while the engine is paused."""
-        self._going.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
         if self._version is None:
             raise EngineError("the engine has no weights; call load_weights first")
         if self._asleep:
@@ -55,7 +54,7 @@ class PlainEngine:
                 f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.engine.max_batch_tokens="
                 f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
-        await self._going.wait()
+        await self._unpaused.wait()
         positions_XL, first_position = self._family.positions(request.prompt.token_ids_L, request.prompt.images, 0)
         done = asyncio.get_running_loop().create_future()
         return self._draw(
@@ -64,7 +63,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def _draw(self, queued: QueuedRequest) -> list[Completion]:
-        """Prefill once, copy the keys for every completion, and decode until the last row has ended."""
+        """Prefill once, copy the keys for every completion, and decode until the last row has finished."""
         prompt = queued.prompt
         ids_1L = torch.from_numpy(prompt.token_ids_L)[None].to(self._device)
         inputs = self._family.forward_inputs(ids_1L, prompt.images)
@@ -72,8 +71,8 @@ class PlainEngine:
         cache, axes = out.past_key_values, len(queued.positions_3L)
         cache.batch_repeat_interleave(queued.n)
 
-        def forward(step: Step) -> Tensor:
-            # of one axis [B, 1], with M-RoPE [3, B, 1]
+        def forward(step: DecodeStep) -> Tensor:
+            # [B, 1] for positions with one axis, [3, B, 1] for M-RoPE
             positions_XB1 = step.position_B[:, None].expand(axes, -1, -1).squeeze(0)
             following = self._network(
                 input_ids=step.token_B[:, None], past_key_values=cache, position_ids=positions_XB1, use_cache=True
@@ -81,45 +80,46 @@ class PlainEngine:
             logits_BW: Tensor = following.logits[:, -1].float()
             return logits_BW
 
-        batch = Batch(self._device, self._stop_ids, self._bans, self._text)
+        batch = DecodeBatch(self._device, self._stop_ids, self._bans, self._text)
         batch.add([queued], out.logits[:, -1].float())
-        while len(ended := batch.look()) < len(batch):
+        # no compaction here: the batch is removed when all of its rows have finished
+        while len(finished := batch.sync_finished()) < len(batch):
             batch.step(forward)
         assert self._version is not None
-        return [completion_of(each, self._text, self._version) for each in batch.take(ended)]
+        return [completion_of(each, self._text, self._version) for each in batch.remove(finished)]
 
     @property
     def weight_names(self) -> frozenset[str]:
-        """The Hugging Face names of all weights that it draws with."""
+        """Hugging Face names of all weights of the network."""
         return weight_names(self._network)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        """Copy the weights that are not shared with the policy; returns the tensors that it draws with."""
+        """Copy the weights that are not shared with the policy; returns the tensors that it samples with."""
         held, own = dict(weights), dict(self._network.named_parameters())
         for name, tensor in weights.items():
-            # a weight that is absent here is under an adapter, which the network of the policy applies by itself
+            # an absent weight is under an adapter, which the policy's network applies by itself
             if name in own and own[name].data_ptr() != tensor.data_ptr():
                 held[name] = own[name].copy_(tensor)
         self._version = version
         return held
 
     async def pause(self) -> None:
-        """Take no further request until `resume`; one that runs ends first."""
-        self._going.clear()
+        """Start no further request until `resume`; a running one finishes first."""
+        self._unpaused.clear()
 
     async def resume(self) -> None:
-        """Go on."""
-        self._going.set()
+        """Continue with waiting requests."""
+        self._unpaused.set()
 
     async def sleep(self) -> None:
-        """Refuse requests; between requests there is nothing to free."""
+        """Reject requests until `wake`; there is no memory to free between requests."""
         self._asleep = True
 
     async def wake(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self._asleep = False
 
     async def close(self) -> None:
-        """Nothing runs between calls, and the network belongs to the policy."""
+        """Forget the weights' version; the network itself belongs to the policy."""
         self._version = None

@@ -1,6 +1,7 @@
-"""The first pass over prompts: images encoded, keys and values stored, prompts packed into one row.
+"""Chunked prefill: the forward passes over packed prompts that fill the KV cache.
 
-Axes: `P` prompts, `N` tokens of the row, `E` width of the model.
+Axes: `P` prompts, `N` tokens of a packed row, `E` width of the model, `L` tokens of a prompt so far, `H` query heads,
+`J` key heads, `D` width of a head.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, Span
+from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, TokenSpan
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.recorder import Recorder
 
 PASS_TOKENS = 16_384
-"""Enough to keep any device busy; at a width of 8192 one pass then holds 256 MiB per tensor of activations in bf16."""
+"""Tokens of a forward pass: enough to keep any device busy; at width 8192, an activation in bf16 takes 256 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRow:
-    """Prompts behind one another, as the first decoder layer sees them."""
+class PrefillRow:
+    """Packed prompts as the input of the first decoder layer."""
 
     hidden_NE: Tensor
     rope: Rope
     visual: VisualResidual | None
 
-    def part(self, start: int, end: int) -> PromptRow:
-        """Tokens `start` to `end`."""
+    def part(self, start: int, end: int) -> PrefillRow:
+        """The slice of tokens `start` to `end`."""
         if (start, end) == (0, len(self.hidden_NE)):
             return self
         visual = self.visual
         if visual is not None:
             inside = (visual.tokens >= start) & (visual.tokens < end)
             visual = VisualResidual(tokens=visual.tokens[inside] - start, layers=[x[inside] for x in visual.layers])
-        return PromptRow(hidden_NE=self.hidden_NE[start:end], rope=self.rope.part(start, end), visual=visual)
+        return PrefillRow(hidden_NE=self.hidden_NE[start:end], rope=self.rope.part(start, end), visual=visual)
 
 
 def prefill(
-    row: PromptRow,
+    row: PrefillRow,
     weights: TextWeights,
     shape: DecoderShape,
     requests: Sequence[QueuedRequest],
@@ -56,9 +57,9 @@ def prefill(
     recorder: Recorder,
     pass_tokens: int = PASS_TOKENS,
 ) -> Tensor:
-    """Hidden states [P, E] that predict the first tokens; the cache then holds the prompts.
+    """Fill the cache with prompts; returns the hidden states [P, E] that predict the first tokens.
 
-    A prompt whose beginning was kept from the turn before is run from its first new token on.
+    A prompt that continues an earlier turn is run from its first new token on.
     """
     lengths = [request.prompt.num_tokens for request in requests]
     starts = [request.first_new_token for request in requests]
@@ -73,24 +74,25 @@ def prefill(
             outs.append(decode(weights.decoder, shape, part.hidden_NE, part.rope, attend, part.visual))
         places.append(place)
         start += len(part.hidden_NE)
+    # recorded prompts are consecutive on the tape, over all passes
     recorder.prefilled(requests, places[0])
     last_P = (torch.tensor(lengths) - torch.tensor(starts)).cumsum(0) - 1
     return torch.cat(outs)[last_P.to(row.hidden_NE.device)]
 
 
 def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
-    """Write the keys and values of the turns before to the beginning of a prompt."""
+    """Write the kept KV cache of the earlier turns to the beginning of a prompt."""
     if kept is None:
         return
-    store = cache.writer([Span(prompt=prompt, start=0, end=kept.num_tokens)])
+    store = cache.writer([TokenSpan(prompt=prompt, start=0, end=kept.num_tokens)])
     for layer, (keys, values) in enumerate(kept.layers):
         store(layer, keys.transpose(0, 1), values.transpose(0, 1))
 
 
-def prompt_row(
+def prefill_row(
     vlm: VLM, weights: TextWeights, requests: Sequence[QueuedRequest], features: Sequence[ImageFeatures]
-) -> PromptRow:
-    """The new tokens of the prompts with the features of their images, in order."""
+) -> PrefillRow:
+    """Embed the new tokens of the prompts, with `features` of their new images in place of image pads."""
     device = weights.embed.device
     token_ids_N = _joined([request.prompt.token_ids_L[request.first_new_token :] for request in requests], device)
     positions_3N = _joined([request.positions_3L[:, request.first_new_token :] for request in requests], device)
@@ -101,7 +103,7 @@ def prompt_row(
         pads = (token_ids_N == vlm.family.image_token_id).nonzero()[:, 0]
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
-    return PromptRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)
+    return PrefillRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor:
@@ -110,30 +112,32 @@ def _joined(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor
 
 def prompt_passes(
     lengths: Sequence[int], first: int, pass_tokens: int, starts: Sequence[int] | None = None
-) -> list[list[Span]]:
-    """Cut prompts into forward passes, so that what a pass holds does not grow with the prompts that are admitted.
+) -> list[list[TokenSpan]]:
+    """Split prompts into forward passes of at most `pass_tokens`, so that activations do not grow with the batch.
 
-    Whole prompts share a pass while they fit; a longer one, or one that starts behind kept keys, goes through alone, a
-    piece at a time. `starts`: the first token of each prompt to be run; default: 0.
+    Whole prompts share a pass while they fit; a longer one, or one that continues a kept KV cache, runs alone, chunk by
+    chunk. `starts`: the first token of each prompt to be run; default: 0.
     """
-    passes: list[list[Span]] = []
+    passes: list[list[TokenSpan]] = []
     room = 0
     for prompt, (length, start) in enumerate(zip(lengths, starts or [0] * len(lengths), strict=True), start=first):
         if length > pass_tokens or start:
-            pieces = range(start, length, pass_tokens)
-            passes += [[Span(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in pieces]
+            chunks = range(start, length, pass_tokens)
+            passes += [[TokenSpan(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in chunks]
             room = 0
             continue
         if length > room:
             passes.append([])
             room = pass_tokens
-        passes[-1].append(Span(prompt=prompt, start=0, end=length))
+        passes[-1].append(TokenSpan(prompt=prompt, start=0, end=length))
         room -= length
     return passes
 
 
-def prompt_attention(spans: Sequence[Span], whole: bool, cache: Cache, scale: float, device: torch.device) -> Attend:
-    """Attention of one pass, which stores keys and values as it goes; `whole`: these are whole prompts."""
+def prompt_attention(
+    spans: Sequence[TokenSpan], whole: bool, cache: Cache, scale: float, device: torch.device
+) -> Attend:
+    """Attention of one pass, which also stores its keys and values; `whole`: the spans are whole prompts."""
     store = cache.writer(spans)
     layout = shared_prefix_layout([span.end - span.start for span in spans], [[] for _ in spans]).to(device)
 
@@ -141,15 +145,16 @@ def prompt_attention(spans: Sequence[Span], whole: bool, cache: Cache, scale: fl
         store(layer, key, value)
         return causal_prompts(query, key, value, layout, scale)
 
-    def piece(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def chunk(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(layer, key, value)
+        # read back from the cache: it has the chunks before as well
         return _causal_tail(query, *cache.prompt(layer, spans[0]), scale)
 
-    return packed if whole else piece
+    return packed if whole else chunk
 
 
 def _causal_tail(query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, scale: float) -> Tensor:
-    """The last N of L tokens look at themselves and all before."""
+    """Causal attention of the last N of L tokens."""
     times = query_NHD.shape[1] // len(key_JLD)
     key, value = (x.repeat_interleave(times, 0)[None] for x in (key_JLD, value_JLD))
     new, length = len(query_NHD), key.shape[2]

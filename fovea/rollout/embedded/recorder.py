@@ -1,9 +1,7 @@
-"""What a rollout leaves for the update that follows it (`models.activation_tape`).
+"""Recording of a rollout's activations for its update: linear outputs, and the autograd graph of the vision tower.
 
-Linear outputs, and the vision tower's graph.
-
-All or nothing for what runs together: once a request joins that does not fit or does not ask for it, nothing more is
-kept until the engine has been idle.
+The tape is `models.activation_tape`. Requests that run together are recorded all or none: once one joins that does not
+fit or is not for an update, recording stops until the engine has been idle.
 """
 
 from __future__ import annotations
@@ -18,50 +16,51 @@ from torch import Tensor
 from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import Ended
+from fovea.rollout.embedded.batch import FinishedRow
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.types import PromptImage
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of one request."""
+    """Tape entries of one request."""
 
     first_place: int
-    """Of its prompt; NOT_RECORDED where linear outputs are not kept."""
+    """Tape place of its prompt's first token; NOT_RECORDED without linear outputs."""
     graph_number: int
 
 
 class Recorder:
-    """Between the engine and a tape; without a tape it does nothing."""
+    """Records passes of the engine on a tape; does nothing without one."""
 
     def __init__(self, vlm: VLM, tape: Tape | None) -> None:
         self._vlm, self._tape = vlm, tape
         self._on = self._records = False
-        """Whether anything is kept of what runs, and whether linear outputs are."""
+        """Whether the running requests are recorded at all, and whether their linear outputs are."""
         self._graph_number = 0
         self._kept: dict[QueuedRequest, _Kept] = {}
 
     def restart(self) -> None:
-        """New weights: what was kept of the old ones is worth nothing."""
+        """Drop everything recorded: new weights make it stale."""
         if self._tape is not None:
             self._tape.restart()
         self._on = self._records = False
         self._kept = {}
 
     def features(self, requests: Sequence[QueuedRequest], *, alone: bool) -> list[ImageFeatures]:
-        """Of all images of these requests, each image encoded once; decides what is kept of the requests.
+        """Features of the new images of these requests; decides what will be recorded of the requests.
 
         `alone`: no others are running.
         """
         images = [image for request in requests for image in request.new_images]
         graph = self._decide(requests, images, alone)
         if graph:
+            # the tape keeps the graph for the update; decoding needs the numbers only
             return [graph[image.key].map(Tensor.detach) for image in images]
         return self._vlm.image_features(images) if images else []
 
     def _decide(self, requests: Sequence[QueuedRequest], images: Sequence[PromptImage], alone: bool) -> ImageGraph:
-        """Linear outputs and the graph where both fit, the graph where that alone fits."""
+        """Reserve tape for linear outputs and vision graph, else for the graph alone; returns the graph."""
         tape, asked = self._tape, all(request.request.for_update for request in requests)
         if tape is None or not asked or not (alone or self._on):
             self._on = self._records = False
@@ -77,7 +76,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, tokens: int) -> Iterator[int]:
-        """A forward pass of so many tokens; yields the place of the first, or NOT_RECORDED."""
+        """Record a forward pass; yields the tape place of its first token, or NOT_RECORDED."""
         if not self._records or self._tape is None:
             yield NOT_RECORDED
             return
@@ -85,21 +84,21 @@ class Recorder:
             yield place
 
     def prefilled(self, requests: Sequence[QueuedRequest], first_place: int) -> None:
-        """The prompts stand one after the other from `first_place` on."""
+        """Note the tape places of these prompts, which are consecutive from `first_place` on."""
         for request in requests if self._on else ():
             self._kept[request] = _Kept(first_place, self._graph_number)
             first_place += request.prompt.num_tokens if first_place != NOT_RECORDED else 0
 
-    def finished(self, completion_id: str, ended: Ended) -> None:
-        """Note where the activations of a completion stand, if they were kept."""
-        kept = self._kept.get(ended.row.request)
+    def record_trace(self, completion_id: str, finished: FinishedRow) -> None:
+        """Note the tape places of a finished completion, if it was recorded."""
+        kept = self._kept.get(finished.row.request)
         if kept is None or self._tape is None:
             return
         recorded = kept.first_place != NOT_RECORDED
-        prompt_tokens = ended.row.request.prompt.num_tokens if recorded else 0
+        prompt_tokens = finished.row.request.prompt.num_tokens if recorded else 0
         trace = Trace(
             prompt_places_L=kept.first_place + np.arange(prompt_tokens),
-            places_T=ended.places_T,
+            places_T=finished.places_T,
             graph_number=kept.graph_number,
         )
         self._tape.keep_trace(completion_id, trace)

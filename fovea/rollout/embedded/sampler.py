@@ -1,9 +1,9 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, by inverse CDF from uniform numbers that belong to a request.
+"""Sampling of tokens: temperature, top-k, top-p and min-p, then the inverse CDF of a request's own uniform numbers.
 
-The CDF of a large vocabulary is walked in two levels: the block of tokens first, then the token within it. Only
-sums of blocks and one block per row are ever accumulated; `draw_plain` accumulates everything and is the slow twin.
+`inverse_cdf` searches a large vocabulary in two levels, first for a block of tokens, then within it, so that only the
+sums of blocks and one block per row are accumulated; `inverse_cdf_plain` accumulates everything and is its slow twin.
 
-Axes: `B` rows, `W` vocabulary, `K` blocks of it, `X` tokens of a block.
+Axes: `B` rows of the decode batch, `W` vocabulary, `K` blocks of it, `X` tokens of a block.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """Sampling settings of every row."""
+    """Sampling settings as tensors, one entry per row."""
 
     temperature_B1: Tensor
-    """1 where greedy."""
+    """Temperature; 1 in greedy rows."""
     greedy_B: Tensor
     top_k_B1: Tensor
-    """Infinite where off."""
+    """Top-k; infinite where off."""
     top_p_B1: Tensor
     min_p_B1: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Which work a batch asks for at all: what no row needs is spared."""
+class SamplingNeeds:
+    """Operations that some row of the batch needs; the others are skipped."""
 
-    heats: bool
-    """Some temperature is not 1."""
-    truncates: bool
-    """Some row uses top-k, top-p or min-p, which takes a sort."""
-    greedy: bool
-    sampled: bool
+    needs_temperature: bool
+    """Some sampled row has a temperature other than 1."""
+    needs_truncation: bool
+    """Some row uses top-k, top-p or min-p, which need a sort of the vocabulary."""
+    has_greedy: bool
+    has_sampled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bans:
-    """Tokens that are never drawn."""
+    """Token ids that are never sampled."""
 
     size: int
-    """Tokens from here on are banned: rows of the embedding beyond the tokenizer."""
+    """First id of the banned tail of the vocabulary: rows of the embedding beyond the tokenizer."""
     ids: Tensor
-    """The banned ones before."""
+    """Banned ids below `size`."""
 
     def allowed(self, logprobs_BW: Tensor) -> Tensor:
-        """A copy without the banned tail, -inf at the others."""
+        """A copy of the log-probs without the banned tail, -inf at the other banned ids."""
         return logprobs_BW[:, : self.size].index_fill(1, self.ids, -torch.inf)
 
 
 def bans_of(banned: Sequence[int], vocabulary: int, device: torch.device) -> Bans:
-    """Splits ids into a tail and the rest."""
+    """Split banned ids into a tail of the vocabulary and the rest."""
     ids, size = set(banned), vocabulary
     while size - 1 in ids:
         size -= 1
@@ -71,7 +71,7 @@ def bans_of(banned: Sequence[int], vocabulary: int, device: torch.device) -> Ban
 
 
 def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
-    """One row per entry."""
+    """Build the settings of a batch, one row per entry."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
@@ -85,56 +85,59 @@ def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSett
     )
 
 
-def needs_of(samplings: Sequence[Sampling]) -> Needs:
-    return Needs(
-        heats=any(s.temperature not in (0, 1) for s in samplings),
-        truncates=any(s.top_k or s.top_p < 1 or s.min_p for s in samplings),
-        greedy=any(s.temperature == 0 for s in samplings),
-        sampled=any(s.temperature != 0 for s in samplings),
+def needs_of(samplings: Sequence[Sampling]) -> SamplingNeeds:
+    """Operations that these settings need together."""
+    return SamplingNeeds(
+        needs_temperature=any(s.temperature not in (0, 1) for s in samplings),
+        needs_truncation=any(s.top_k or s.top_p < 1 or s.min_p for s in samplings),
+        has_greedy=any(s.temperature == 0 for s in samplings),
+        has_sampled=any(s.temperature != 0 for s in samplings),
     )
 
 
 def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
-    """[n, num_tokens] numbers in [0, 1) that depend on these arguments alone.
+    """Uniform numbers [n, num_tokens] in [0, 1), a function of the arguments alone.
 
-    Philox is counter-based (Salmon et al., SC11): any seed gives an independent stream at no set-up cost.
+    Philox is counter-based (Salmon et al., SC11): every seed gives an independent stream at no set-up cost.
     """
     return np.random.Generator(np.random.Philox(key=seed)).random((n, num_tokens))
 
 
 def draw(
-    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs, bans: Bans
+    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds, bans: Bans
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
+    """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
 
-    `uniform_B` is float64; float32 logits give each token its probability to float32 rounding.
+    `uniform_B` is float64. With float32 logits a token's probability is exact to float32 rounding.
     """
-    if needs.heats:
+    if needs.needs_temperature:
         logits_BW = logits_BW / settings.temperature_B1
     logprobs_BW = logits_BW.log_softmax(dim=-1)
     allowed_BW = bans.allowed(logprobs_BW)
-    if needs.truncates:
+    if needs.needs_truncation:
         allowed_BW = allowed_BW.masked_fill(~_kept(allowed_BW, settings), -torch.inf)
     tokens_B = _choose(allowed_BW, uniform_B, settings, needs)
     return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: Needs) -> Tensor:
-    """The likeliest token of greedy rows, a drawn one of the others."""
-    if not needs.sampled:
+def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds) -> Tensor:
+    """Choose the argmax in greedy rows, a sampled token in the others."""
+    if not needs.has_sampled:
         likeliest_B: Tensor = allowed_BW.argmax(dim=-1)
         return likeliest_B
-    drawn_B: Tensor = two_level(allowed_BW.softmax(dim=-1), uniform_B)
-    if not needs.greedy:
+    drawn_B: Tensor = inverse_cdf(allowed_BW.softmax(dim=-1), uniform_B)
+    if not needs.has_greedy:
         return drawn_B
     return torch.where(settings.greedy_B, allowed_BW.argmax(dim=-1), drawn_B)
 
 
-def two_level(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
-    """The token [B] in whose interval of the CDF each uniform number falls; never one of probability 0."""
+def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
+    """Inverse CDF: the token [B] into whose interval each uniform number falls; never a token of probability 0."""
     vocabulary = probs_BW.shape[1]
+    # blocks of about the square root of the vocabulary make both levels equally long
     size = 2 ** math.ceil(math.log2(vocabulary) / 2)
     block_B1, within_B1 = _find(_block_sums(probs_BW, size), uniform_B[:, None])
+    # the last block may reach beyond the vocabulary: there, probability 0
     token_BX = block_B1 * size + torch.arange(size, device=probs_BW.device)
     inside_BX = token_BX < vocabulary
     probs_BX = probs_BW.gather(1, token_BX.clamp(max=vocabulary - 1)) * inside_BX
@@ -143,7 +146,7 @@ def two_level(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
-    """[B, K]; the last block may be short."""
+    """Sums of blocks of the vocabulary [B, K]; the last block may be short."""
     whole = probs_BW.shape[1] // size * size
     sums_BK: Tensor = probs_BW[:, :whole].unflatten(1, (-1, size)).sum(dim=-1)
     if whole == probs_BW.shape[1]:
@@ -152,32 +155,31 @@ def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
 
 
 def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The interval [B, 1] that each number falls into, and how far into it, as a fraction in [0, 1).
-
-    In float64, u < 1 makes u * total < total, so that the interval exists and has a length. Of NaN it makes the
-    last one; the engine refuses such a completion when it ends.
-    """
+    """Search a CDF: the interval [B, 1] that each number falls into, and how far into it, as a fraction in [0, 1)."""
+    # float64: u < 1 gives u * total < total, so that the interval exists and is not empty; NaN gives the last interval,
+    # and the engine rejects such a completion when it has finished
     cumulative_BX = weights_BX.double().cumsum(dim=-1)
+    # scaled to the total, which rounding may keep from being 1
     level_B1 = uniform_B1 * cumulative_BX[:, -1:]
     found_B1 = torch.searchsorted(cumulative_BX, level_B1, right=True).clamp(max=weights_BX.shape[1] - 1)
     end_B1 = cumulative_BX.gather(1, found_B1)
     length_B1 = weights_BX.gather(1, found_B1).double()
-    # rounding in the sum of a long row may put the fraction of a tiny interval a little outside
+    # rounding in the sum of a long row may put the fraction of a tiny interval slightly outside of [0, 1)
     return found_B1, (1 - (end_B1 - level_B1) / length_B1).clamp(0, BELOW_ONE)
 
 
-def draw_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
-    """`two_level` by the whole CDF: the slow twin, for tests."""
+def inverse_cdf_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
+    """Inverse CDF over the whole vocabulary at once: the slow twin of `inverse_cdf`, for tests."""
     return _find(probs_BW, uniform_B[:, None])[0][:, 0]
 
 
 def _kept(logprobs_BW: Tensor, settings: RowSettings) -> Tensor:
-    """True for the tokens that survive top-k, then top-p among those, and min-p."""
+    """Mask of the tokens that remain after top-k, then top-p among those, and min-p."""
     sorted_BW, order_BW = logprobs_BW.sort(dim=-1, descending=True, stable=True)
     rank_W = torch.arange(logprobs_BW.shape[1], device=logprobs_BW.device)
     keep_BW = rank_W < settings.top_k_B1
     probs_BW = sorted_BW.masked_fill(~keep_BW, -torch.inf).softmax(dim=-1)
-    # a token stays when the likelier ones do not yet reach top_p: the smallest set with that mass
+    # a token stays if the likelier ones have less than top_p together: the smallest set with that mass
     keep_BW &= (probs_BW.cumsum(dim=-1) - probs_BW) < settings.top_p_B1
     keep_BW &= probs_BW >= settings.min_p_B1 * probs_BW[:, :1]
     return torch.zeros_like(keep_BW).scatter(1, order_BW, keep_BW)
