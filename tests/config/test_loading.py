@@ -179,7 +179,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
         (
             "environment.name=maze",
-            'environment.name: "maze" does not fit; allowed: shapes | geo3k | vqa | caption | geospot | own',
+            'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | geo3k | vqa | caption | geospot | own',
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
@@ -200,7 +200,7 @@ def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) 
 def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> None:
     message = error_of([recipe], "environment.level=1", "environment.name=geo3k")
     assert message == (
-        "command line: environment.level: a setting of environment.name=shapes only; drop it, or add "
+        "command line: environment.level: a setting of environment.name=shapes | shapes_zoom only; drop it, or add "
         "environment.name=shapes"
     )
 
@@ -348,7 +348,7 @@ def test_every_setting_is_described() -> None:
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
-        ("environment.name", "shapes | geo3k | vqa | caption | geospot | own", "shapes"),
+        ("environment.name", "shapes | shapes_zoom | geo3k | vqa | caption | geospot | own", "shapes"),
         ("environment.train_files", "list of text", "must be set"),
     ],
 )
@@ -359,7 +359,7 @@ def test_a_description(key: str, type_text: str, default: str) -> None:
 
 def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.level")
-    assert setting.doc.startswith("[environment.name=shapes] Difficulty. 1: one kind of object")
+    assert setting.doc.startswith("[environment.name=shapes | shapes_zoom] Difficulty. 1: one kind of object")
     (shared,) = describe("environment.train_files")
     assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | geospot] ")
 

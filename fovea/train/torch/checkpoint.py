@@ -138,7 +138,6 @@ def load_trained(checkpoint: Path, vlm: nn.Module) -> tuple[str, ...]:
             f"{checkpoint} was saved by a model with other trainable parameters ({first} ...); leave out the settings "
             "of model that are not those of its run"
         )
-    for name, parameter in wanted.items():
-        parameter.copy_(saved[name])
+    copy_weights(saved, wanted)
     value = checkpoint / f"{VALUE}.safetensors"
     return (*left_out, *([value.name] if value.is_file() else []))
