@@ -179,7 +179,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
         (
             "environment.name=maze",
-            'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | geo3k | vqa | caption | geospot | own',
+            'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | geo3k | vqa | caption | '
+            "geospot | own",
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (

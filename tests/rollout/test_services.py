@@ -72,9 +72,7 @@ def test_an_engine_that_draws_cannot_sleep_but_can_be_closed() -> None:
         engine = make_engine(parts)
         drawing = asyncio.ensure_future(engine.generate(request(parts)))
         await switch(3)
-        with pytest.raises(
-            EngineError, match="sleep was called while the engine is generating completions; await them first"
-        ):
+        with pytest.raises(EngineError, match="sleep was called while the engine is generating"):
             await engine.sleep()
         await engine.close()
         with pytest.raises((EngineError, asyncio.CancelledError)):

@@ -48,6 +48,13 @@ class UserEnvironment(Environment):
             answer: str = self._user.target(task)
             return answer
 
+    def demonstration(self, task: Task) -> Sequence[str]:
+        if not hasattr(self._user, "demonstration"):
+            return (self.target(task),)
+        with self._named("demonstration", task.id):
+            answers: Sequence[str] = self._user.demonstration(task)
+            return answers
+
     def _named(self, method: str, where: str) -> AbstractContextManager[None]:
         return named(lambda error: DataError(f"{where}: {self._name}.{method} raised {first_line(error)}; fix it"))
 

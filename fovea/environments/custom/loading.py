@@ -30,7 +30,11 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "target": ("task",),
 }
 """The methods of an environment, with the arguments that each is called with."""
-MORE_METHODS: Mapping[str, tuple[str, ...]] = {"reply": ("task", "turns"), "at": ("stage",)}
+MORE_METHODS: Mapping[str, tuple[str, ...]] = {
+    "reply": ("task", "turns"),
+    "demonstration": ("task",),
+    "at": ("stage",),
+}
 """The methods of environments of several turns, and of several stages."""
 
 
@@ -54,7 +58,7 @@ def load_environment(settings: OwnEnvironment) -> Any:
 
 def checked_environment(user: Any, name: str) -> Any:
     """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
-    optional = ("reply",) if hasattr(user, "stages") else ("reply", "at")
+    optional = {"reply", "demonstration"} | (set() if hasattr(user, "stages") else {"at"})
     for method, parameters in {**METHODS, **MORE_METHODS}.items():
         bound = getattr(user, method, None)
         if bound is None and method in optional:

@@ -356,6 +356,8 @@ def test_a_class_may_have_stages() -> None:
 class Asks(BanditEnvironment):
     """Scores without a thread, and has two turns."""
 
+    max_turns = 2
+
     async def score(self, task: Task, turns: Sequence[Turn]) -> float:  # type: ignore[override]
         if turns[-1].text == "wait":
             await asyncio.sleep(60)
@@ -376,3 +378,52 @@ def test_a_score_may_be_async_and_a_class_may_reply() -> None:
     turn = Turn(messages=(), text="one")
     assert made.environment.reply(TASK, [turn]) == [Message(role="user", parts=("again",))]
     assert made.environment.reply(TASK, [turn, turn]) is None
+    assert made.environment.max_turns == 2
+    assert made.environment.demonstration(TASK) == (made.environment.target(TASK),)
+
+
+class Plain:
+    """The methods of an environment of one turn, without a base class."""
+
+    def tasks(self, split: str) -> list[Task]:
+        return [TASK]
+
+    def prompt(self, task: Task) -> list[Message]:
+        return []
+
+    def target(self, task: Task) -> str:
+        return task.answer
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> float:
+        return 0.0
+
+
+class RepliesForEver(Plain):
+    def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
+        return []
+
+
+class NoTurns(Plain):
+    max_turns = 0
+
+
+def test_a_class_says_how_many_turns_it_takes() -> None:
+    assert make_environment(CONFIG, Plain()).environment.max_turns == 1
+    with pytest.raises(ConfigError, match="RepliesForEver has a method reply, but no max_turns; add max_turns = 4"):
+        make_environment(CONFIG, RepliesForEver())
+    with pytest.raises(ConfigError, match="NoTurns has max_turns=0; set a whole number from 1 on"):
+        make_environment(CONFIG, NoTurns())
+
+
+class Shows(Plain):
+    max_turns = 2
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> None:
+        return None
+
+    def demonstration(self, task: Task) -> list[str]:
+        return ["first", "then"]
+
+
+def test_a_class_may_demonstrate_every_turn() -> None:
+    assert make_environment(CONFIG, Shows()).environment.demonstration(TASK) == ["first", "then"]
