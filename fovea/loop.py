@@ -8,7 +8,7 @@ from fovea.advantages import with_advantages
 from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, begin_stage, closing, finish, record
-from fovea.run.rollout_step import draw, record_unscored
+from fovea.run.rollout_step import record_unscored, roll_out
 from fovea.run.state import TrainState
 from fovea.samples import episode_metrics, make_batch
 from fovea.train.base import Needs
@@ -36,7 +36,7 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
     """Take one step, from rows to new weights. `state.step`, from 0, is the version of the policy that samples."""
     config, phases = run.config, run.phases
     begin_stage(run, state.step)
-    rollout = await draw(run.engine, run.stream, config, step=state.step, phases=phases)
+    rollout = await roll_out(run.engine, run.stream, config, step=state.step, phases=phases)
     record_unscored(run.folder, state.step, rollout)
     with phases("samples"):
         max_new_tokens = config.rollout.max_new_tokens

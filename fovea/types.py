@@ -278,7 +278,7 @@ class SampleGroup:
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
-        """Those of the prompt, then those that came later in each sample."""
+        """Images of the prompt, then those of later turns, sample by sample."""
         return (*self.prompt.images, *(image for sample in self.samples for image in sample.images))
 
 

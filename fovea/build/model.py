@@ -85,7 +85,7 @@ def _plain_vlm(config: Config, network: PreTrainedModel, device: torch.device) -
 
 
 def _check_plain(config: Config) -> None:
-    """ConfigError for a setting of the fast path."""
+    """ConfigError for a setting that only the fast path reads."""
     settings = config.model
     unread = {
         "train.backend.liger_kernels": config.train.backend.liger_kernels,
@@ -94,7 +94,7 @@ def _check_plain(config: Config) -> None:
     }
     for name in (name for name, is_set in unread.items() if is_set):
         raise ConfigError(
-            f"{name} is set, but {settings.name} runs by transformers' own forward (model.fast_path="
+            f"{name} is set, but {settings.name} runs transformers' own forward (model.fast_path="
             f"{settings.fast_path}), which does not read it; leave it out"
         )
 

@@ -37,7 +37,7 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
     critic = config.algorithm.critic
     reference = copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None
     value_model = make_value_model(vlm) if critic is not None and critic.trunk == "separate" else None
-    # copies first: an optimizer takes hold of shards
+    # after the copies and before the optimizers, which keep references to the sharded parameters
     for model in (vlm, reference, value_model):
         if model is not None:
             shard(model, ranks)

@@ -59,13 +59,13 @@ class Rollout:
     metrics: Metrics
 
 
-async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
+async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
     """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
     """
     wanted = config.rollout.prompts_per_step
-    first = await _rollout(engine, stream, config, step=step, num_before=0, phases=phases)
+    first = await _roll_out_batch(engine, stream, config, step=step, num_before=0, phases=phases)
     dynamic = config.algorithm.dynamic_sampling
     if dynamic is None:
         return first
@@ -73,7 +73,7 @@ async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int,
     # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
     mixed, alike = _split_by_signal(groups)
     while len(mixed) < wanted and batches < dynamic.max_gen_batches:
-        more = await _rollout(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
+        more = await _roll_out_batch(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
         more_mixed, more_alike = _split_by_signal(more.groups)
         groups, unscored = [*groups, *more.groups], [*unscored, *more.unscored]
         mixed, alike = mixed + more_mixed, alike + more_alike
@@ -94,7 +94,7 @@ async def draw(engine: Engine, stream: TaskStream, config: Config, *, step: int,
     )
 
 
-async def _rollout(
+async def _roll_out_batch(
     engine: Engine, stream: TaskStream, config: Config, *, step: int, num_before: int, phases: Phases
 ) -> Rollout:
     """Roll out one batch of groups, all of them to be trained on."""

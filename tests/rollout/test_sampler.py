@@ -10,11 +10,11 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 from fovea.rollout.embedded.sampler import (
     _kept,
     bans_of,
-    draw,
     inverse_cdf,
     inverse_cdf_plain,
     needs_of,
     row_settings,
+    sample_tokens,
     uniforms,
 )
 from fovea.types import Sampling
@@ -28,7 +28,7 @@ def draw_rows(
     logits: torch.Tensor, uniform: torch.Tensor, samplings: list[Sampling], banned: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     settings, needs = row_settings(samplings, CPU), needs_of(samplings)
-    return draw(logits, uniform, settings, needs, bans_of(banned, logits.shape[1], CPU))
+    return sample_tokens(logits, uniform, settings, needs, bans_of(banned, logits.shape[1], CPU))
 
 
 def random_logits(rows: int = 64, vocabulary: int = 50) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fovea.run.rollout_step import draw
+from fovea.run.rollout_step import roll_out
 from fovea.types import Metrics, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, bandit_run, graded
@@ -35,7 +35,7 @@ def counts(folder: Path, *differ: bool, wanted: int = 4, max_gen_batches: int = 
     environment = ByList(differ)
     run = replace(run, stream=replace(run.stream, environment=environment, grading=graded(environment)))
     wait_for(run.weight_sync.push(0))
-    metrics = wait_for(draw(run.engine, run.stream, run.config, step=0, phases=run.phases)).metrics
+    metrics = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases)).metrics
     return {key.removeprefix("dynamic_sampling/"): value for key, value in metrics.items()}
 
 

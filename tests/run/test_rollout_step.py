@@ -10,7 +10,7 @@ import numpy as np
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
-from fovea.run.rollout_step import Rollout, draw
+from fovea.run.rollout_step import Rollout, roll_out
 from fovea.types import Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, bandit_run, graded
@@ -35,7 +35,7 @@ def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | N
     run.policy.table[:] = sure * np.eye(4)  # type: ignore[attr-defined]
     wait_for(run.weight_sync.push(0))
     run.engine.seeds.clear()  # type: ignore[attr-defined]
-    result = wait_for(draw(run.engine, run.stream, run.config, step=0, phases=run.phases))
+    result = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases))
     assert len(set(run.engine.seeds)) == len(result.groups), "no two groups are drawn with the same numbers"  # type: ignore[attr-defined]
     return result
 

@@ -23,7 +23,7 @@ from fovea.models.activation_tape import NOT_RECORDED
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
 from fovea.rollout.embedded.detokenizer import CompletionText
-from fovea.rollout.embedded.sampler import Bans, RowSettings, draw, needs_of, row_settings, uniforms
+from fovea.rollout.embedded.sampler import Bans, RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.types import Completion
 
 
@@ -140,6 +140,7 @@ class DecodeBatch:
         self._state = new if self._state is None else _map(_stack, self._state, new)
         self._refresh()
         counts = torch.tensor([request.n for request in requests], device=self._device)
+        # one prefill serves the n completions of a prompt: they share its logits
         self._record(logits_PW.repeat_interleave(counts, 0), first)
         self._measure()
 
@@ -195,10 +196,11 @@ class DecodeBatch:
 
         Finished rows keep sampling until compaction; those tokens are discarded.
         """
+        # views: what is written below lands in the batch
         state = _map(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B
         uniform_B = state.uniforms_BT[row_B, column_B]
-        token_B, logprob_B = draw(logits_BW, uniform_B, state.settings, self._needs, self._bans)
+        token_B, logprob_B = sample_tokens(logits_BW, uniform_B, state.settings, self._needs, self._bans)
         state.tokens_BT[row_B, column_B] = token_B
         state.logprobs_BT[row_B, column_B] = logprob_B
         state.token_B.copy_(token_B)
@@ -215,6 +217,7 @@ class DecodeBatch:
         # a stop string may have begun in tokens that were searched before
         start = max(0, row.searched_tokens - self._text.tail_tokens(stop))
         tokens = state.tokens_BT[index, start:length].tolist()
+        # token by token, since several decode steps may lie between two syncs
         for end in range(row.searched_tokens + 1, length + 1):
             if self._text.holds_stop(tokens[: end - start], stop):
                 state.length_B[index] = end
@@ -245,8 +248,9 @@ def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowSta
 
     # one scratch column: a row that finishes at its limit keeps sampling into it
     room = max(request.limit_tokens for request in requests) + 1
-    drawn = [uniforms(r.sampling.seed, r.n, r.limit_tokens) for r in requests]
-    uniforms_BT = torch.cat([F.pad(torch.from_numpy(u), (0, room - u.shape[1])) for u in drawn]).to(device)
+    numbers = [uniforms(r.sampling.seed, r.n, r.limit_tokens) for r in requests]
+    # all random numbers of a request at once, so that they do not depend on what runs beside it
+    uniforms_BT = torch.cat([F.pad(torch.from_numpy(u), (0, room - u.shape[1])) for u in numbers]).to(device)
     limit_B = column([request.limit_tokens for request in requests])
     return RowState(
         length_B=torch.zeros_like(limit_B),

@@ -206,6 +206,7 @@ class EmbeddedEngine:
             if not isinstance(error, Exception):
                 raise
         finally:
+            # the engine is idle: the update needs this memory
             cache.clear()
             self._free_decode_copies()
 
@@ -238,17 +239,19 @@ class EmbeddedEngine:
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
             batch.add(admitted, weights.logits(hidden_PE))
             self._may_approximate = not any(request.sampling.exact for request in self._running)
+            # a first token may already be a stop token, or the only one allowed
             self._retire(batch, cache)
 
     def _demands(self) -> list[Demand]:
         """Worst-case demands of the running requests; finished completions count no more."""
-        return [replace(request.demand, rows=drawn.count(None)) for request, drawn in self._running.items()]
+        return [replace(request.demand, rows=completions.count(None)) for request, completions in self._running.items()]
 
     @torch.no_grad()
     def _decode(self, batch: DecodeBatch, cache: Cache) -> None:
         """Run the decode steps until the next sync, then remove finished rows."""
         if not batch.rows:
             return
+        # one decode step serves all rows: a single exact request makes all of them exact
         int8 = self._tuning.int8_decoding and self._may_approximate
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
         for _ in range(self._tuning.decode_steps_on(self._device)):
@@ -267,12 +270,12 @@ class EmbeddedEngine:
         for result in batch.remove(finished):
             request = result.row.request
             self._keep(result, kept_rows.get(id(result.row)))
-            drawn = self._running[request]
-            drawn[result.row.index] = self._completion(result)
-            if None not in drawn:
+            completions = self._running[request]
+            completions[result.row.index] = self._completion(result)
+            if None not in completions:
                 del self._running[request]
                 if not request.done.done():
-                    request.done.set_result([completion for completion in drawn if completion is not None])
+                    request.done.set_result([completion for completion in completions if completion is not None])
         self._full = False
 
     def _copy_kept(self, batch: DecodeBatch, cache: Cache, finished: Sequence[int]) -> dict[int, list[Tensor]]:

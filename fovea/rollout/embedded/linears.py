@@ -60,6 +60,7 @@ class PlainLinears:
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
         width = sum(self._widths)
         kept = self._column.rows(len(x_NE)) if self._column is not None else None
+        # written into the tape directly, where it records: no copy
         block = x_NE.new_empty(len(x_NE), width) if kept is None else kept
         outs: tuple[Tensor, ...] = block.split(self._widths, dim=1)
         for out, (weight, bias) in zip(outs, self._layers, strict=True):
@@ -155,6 +156,7 @@ class Int8Linears:
     # quantizing the weights alone would be closer, but torch has no fast kernel for that in float32
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        # layers on one input as one product: the input is quantized once
         weight_OE = torch.cat([weight for weight, _ in layers])
         self._widths = [len(weight) for weight, _ in layers]
         self._weight_OE, self._scale_O = _quantized(weight_OE)

@@ -64,10 +64,12 @@ def prefill(
     lengths = [request.prompt.num_tokens for request in requests]
     starts = [request.first_new_token for request in requests]
     first, outs, places, start = cache.add(requests), [], [], 0
+    # before any pass: chunks attend to the kept tokens
     for prompt, request in enumerate(requests, start=first):
         restore(cache, prompt, request.kept)
     for spans in prompt_passes(lengths, first, pass_tokens, starts):
         part = row.part(start, start + sum(span.end - span.start for span in spans))
+        # the spans of a pass are whole prompts, or one chunk of one prompt
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
         attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
         with recorder.recording(len(part.hidden_NE)) as place:
@@ -121,6 +123,7 @@ def prompt_passes(
     passes: list[list[TokenSpan]] = []
     room = 0
     for prompt, (length, start) in enumerate(zip(lengths, starts or [0] * len(lengths), strict=True), start=first):
+        # attention of a chunk reads one prompt from the cache, so that a chunked prompt cannot share its pass
         if length > pass_tokens or start:
             chunks = range(start, length, pass_tokens)
             passes += [[TokenSpan(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in chunks]

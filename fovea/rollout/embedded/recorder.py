@@ -65,6 +65,7 @@ class Recorder:
         if tape is None or not asked or not (alone or self._on):
             self._on = self._records = False
             return {}
+        # reserved at the worst case: a tape that overflows in the middle of a rollout would be useless
         tokens = sum(request.prompt.num_tokens + request.n * request.limit_tokens for request in requests)
         graph_bytes = self._vlm.graph_bytes(images) if self._vlm.trains_vision else 0
         records = tape.holds_linears and (alone or self._records)

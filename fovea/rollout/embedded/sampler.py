@@ -103,7 +103,7 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(key=seed)).random((n, num_tokens))
 
 
-def draw(
+def sample_tokens(
     logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds, bans: Bans
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
