@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 from fovea.errors import DataError, broken_checkpoint
 from fovea.train.base import Policy
+from fovea.utils.files import atomic_folder
 
 STATE = "state.json"
 
@@ -54,16 +54,9 @@ class Checkpoints:
         final = self._root / f"step-{step}"
         if final.exists():
             return  # the last regular checkpoint is also the one at the end
-        # written under another name, flushed to disk, renamed: a crash leaves no half of a checkpoint
-        partial = self._root / f".step-{step}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        await policy.save(partial)
-        (partial / STATE).write_text(json.dumps({"step": step, **state}))
-        for file in (*partial.iterdir(), partial):
-            _flush(file)
-        partial.rename(final)
-        _flush(self._root)
+        with atomic_folder(final) as folder:
+            await policy.save(folder)
+            (folder / STATE).write_text(json.dumps({"step": step, **state}))
         for old in self._folders()[: -self._keep]:
             _delete(old)
 
@@ -93,12 +86,3 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to disk: a rename is safe only once its content is there."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
