@@ -83,7 +83,7 @@ class Tape:
     def graph(self, number: int) -> ImageGraph:
         return self._graphs[number]
 
-    def forget_graphs(self) -> None:
+    def free_graphs(self) -> None:
         """Nobody will go back through them: their memory is free. Traces that name them find nothing."""
         self._graphs = [{} for _ in self._graphs]
 
@@ -148,7 +148,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recall:
+class RecordedOutputs:
     """What is known of a row before its forward pass."""
 
     tape: Tape

@@ -1,4 +1,4 @@
-"""Linear layers that share an input, as the trainer runs them: with gradients, adapters, and outputs known before.
+"""Linear layers that share an input, as the trainer runs them: with gradients, adapters, and outputs recorded before.
 
 Axes: `N` tokens, `E` input width.
 """
@@ -19,26 +19,26 @@ from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
 from fovea.models.families.layer import LayerModules
 from fovea.models.trainable import ADAPTER
 
-Known = Callable[[LinearGroup], Tensor]
+LinearOutputs = Callable[[LinearGroup], Tensor]
 """What these linear layers gave for every token, side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedLinears:
-    """One or more modules on the same input; with `known` outputs only the gradient is left to compute."""
+    """One or more modules on the same input; with `recorded` outputs only the gradient is left to compute."""
 
     modules: Sequence[nn.Module]
     group: LinearGroup
-    known: Known | None = None
+    recorded: LinearOutputs | None = None
 
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
         factors = [factors_of(module) for module in self.modules]
-        known = None
-        if self.known is not None:
-            known = self.known(self.group).split([len(each.weight) for each in factors], dim=1)
+        recorded = None
+        if self.recorded is not None:
+            recorded = self.recorded(self.group).split([len(each.weight) for each in factors], dim=1)
         scales = [each.scale for each in factors]
         tensors = [x for each in factors for x in (each.weight, each.bias, each.down, each.up)]
-        outs: tuple[Tensor, ...] = JoinedLinears.apply(x_NE, scales, known, *tensors)  # type: ignore[no-untyped-call]
+        outs: tuple[Tensor, ...] = JoinedLinears.apply(x_NE, scales, recorded, *tensors)  # type: ignore[no-untyped-call]
         return outs
 
 
@@ -65,17 +65,17 @@ def factors_of(module: Any) -> Factors:
     return Factors(base.weight, base.bias, down.weight, up.weight, float(module.scaling[ADAPTER]))
 
 
-def trained_layer(modules: LayerModules, known: Known | None = None) -> DecoderLayer:
+def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:
     """A decoder layer by its modules."""
     return DecoderLayer(
         input_norm=modules.input_norm,
-        query_key_value=TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, known),
+        query_key_value=TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, recorded),
         query_norm=modules.query_norm,
         key_norm=modules.key_norm,
-        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, known),
+        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
         post_norm=modules.post_norm,
-        gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, known),
-        down=TrainedLinears((modules.down,), LinearGroup.DOWN, known),
+        gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded),
+        down=TrainedLinears((modules.down,), LinearGroup.DOWN, recorded),
     )
 
 
@@ -84,7 +84,7 @@ class TrainedCall:
     """What a decoder layer of transformers is told in place of transformers' own arguments."""
 
     call: LayerCall
-    known: Known | None
+    recorded: LinearOutputs | None
 
 
 def use_layer_calls(language_model: Any, modules_of: Callable[[Any], LayerModules]) -> None:
@@ -108,7 +108,7 @@ class _CallOrForward:
         return self._run(hidden_states, fovea)
 
     def _run(self, hidden_NE: Tensor, fovea: TrainedCall) -> Tensor:
-        return run_layer(trained_layer(self.modules_of(self.layer), fovea.known), hidden_NE, fovea.call)
+        return run_layer(trained_layer(self.modules_of(self.layer), fovea.recorded), hidden_NE, fovea.call)
 
 
 class JoinedLinears(torch.autograd.Function):
@@ -120,12 +120,12 @@ class JoinedLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NE: Tensor, scales: Sequence[float], known: Sequence[Tensor] | None, *tensors: Tensor | None
+        ctx: Any, x_NE: Tensor, scales: Sequence[float], recorded: Sequence[Tensor] | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_NE, *tensors)
         ctx.scales = scales
-        if known is not None:
-            return tuple(known)
+        if recorded is not None:
+            return tuple(recorded)
         return tuple(_forward(x_NE, factors) for factors in _factors(tensors, scales))
 
     @staticmethod

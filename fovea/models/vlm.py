@@ -70,10 +70,10 @@ class VLM(PolicyNetwork):
             visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
         attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE)
-        wanted, place_A = self._read_in_the_end(row, visual)
+        wanted, place_A = self._last_layer_tokens(row, visual)
         for index, layer in enumerate(language.layers):
             kept = wanted if index == self._shape.num_layers - 1 else None
-            known = None if row.recall is None else partial(row.recall.outputs, index, kept)
+            known = None if row.recorded is None else partial(row.recorded.outputs, index, kept)
             call = LayerCall(index, self._shape, rope, attend, self._kernels, kept)
             # through the module's own call: sharding and recomputation of activations hook in there
             hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, known))
@@ -82,7 +82,7 @@ class VLM(PolicyNetwork):
         normed: Tensor = language.norm(hidden_NE)
         return normed[place_A]
 
-    def _read_in_the_end(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
+    def _last_layer_tokens(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
         """The tokens that the last layer has to go on with (None: all), and the place of each action's among them.
 
         Of a prompt all but the last token is read by other tokens only, and so by nobody after the last layer.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fovea.models.activation_tape import Recall
+from fovea.models.activation_tape import RecordedOutputs
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
 from fovea.models.vision.features import ImageFeatures
 from fovea.types import PromptImage
@@ -34,7 +34,7 @@ class PackedRow:
     """The action."""
     features: tuple[ImageFeatures, ...] | None = None
     """Of the images, where they are known; else the vision tower is asked."""
-    recall: Recall | None = None
+    recorded: RecordedOutputs | None = None
     """Outputs of linear layers that are known."""
 
     @property
