@@ -1,4 +1,4 @@
-"""Sharding of weights, gradients and optimizer states over ranks by torch's FSDP2; no other module imports it.
+"""Sharding of weights, gradients and optimizer states over ranks by torch's FSDP2, which no other module calls.
 
 The weights of a decoder layer or vision block are all-gathered while it runs and FSDP2 shards otherwise. In a single
 process nothing is sharded, and weights are plain tensors.
