@@ -50,7 +50,7 @@ class Renderer:
         return self._tokenized(self.text(messages), messages)
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "the reply") -> Prompt:
-        """Tokens that the chat template writes between two answers: end of turn, these messages, start of the next turn.
+        """Tokens of the chat template between two answers: end of turn, these messages, start of the next turn.
 
         `after` is the last token id of the answer. If it is the end-of-turn token, that is not repeated.
         """

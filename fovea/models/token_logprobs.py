@@ -27,7 +27,7 @@ def token_scores(
     hidden_AE: Tensor, head_WE: Tensor, targets_A: Tensor, *, temperature: float, chunk_tokens: int
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, with logits for `chunk_tokens` actions at a time."""
-    # with several chunks, probabilities are recomputed in the backward pass: kept, they would be all that chunking saves
+    # the probabilities of a chunk are recomputed in the backward pass: saved, they would take what chunking frees
     recompute = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
     chunks = [
         _scores(hidden, head_WE, targets, temperature, recompute)
@@ -37,7 +37,9 @@ def token_scores(
     return TokenScores(logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies))
 
 
-def _scores(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, recompute: bool) -> tuple[Tensor, Tensor]:
+def _scores(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, recompute: bool
+) -> tuple[Tensor, Tensor]:
     if recompute:
         scores: tuple[Tensor, Tensor] = checkpoint(
             LogprobAndEntropy.apply, hidden, head, targets, temperature, use_reentrant=False
@@ -61,7 +63,7 @@ class LogprobAndEntropy(torch.autograd.Function):
             logits_AW /= temperature
         logprobs_AW = logits_AW.log_softmax(-1)
         logprobs_A = logprobs_AW.gather(1, targets_A[:, None])[:, 0]
-        # two tensors [A, W] instead of four: p overwrites the logits, p log p overwrites the log-probs; p alone is saved
+        # two tensors [A, W] instead of four: p overwrites the logits, p log p the log-probs; only p is saved
         probs_AW = torch.exp(logprobs_AW, out=logits_AW)
         entropies_A = -torch.mul(probs_AW, logprobs_AW, out=logprobs_AW).sum(-1)
         ctx.save_for_backward(hidden_AE, head_WE, targets_A, probs_AW, entropies_A)

@@ -44,7 +44,7 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
         name
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear)
-        # not the head: it is often tied to the embedding, which has no adapter
+        # not the head: it is often tied to the embedding, and the engine would use that weight without the adapter
         and name.startswith(language)
         and name.rsplit(".", 1)[-1] in lora.targets
         and not any(word in name for word in lora.exclude)

@@ -188,7 +188,7 @@ def _gradients_of_factors(
     if factors.down is None or factors.up is None or not needed[2]:
         return [of_weight, of_bias, None, None]
     x, gradient = x_NE.to(factors.down.dtype), gradient.to(factors.up.dtype)
-    # products with the rank-sized factors first: no [N, N] or [out, in] matrix is made for the adapter
+    # products with the rank-sized factors first: no [out, in] matrix is made for the adapter
     of_down = ((gradient @ factors.up).t() @ x).mul_(factors.scale)
     of_up = (gradient.t() @ (x @ factors.down.t())).mul_(factors.scale)
     return [of_weight, of_bias, of_down, of_up]

@@ -16,12 +16,12 @@ from fovea.models.flops import Passes, Work
 from fovea.train.microbatching import (
     Cost,
     GroupSlice,
+    align_ranks,
+    assign_to_ranks,
     balanced_bins,
     check_padding,
     pack_by_cost,
     pack_by_count,
-    assign_to_ranks,
-    align_ranks,
     slice_groups,
 )
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup

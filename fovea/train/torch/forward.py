@@ -23,11 +23,11 @@ from fovea.train.microbatching import (
     Cost,
     GroupSlice,
     RowSlices,
+    align_ranks,
+    assign_to_ranks,
     check_padding,
     pack_by_cost,
     pack_by_count,
-    assign_to_ranks,
-    align_ranks,
     slice_groups,
 )
 from fovea.train.packing import MicroBatch, micro_batches

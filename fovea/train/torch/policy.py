@@ -210,7 +210,9 @@ class TorchPolicy:
             self._critic.optimizer.save(folder, VALUE, self._ranks)
         if self._reference is not None and not self._reference_is_loaded_model:
             save_reference(folder, self._reference.vlm, self._ranks)
-        self._ranks.run_on_first(lambda: save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row))
+        self._ranks.run_on_first(
+            lambda: save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row)
+        )
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote; TrainError when it belongs to another model."""
