@@ -149,7 +149,7 @@ class TorchPolicy:
         values: list[tuple[MicroBatch, Tensor]] = []
         for micro in self._scorer.micro_batches(batch.groups):
             scores = self._scorer(micro.row)
-            assert scores.values_A is not None, "values are asked for, but the policy has no value head"
+            assert scores.values_A is not None, "values were requested, but the policy has no value head"
             logprobs.append((micro, scores.logprobs_A))
             values.append((micro, scores.values_A))
         return self._in_batch_order(logprobs, batch), self._in_batch_order(values, batch)
@@ -157,9 +157,9 @@ class TorchPolicy:
     @torch.no_grad()
     def values(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Values [T] of every sample, from a pass of a separate value model."""
-        assert self._critic is not None, "values are asked for, but there is no value function"
+        assert self._critic is not None, "values were requested, but there is no value function"
         model = self._critic.model
-        assert model is not None, "the value function is on the policy's trunk: `logprobs_and_values` asks it"
+        assert model is not None, "the value head is on the policy's trunk; call logprobs_and_values"
         scored = [(micro, model(micro.row)) for micro in self._scorer.micro_batches(batch.groups)]
         return self._in_batch_order(scored, batch)
 
