@@ -103,6 +103,7 @@ class Tape:
     @contextmanager
     def recording(self, tokens: int) -> Iterator[int]:
         """Record the linear outputs of the forward pass in this context; yields the place of its first token."""
+        # places are never reused before `restart`, so that a trace stays valid as long as the weights
         start = self._used
         self._used += tokens
         self._pass = slice(start, self._used)
@@ -115,6 +116,7 @@ class Tape:
         """The part [tokens, width] of a block that this pass writes to; None if the pass is not recorded."""
         if self._pass.start == self._pass.stop:
             return None
+        # a view: the matrix product writes into the tape, and nothing is copied
         rows = self._blocks[layer][group][self._pass]
         assert len(rows) == tokens, f"a pass of {tokens} tokens on {len(rows)} places"
         return rows
@@ -162,6 +164,7 @@ class RecordedOutputs:
 
     def outputs(self, layer: int, wanted: Tensor | None, group: LinearGroup) -> Tensor:
         """Outputs of one group of linear layers; after the attention of the last layer, of the `wanted` tokens only."""
+        # every token gives queries, keys and values; only later groups run on the wanted tokens alone
         behind_attention = group != LinearGroup.QKV
         places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
         return self.tape.read(layer, group, places)

@@ -56,6 +56,7 @@ def shared_prefix_layout(
     completion_PG = torch.tensor(
         [[*lengths, *[0] * (largest - len(lengths))] for lengths in completion_lengths], dtype=torch.long
     ).view(len(prompt_P), largest)
+    # exclusive cumulative sums are the starts of groups in the row, and of completions in their group
     tokens_P = prompt_P + completion_PG.sum(1)
     prompt_start_P = tokens_P.cumsum(0) - tokens_P
     completion_start_PG = (prompt_start_P + prompt_P)[:, None] + completion_PG.cumsum(1) - completion_PG
@@ -78,11 +79,13 @@ def _padded(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     longest = int(length.max()) if length.numel() else 0
     offset = torch.arange(longest)
     valid = offset < length[..., None]
+    # padding must be a legal index to be gathered; its values are masked afterwards
     return torch.where(valid, start[..., None] + offset, 0), valid
 
 
 def _return_index(prompt: Tensor, prompt_valid: Tensor, completion: Tensor, completion_valid: Tensor) -> Tensor:
     """Inverse of the gather into the two blocks, [N]."""
+    # padding also points at token 0: only valid slots may be scattered, or it would overwrite that of token 0
     index = torch.cat([prompt.flatten(), completion.flatten()])
     valid = torch.cat([prompt_valid.flatten(), completion_valid.flatten()])
     slots = valid.nonzero()[:, 0]

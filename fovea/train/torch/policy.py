@@ -261,6 +261,7 @@ class TorchPolicy:
             if stats.not_finite or too_far or not self._step(groups, stats):
                 return False
             logprobs += done.logprobs
+        # with several minibatches the log-probs are of different weights, and are no old log-probs
         if len(minibatches) == 1:
             stats.logprobs = self._in_batch_order(logprobs, batch)
         return True
