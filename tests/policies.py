@@ -1,4 +1,4 @@
-"""A trainer over a tiny model, and batches for it."""
+"""Policies of a tiny model, and batches for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_CLIPPING = 1e9
 
 
 NUM_TOKENS = 60
-"""More than the 41 of LENGTHS: those of groups that were left out count too."""
+"""Token count by which losses are divided; more than the 41 of LENGTHS, since groups that are left out count too."""
 
 
 def train_settings(**settings: object) -> Train:

@@ -1,4 +1,4 @@
-"""The slow twin: transformers' own forward, one unpacked row at a time."""
+"""Reference log-probs, entropies and states from transformers' own forward on one unpacked completion at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.types import Prompt
 
 
 def model_inputs(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> dict[str, Tensor]:
-    """What transformers' model takes for prompt + completion, positions left to the model."""
+    """Inputs of transformers' model for prompt + completion; positions are left to the model."""
     ids = torch.from_numpy(np.concatenate([prompt.token_ids_L, completion]))[None]
     inputs = {"input_ids": ids}
     if prompt.images:
@@ -39,7 +39,7 @@ def reference_entropy(parts: TinyParts, prompt: Prompt, completion: np.ndarray, 
 
 
 def _predictions(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:
-    """Log-probs [T, vocabulary] at each token of the completion; the packed attention is put back afterwards."""
+    """Log-probs [T, vocabulary] at each token of the completion by transformers' sdpa attention."""
     network = parts.network
     network.set_attn_implementation("sdpa")
     try:
@@ -61,13 +61,13 @@ def reference_states(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -
 
 
 def gradients(network: torch.nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients; they are zeroed."""
+    """Copies of all gradients by name; the network's own are zeroed."""
     found = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     network.zero_grad()
     return found
 
 
 def largest_relative_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Over all parameters, |a - b| / |a|; the sets of parameters must be equal."""
+    """Largest |a - b| / |a| over all parameters; both must have the same names."""
     assert first.keys() == second.keys(), sorted(first.keys() ^ second.keys())
     return max(float((first[name] - second[name]).norm() / (first[name].norm() + 1e-12)) for name in first)

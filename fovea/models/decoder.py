@@ -1,7 +1,7 @@
-"""The decoder stack of Qwen2 and Qwen3, once, for prefill, decoding and training alike.
+"""Decoder layers of Qwen2 and Qwen3 (RMSNorm, grouped-query attention, SwiGLU) for prefill, decoding and training.
 
-The maths of transformers' modules without their bookkeeping; tests hold the two together. What differs between the
-three uses comes in from outside: how a linear layer is applied (`models.trained_layer`) and how a token looks back.
+Equal to transformers' modules, with which tests compare it. The three uses pass in their own linear layers
+(`models.trained_layer` in training) and their own attention over the KV cache or the packed row.
 
 Axes: `N` tokens, `H` query heads, `J` key heads, `D` width of a head, `E` width of the model, `W` vocabulary.
 """
@@ -25,7 +25,7 @@ Linears = Callable[[Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes that the weights alone do not tell."""
+    """Sizes of a decoder that cannot be read off its weights."""
 
     num_layers: int
     num_heads: int
@@ -35,11 +35,12 @@ class DecoderShape:
 
     @property
     def scale(self) -> float:
+        """Factor on attention scores, 1 / sqrt(head_dim)."""
         return float(self.head_dim**-0.5)
 
 
 def decoder_shape(text_config: Any) -> DecoderShape:
-    """From the text config of transformers."""
+    """The shape in a text config of transformers."""
     heads = text_config.num_attention_heads
     return DecoderShape(
         num_layers=text_config.num_hidden_layers,
@@ -52,7 +53,7 @@ def decoder_shape(text_config: Any) -> DecoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """The parts of one layer, ready to be called."""
+    """Norms and linear layers of one pre-norm decoder layer, as functions."""
 
     input_norm: Norm
     query_key_value: Linears
@@ -81,16 +82,16 @@ class VisualResidual:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """All that a layer is told besides its hidden states."""
+    """Arguments of a decoder layer besides its hidden states."""
 
     index: int
     shape: DecoderShape
     rope: Rope
     attend: Attend
-    """May keep the keys and values and look back at them."""
+    """Attention of this pass; may append keys and values to a KV cache."""
     kernels: Kernels = TORCH_KERNELS
     wanted: Tensor | None = None
-    """The tokens that anybody reads from here on: the last layer need not go on with the others. None: all."""
+    """Indices of the tokens whose hidden states are used after this layer; None for all tokens."""
 
 
 def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor:
@@ -101,6 +102,7 @@ def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor
     key_NJD = _heads(key, width, layer.key_norm)
     query_NHD, key_NJD = call.kernels.rotate(query_NHD, key_NJD, call.rope)
     out_NHD = call.attend(call.index, query_NHD, key_NJD, value.unflatten(-1, (-1, width)))
+    # the other tokens had to give keys and values; their output projection and MLP would be read by nothing
     if call.wanted is not None:
         out_NHD, hidden_NE = out_NHD.index_select(0, call.wanted), hidden_NE.index_select(0, call.wanted)
     (attended_NE,) = layer.output(out_NHD.flatten(1))
@@ -117,7 +119,7 @@ def _heads(x: Tensor, width: int, norm: Norm | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """All layers and the norm after them."""
+    """All decoder layers and the final norm."""
 
     layers: tuple[DecoderLayer, ...]
     norm: Norm

@@ -1,9 +1,9 @@
-"""The arithmetic of a pass: floating point operations of text, attention and images, from a model's config.
+"""Model FLOPs of text, attention and images, computed from a model's config.
 
-Matrix products only, a multiply and an add counted as two: norms, softmax, rotary positions and sums are left out,
-as they are in published figures of model FLOPs (Kaplan et al., arXiv 2001.08361, section 2.1). Of attention the
-(query, key) pairs that exist are counted: L (L + 1) / 2 in a prompt of L tokens. A kernel that computes masked scores
-too makes up to twice as many; the work of a model does not depend on its kernel.
+Matrix products only, with a multiply-add as two FLOPs: norms, softmax, rotary positions and sums are left out, as is
+usual for model FLOPs (Kaplan et al., arXiv 2001.08361, section 2.1). Attention counts the unmasked (query, key) pairs:
+L (L + 1) / 2 in a prompt of L tokens. A kernel that also computes masked scores does up to twice as many FLOPs; model
+FLOPs do not depend on the kernel.
 """
 
 from __future__ import annotations
@@ -20,49 +20,51 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How many forward passes a pass is worth: one each for the outputs, gradients of inputs, gradients of weights."""
+    """FLOPs of a pass as multiples of a forward pass: 1 each for outputs, input gradients and weight gradients."""
 
     linear: float
-    """Linear layers of the decoder, and the head."""
+    """Factor for the decoder's linear layers and the head."""
     attention: float
     vision: float
-    """0: the features are there already."""
+    """Factor for the vision tower; 0 if image features are cached."""
 
 
 FORWARD = Passes(linear=1, attention=1, vision=1)
 
 
 def training_passes(*, lora: bool, trains_vision: bool, features_cached: bool) -> Passes:
-    """Forward and backward. With LoRA the frozen layers have no weight gradients; the adapters' own are left out.
+    """Factors of a forward and backward pass; LoRA's adapters themselves are left out.
 
-    Layers that are recomputed in the backward pass count once: it is the same work, done twice.
+    The recomputation of gradient checkpointing is not counted: model FLOPs, not hardware FLOPs.
     """
     frozen_vision = 0 if features_cached else 1
+    # linear: the frozen layers under LoRA have gradients of inputs and none of weights
     return Passes(linear=2 if lora else 3, attention=3, vision=3 if trains_vision else frozen_vision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Operations of the forward pass, each for one of its kind and over all layers."""
+    """Forward FLOPs of a model, per token, patch or attention pair, summed over all layers."""
 
     token: float
-    """A text token in the linear layers of the decoder."""
+    """FLOPs of a token in the decoder's linear layers."""
     pair: float
-    """A (query, key) pair of the decoder."""
+    """FLOPs of a (query, key) pair in the decoder's attention."""
     action: float
-    """A token in the head."""
+    """FLOPs of a token in the language-model head."""
     patch: float
-    """A patch in the linear layers of the vision tower, its share of the mergers included."""
+    """FLOPs of a patch in the linear layers of the vision tower, including its share of the mergers."""
     image_pair: float
-    """A pair of patches in the vision layers that look at the whole image."""
+    """FLOPs of a (query, key) pair of patches in the vision layers with full attention."""
     window_pair: float
-    """A pair of patches in those that look at a window."""
+    """FLOPs of a (query, key) pair of patches in the vision layers with windowed attention."""
     window_side: int
-    """Patches along a window; 0 without windows."""
+    """Patches along a side of a window; 0 without windows."""
     grid: Callable[[PromptImage], Grid]
 
     def image(self, image: PromptImage) -> float:
-        """The vision tower on one image. Each frame attends to itself."""
+        """FLOPs of the vision tower on one image."""
+        # a frame or tile attends to itself only
         frames, height, width = self.grid(image)
         whole, windows = (height * width) ** 2, 0
         if self.window_side:
@@ -70,17 +72,18 @@ class Work:
         return frames * (height * width * self.patch + whole * self.image_pair + windows * self.window_pair)
 
     def prompt(self, tokens: int, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
-        """A prompt in a packed row: its images, and its tokens causally among themselves."""
+        """FLOPs of a prompt and its images in a packed row, with causal attention."""
         pairs = tokens * (tokens + 1) // 2
         linear, attention = passes.linear * tokens * self.token, passes.attention * pairs * self.pair
         return linear + attention + self.images(images, passes)
 
     def images(self, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
-        """The vision tower on several images."""
+        """FLOPs of the vision tower on several images."""
         return passes.vision * sum(self.image(image) for image in images)
 
     def completion(self, tokens: int, prompt_tokens: int, passes: Passes = FORWARD) -> float:
-        """A completion in a packed row, where its last token is only predicted; its keys are prompt and itself."""
+        """FLOPs of a completion in a packed row, with attention to its prompt and causally to itself."""
+        # the last token is predicted and never an input
         inputs = tokens - 1
         pairs = inputs * prompt_tokens + inputs * tokens // 2
         linear = inputs * self.token + tokens * self.action
@@ -89,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionWork:
-    """The part of `Work` that the vision tower does."""
+    """Forward FLOPs of a vision tower; the fields are those of `Work`."""
 
     patch: float
     image_pair: float
@@ -98,7 +101,7 @@ class VisionWork:
 
 
 def text_work(text: Any, vision: VisionWork, grid: Callable[[PromptImage], Grid]) -> Work:
-    """The work of a decoder with gated MLPs, by its transformers config, behind a vision tower."""
+    """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower."""
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     query_width, key_width = (head_width * n for n in (text.num_attention_heads, text.num_key_value_heads))
     weights = text.hidden_size * (2 * query_width + 2 * key_width + 3 * text.intermediate_size)
@@ -124,8 +127,8 @@ def vision_work(
     windowed_layers: int = 0,
     window_side: int = 0,
 ) -> VisionWork:
-    """The work of a Qwen vision tower, by its transformers config and what differs by family."""
-    # a merger sees `merge`^2 patches as one
+    """Work of a Qwen vision tower, from its transformers config and the sizes whose names differ by family."""
+    # a merger concatenates spatial_merge_size^2 patches into one visual token
     merged = width * vision.spatial_merge_size**2
     embedding: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
     block: int = 4 * width**2 + int(mlp_weights)
@@ -139,6 +142,6 @@ def vision_work(
 
 
 def _sum_of_squares(side: int, window: int) -> int:
-    """Of the lengths into which windows cut a side."""
+    """Sum of squares of the lengths into which windows split a side; the last window may be smaller."""
     whole, rest = divmod(side, window)
     return whole * window**2 + rest**2

@@ -1,4 +1,4 @@
-"""Layers of transformers' modules with fewer passes over memory: the same numbers, less time.
+"""RMSNorm, rotary positions, SwiGLU and patch embedding with fewer passes over memory than transformers' modules.
 
 `tests/models/shared_prefix/test_shared_prefix.py` holds the whole model to transformers' own,
 `tests/models/test_kernels.py` each layer.
@@ -39,9 +39,11 @@ def _norm(norm: RmsNormFunction, module: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As `RmsNorm`; torch's own kernel is fused on CUDA only."""
+    """RMSNorm over the last axis (`RmsNorm`), by the fastest implementation for the device."""
+    # torch's own kernel is fused on CUDA only
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, epsilon)
+    # nothing is saved for a backward pass, so the last product may overwrite
     if not torch.is_grad_enabled():
         x_float = x.float()
         return (x_float * _inverse_rms(x_float, epsilon)).to(x.dtype).mul_(weight)
@@ -50,25 +52,22 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _embed_patches(module: Any, patches: Tensor) -> Tensor:
-    """The patch embedding as the linear layer that it is: its kernel equals its stride.
-
-    Conv3d is 10 times slower here on CPU, and slower still in some CUDA builds.
-    """
+    """Patch embedding as a linear layer, which a convolution is whose kernel equals its stride."""
+    # Conv3d is 10 times slower here on CPU, and slower still in some CUDA builds
     weight = module.proj.weight
     return F.linear(patches.to(weight.dtype).flatten(1), weight.flatten(1), module.proj.bias)
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
-    # the norm is one pass that writes nothing; squares and their mean are two
+    # vector_norm reads x once and writes one number per token; x.square().mean() would write all squares first
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
 class RmsNorm(torch.autograd.Function):
-    """w x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, arXiv 1910.07467), in float32.
+    """RMSNorm: w x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, arXiv 1910.07467), in float32.
 
-    With n = x r and r = 1 / sqrt(mean(x^2) + eps) the gradient of x is r (g w - n mean(g w n)): three passes, where
-    autograd through the formula takes eleven.
+    With n = x r and r = 1 / sqrt(mean(x^2) + eps) the gradient of x is r (g w - n mean(g w n)).
     """
 
     @staticmethod
@@ -85,6 +84,7 @@ class RmsNorm(torch.autograd.Function):
         gradient = gradients[0]
         product = gradient * normalised
         of_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        # three passes over [N, D] in all, where autograd through the formula takes eleven
         inner = (product @ weight.to(product.dtype))[..., None] / -normalised.shape[-1]
         of_x = torch.mul(gradient, weight).float().addcmul_(normalised, inner).mul_(scale)
         return of_x.to(gradient.dtype), of_weight, None
@@ -92,7 +92,7 @@ class RmsNorm(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of some tokens, with the halves layout of Qwen.
+    """Rotary position embedding (Su et al., arXiv 2104.09864) of N tokens, in the half-rotated layout of Qwen.
 
     [a, b] -> [a cos - b sin, b cos + a sin], or x cos + roll(x) sin' where sin' is -sin in the first half.
     """
@@ -103,16 +103,18 @@ class Rope:
 
     @staticmethod
     def of(cos_ND: Tensor, sin_ND: Tensor) -> Rope:
+        """The embedding with these cosines and sines."""
+        # the sign goes into the sine once per pass, instead of into a rotated copy of every query and key
         first, second = sin_ND.chunk(2, -1)
         return Rope(cos_ND, sin_ND, torch.cat([-first, second], dim=-1))
 
     def part(self, start: int, end: int) -> Rope:
-        """Tokens `start` to `end`."""
+        """The embedding of tokens `start` to `end`."""
         return Rope(self.cos_ND[start:end], self.sin_ND[start:end], self.signed_sin_ND[start:end])
 
 
 def rotate(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by their positions."""
+    """Queries and keys with rotary positions applied."""
     if not torch.is_grad_enabled():
         return (
             _turn(query_NHD, rope.cos_ND, rope.signed_sin_ND),
@@ -124,12 +126,13 @@ def rotate(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tens
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """The middle of a gated MLP (Shazeer, arXiv 2002.05202)."""
+    """SwiGLU: silu(gate) up, the activation of a gated MLP (Shazeer, arXiv 2002.05202)."""
+    # autograd needs silu(gate) for the gradient of `up`
     return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 class Rotate(torch.autograd.Function):
-    """`Rope` with its gradient: what was rolled rolls back, and brings its factor along."""
+    """Applies `Rope`, with a written-out gradient that saves no activations."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
@@ -138,6 +141,7 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # y = x cos + roll(x) s, so dx = g cos + roll(g s) = g cos + roll(g) roll(s): the same function, sines rolled
         cos_ND, signed_sin_ND = ctx.saved_tensors
         return _turn(gradients[0], cos_ND, _rolled(signed_sin_ND)), None, None
 
@@ -147,17 +151,17 @@ def _turn(x_NHD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
 
 
 def _rolled(x: Tensor) -> Tensor:
-    """The halves exchanged."""
+    """The last axis with its halves exchanged."""
     return x.roll(x.shape[-1] // 2, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The parts of a decoder layer that are neither matrix product nor attention."""
+    """Elementwise kernels of a decoder layer: RMSNorm, rotary positions and SwiGLU."""
 
     norm: RmsNormFunction
     rotate: Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
-    """Of queries [N, H, D] and keys [N, J, D]."""
+    """(queries [N, H, D], keys [N, J, D], positions) -> rotated queries and keys"""
     gate: Callable[[Tensor, Tensor], Tensor]
 
 

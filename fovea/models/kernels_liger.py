@@ -1,10 +1,10 @@
-"""Liger's Triton kernels for CUDA: the one file that imports liger_kernel (extra: liger).
+"""Liger's Triton kernels for CUDA: the only module that imports liger_kernel (extra: liger).
 
-RMS norm, SwiGLU and rotary positions, forward and backward, each in one kernel (Hsu et al., arXiv 2410.10989). They
-are an alternative to the fused layers of `models.kernels`, with the same formulas. Compared with torch in Triton's
-interpreter, not run on a GPU yet: `tests/models/test_kernels_liger.py` does that where there is one.
+RMSNorm, SwiGLU and rotary positions, forward and backward, each in one kernel (Hsu et al., arXiv 2410.10989). They
+are an alternative to `models.kernels`, with the same formulas. Compared with torch in Triton's interpreter, not run on
+a GPU yet: `tests/models/test_kernels_liger.py` does that where there is one.
 
-Axes: `B` rows, `H` query heads, `J` key heads, `N` tokens, `D` width.
+Axes: `B` batch, `H` query heads, `J` key heads, `N` tokens, `D` width.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ except ModuleNotFoundError as error:
     ) from error
 
 AS_LLAMA = "llama"
-"""Liger's name for what Qwen does too: the mean of squares in float32, the product with the weight in x's type."""
+"""Liger's name for Qwen's casting, too: the mean of squares in float32, the product with the weight in x's type."""
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """w x / sqrt(mean(x^2) + epsilon) over the last axis; any axes before it."""
-    # not in place: the gradient that it would write over may be the residual stream's too
+    """RMSNorm: w x / sqrt(mean(x^2) + epsilon) over the last axis; any number of axes before it."""
+    # in_place=False: the gradient that the kernel would overwrite may also be that of the residual stream
     normalised: Tensor = LigerRMSNormFunction.apply(x_ND, weight_D, epsilon, 0.0, AS_LLAMA, False)
     return normalised
 
 
 def silu_times(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
-    """silu(gate) up: the middle of a gated MLP. Its backward pass writes over both inputs."""
+    """SwiGLU: silu(gate) up, the activation of a gated MLP. The backward pass overwrites both inputs."""
     product: Tensor = LigerSiLUMulFunction.apply(gate_ND, up_ND)
     return product
 
 
 def rotate(query_BHND: Tensor, key_BJND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary positions of queries and keys, halves rotated as in transformers' `apply_rotary_pos_emb`.
+    """Queries and keys with rotary positions, in the half-rotated layout of transformers' `apply_rotary_pos_emb`.
 
-    Where the tensors are transposed views of [B, N, H, D] it writes over them: hand in what no backward pass needs.
+    Overwrites inputs that are transposed views of [B, N, H, D]: no backward pass may need them.
     """
     query, key = LigerRopeFunction.apply(query_BHND, key_BJND, cos_BND, sin_BND)
     return query, key

@@ -1,4 +1,4 @@
-"""Loading the network of a model folder or hub id."""
+"""Loads the network of a model folder or hub id."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_network(settings: Model) -> PreTrainedModel:
         )
     network: PreTrainedModel = loaded[0]
     info = loaded[1]
-    # transformers fills weights that a file lacks with random numbers and a warning
+    # transformers initialises missing weights at random, with no more than a warning
     wrong = sorted({*info["missing_keys"], *(str(key) for key in info.get("mismatched_keys", ()))})
     if wrong:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Opening a model folder or hub id: what must be there, and the one-line error when it is not."""
+"""Checks of a model folder or hub id, with one-line errors for missing and damaged files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE_MODEL = "download the whole model again, or give another folder"
 
 
 def hub_options(settings: Model) -> dict[str, Any]:
-    """Arguments of every `from_pretrained`."""
+    """Arguments that every call of `from_pretrained` gets."""
     return {"trust_remote_code": False, "revision": settings.revision or "main"}
 
 

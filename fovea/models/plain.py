@@ -1,6 +1,6 @@
-"""The plain path: transformers' own forward on padded rows, one for every completion; the twin of the packed pass.
+"""The plain path: transformers' own forward on padded rows of one completion each; the slow twin of packed rows.
 
-It needs nothing of a model family but the names of its inputs, and is the first home of a family without a fast path.
+It needs only the input names of a model family, and so runs families that have no fast path.
 
 Axes: `R` completions of a packed row, `L` tokens of the longest `prompt + completion`, `T` tokens of an answer, `A`
 actions, `E` width.
@@ -26,26 +26,27 @@ from fovea.types import PromptImage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRow:
-    """One completion with its own copy of the prompt."""
+    """A completion behind a copy of its prompt."""
 
     token_ids_L: Tensor
-    """Without the last token, which is only predicted."""
+    """Token ids without the last one, which is predicted and never an input."""
     images: tuple[PromptImage, ...]
     hidden_index_A: list[int]
-    """The tokens whose hidden states predict its actions."""
+    """Indices of the tokens whose hidden states predict the actions."""
 
 
 class PlainVLM(PolicyNetwork):
-    """A network of any family, run by transformers' forward."""
+    """PolicyNetwork of any family, run by transformers' own forward."""
 
     def action_states(self, row: PackedRow) -> Tensor:
+        """Last hidden states [A, E], after the final norm, from which the actions are predicted."""
         rows = list(plain_rows(row, self.family))
         hidden_RLE = plain_states(self.network, self.family, rows)
         return torch.cat([hidden_LE[each.hidden_index_A] for hidden_LE, each in zip(hidden_RLE, rows, strict=True)])
 
 
 def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) -> Tensor:
-    """Last hidden states [R, L, E] of rows padded on the right; positions and masks are left to transformers."""
+    """Last hidden states [R, L, E] of rows padded on the right, with positions and masks made by transformers."""
     ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
     mask_RL = pad_sequence([torch.ones_like(row.token_ids_L) for row in rows], batch_first=True)
     inputs = family.forward_inputs(ids_RL, [image for row in rows for image in row.images])
@@ -55,7 +56,7 @@ def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) ->
 
 
 def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
-    """Unpack: each completion behind a copy of its prompt, in the order of the row's actions."""
+    """Unpack a packed row into one row per completion, in the order of its actions."""
     start, images, actions = 0, iter(row.images), deque(row.hidden_index_A.tolist())
     for prompt_tokens, completions in row.layout.lengths:
         prompt_L = row.token_ids_N[start : start + prompt_tokens]
@@ -64,7 +65,7 @@ def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
         last_of_prompt = start - 1
         for tokens in completions:
             own_L = row.token_ids_N[start : start + tokens]
-            # the first token after a prompt is an action always: the policy answers before an environment replies
+            # the first token after a prompt is always an action: an environment replies to the policy's first answer
             assert actions.popleft() == last_of_prompt, "a completion whose first token is no action"
             hidden = [prompt_tokens - 1]
             while actions and start <= actions[0] < start + tokens:
@@ -78,7 +79,7 @@ def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
 
 
 def _images_of(ids_L: Tensor, images: Iterator[PromptImage], family: ModelFamily) -> tuple[PromptImage, ...]:
-    """As many of the next images as have their visual tokens here."""
+    """Take the next images from the iterator until their visual tokens match those in the ids."""
     missing, found = int((ids_L == family.image_token_id).sum()), list[PromptImage]()
     while missing:
         found.append(next(images))
@@ -89,7 +90,7 @@ def _images_of(ids_L: Tensor, images: Iterator[PromptImage], family: ModelFamily
 def plain_logprobs(
     network: Any, family: ModelFamily, prompt_ids_L: Tensor, images: tuple[PromptImage, ...], answer_ids_T: Tensor
 ) -> Tensor:
-    """Log-probs [T] of an answer by the network's own logits."""
+    """Log-probs [T] of an answer at temperature 1, from the logits of transformers' forward."""
     ids_L = torch.cat([prompt_ids_L, answer_ids_T])[None]
     inputs = family.forward_inputs(ids_L, images)
     logits = network(input_ids=ids_L, attention_mask=torch.ones_like(ids_L), use_cache=False, **inputs).logits[0]

@@ -1,4 +1,4 @@
-"""A network that the trainer can train: packed rows in, log-probs of actions out, whatever way its forward pass goes.
+"""Interface of a trainable network: packed rows in, log-probs, entropies and values of actions out.
 
 Axes: `A` actions of a row, `E` width of the language model.
 """
@@ -21,9 +21,9 @@ from fovea.models.value_head import ValueHead
 
 
 class PolicyNetwork(nn.Module):
-    """A network of transformers and a value head, if there is one; `forward` is the one entry for training.
+    """A transformers network with an optional value head. Training enters it through `forward` only.
 
-    Two kinds differ in `action_states` alone: `models.vlm` packs prompts with their completions, `models.plain` runs
+    Subclasses differ in `action_states`: `models.vlm` runs packed rows as they are, `models.plain` unpacks them for
     transformers' own forward.
     """
 
@@ -34,9 +34,9 @@ class PolicyNetwork(nn.Module):
         self.family = family_of(config_of(network), str(network.name_or_path))
 
     def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
-        """Log-probs and entropies [A] at `temperature`, and values where there is a head for them.
+        """Log-probs and entropies [A] at `temperature`, and values [A] if there is a value head.
 
-        Logits exist for `chunk_tokens` actions at a time.
+        Logits are computed for `chunk_tokens` actions at a time.
         """
         hidden_AE = self.action_states(row)
         head: Any = self.network.get_output_embeddings()
@@ -47,7 +47,7 @@ class PolicyNetwork(nn.Module):
 
     @abstractmethod
     def action_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [A, E], after the final norm: those that predict the actions."""
+        """Last hidden states [A, E], after the final norm, from which the actions are predicted."""
 
     @property
     def text_config(self) -> Any:
@@ -56,18 +56,19 @@ class PolicyNetwork(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Type of the weights."""
         dtype: torch.dtype = self._embedding.weight.dtype
         return dtype
 
     @property
     def logits_bytes_per_token(self) -> int:
-        """In float32."""
+        """Bytes of the float32 logits of one token."""
         vocabulary: int = self._embedding.num_embeddings
         return 4 * vocabulary
 
     @property
     def trains_vision(self) -> bool:
+        """True if any parameter of the vision tower is trained."""
         modules = vision_modules(self.network)
         return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 

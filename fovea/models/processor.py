@@ -1,4 +1,4 @@
-"""What turns messages into token ids and pixels, and token ids into text: everything of a model but its weights."""
+"""Tokenizer, image processor, chat template and special ids of a model, loaded without its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Processor:
 
     tokenizer: PreTrainedTokenizerBase
     image_processor: Any
-    """Of PIL and numpy only, so that torchvision is not needed."""
+    """Image processor of transformers that needs PIL and numpy only, not torchvision."""
     chat_template: str
     family: ModelFamily
     stop_ids: tuple[int, ...]
@@ -53,6 +53,7 @@ def load_processor(settings: Model) -> Processor:
                 "download the whole model again, or give another folder"
             )
         template = _chat_template(path, options["revision"], tokenizer.chat_template)
+        # a template that jinja cannot parse must fail here, and not at the first row
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
         generation = _generation_config(path, options["revision"], config)
     return make_processor(config, generation, tokenizer, image_processor, template, path)
@@ -66,7 +67,7 @@ def make_processor(
     chat_template: str,
     name: str,
 ) -> Processor:
-    """A processor from its parts, with the special ids derived from the configs of transformers."""
+    """A processor with stop and banned ids derived from transformers' configs."""
     stop_ids = _stop_ids(generation, tokenizer)
     return Processor(
         tokenizer=tokenizer,
@@ -80,7 +81,7 @@ def make_processor(
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    """Id of one token."""
+    """Id of a token of the vocabulary."""
     index = tokenizer.convert_tokens_to_ids(token)
     assert isinstance(index, int), f"{token} has no id"
     return index
@@ -100,7 +101,7 @@ def _banned_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: t
 
 
 def _generation_config(path: str, revision: str, config: Any) -> GenerationConfig:
-    """generation_config.json, or what transformers derives from the model's config without one."""
+    """Generation config from generation_config.json, else derived from the model's config by transformers."""
     file = _optional_file(path, "generation_config.json", revision)
     if file is None:
         return GenerationConfig.from_model_config(config)
@@ -108,7 +109,7 @@ def _generation_config(path: str, revision: str, config: Any) -> GenerationConfi
 
 
 def _chat_template(path: str, revision: str, of_tokenizer: str | None) -> str:
-    """The processor's template where the model has one of its own, else the tokenizer's."""
+    """Chat template of the model folder if it has one, else that of the tokenizer."""
     for name in ("chat_template.jinja", "chat_template.json"):
         file = _optional_file(path, name, revision)
         if file is not None:

@@ -1,6 +1,7 @@
-"""From messages to token ids and pixels: the only caller of a chat template and of an image processor.
+"""Renders messages into prompts (token ids and pixels), as transformers' processors do, but without torchvision.
 
-Equal to transformers' own processor token for token and pixel for pixel, without needing torchvision.
+Tests compare the result with transformers' token for token and pixel for pixel. No other module applies a chat template
+or an image processor to a row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage
 
 ANSWER = "the-answer-of-the-model"
-"""Stands for an answer in the chat template, to find what comes after it."""
+"""Placeholder of an answer in the chat template, by which the text after an answer is found."""
 
 
 class Renderer:
-    """Makes prompts for one model."""
+    """Renders prompts and observations for one model."""
 
     def __init__(
         self,
@@ -41,33 +42,33 @@ class Renderer:
         self._mark_id = token_id(processor.tokenizer, processor.family.image_token)
 
     def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
-        """Token ids and pixels, ending where the assistant begins.
+        """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.
 
-        `where` is what an error calls the row.
+        `where` names the row in errors.
         """
         self._check_no_marks(messages, where)
         return self._tokenized(self.text(messages), messages)
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "the reply") -> Prompt:
-        """The tokens between two answers of the model: the end of its turn, these messages, the start of the next turn.
+        """Tokens of the chat template between two answers: end of turn, these messages, start of the next turn.
 
-        `after` is the last token id of the answer; the end of its turn is left out where that is the end token already.
-        Equal to what the chat template writes between the two answers.
+        `after` is the last token id of the answer. If it is the end-of-turn token, that is not repeated.
         """
         self._check_no_marks(messages, where)
         answered = Message(role="assistant", parts=(ANSWER,))
+        # the text between two answers is rendered by itself: the answers' sampled ids are never tokenised again
         _, _, text = self.text([Message(role="user", parts=("",)), answered, *messages]).rpartition(ANSWER)
         return self._tokenized(text.removeprefix(self.token_text(after)), messages)
 
     def _tokenized(self, text: str, messages: Sequence[Message]) -> Prompt:
-        """The tokens of what the chat template made of the messages, with their images."""
+        """Token ids of a text that the chat template made of the messages, with their images."""
         images = [self._process(part) for message in messages for part in message.parts if isinstance(part, ImageRef)]
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         ids_U = np.asarray(ids, dtype=np.int64)
         return Prompt(token_ids_L=self._expand(ids_U, images), unexpanded_ids_U=ids_U, images=tuple(images))
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The messages in the words of the chat template, one mark per image."""
+        """The messages as written by the chat template, with one image token per image."""
         chat: Any = [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
         text = self._tokenizer.apply_chat_template(
             chat, chat_template=self._template, tokenize=False, add_generation_prompt=True
@@ -76,12 +77,12 @@ class Renderer:
         return text
 
     def target(self, text: str) -> tuple[int, ...]:
-        """Token ids of an answer, with the end token."""
+        """Token ids of an answer to imitate, with the end token."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return (*ids, int(self._tokenizer.eos_token_id))
 
     def token_text(self, index: int) -> str:
-        """The text of one token; special tokens by name."""
+        """Text of one token; a special token is written out, such as <|im_end|>."""
         text = self._tokenizer.decode([index])
         assert isinstance(text, str)
         return text
@@ -98,7 +99,7 @@ class Renderer:
         return self._family.prompt_image(out)
 
     def _expand(self, ids_U: NDArray[np.int64], images: Sequence[PromptImage]) -> NDArray[np.int64]:
-        """Each image's mark replaced by its visual tokens."""
+        """Token ids with each image token replaced by the visual tokens of its image."""
         if not images:
             return ids_U
         first, *others = np.split(ids_U, np.flatnonzero(ids_U == self._mark_id))
@@ -116,7 +117,8 @@ class Renderer:
         )
 
     def _check_no_marks(self, messages: Sequence[Message], where: str) -> None:
-        """A row must not write what only the template may: where a turn ends, where an image stands."""
+        """Raise BadRowError if the messages contain the text of a special token."""
+        # the tokenizer would read it as that token: a row could end a turn or add an image
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
         for mark in self._marks:
             if any(mark in text for text in texts):

@@ -1,4 +1,4 @@
-"""The network of a run as plain transformers has it."""
+"""Conversion of a network under training into an unmodified transformers model, to be saved."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from fovea.types import Weights
 
 
 def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> PreTrainedModel:
-    """A plain transformers module with `weights`: by default the merged ones, shared where there is no adapter."""
+    """An unmodified transformers model with `weights`.
+
+    By default these are the network's own with adapters merged; weights without an adapter are shared, not copied.
+    """
     # a config rebuilt from its dict drops the name of our attention implementation, which transformers does not know
     config = type(config_of(network)).from_dict(config_of(network).to_dict())
+    # on the meta device, so that no memory is taken for weights that are assigned right after
     with torch.device("meta"):
         plain: PreTrainedModel = type(network)(config)
     merged = dict(merged_weights(network) if weights is None else weights)

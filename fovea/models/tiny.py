@@ -1,6 +1,6 @@
-"""The embedded model: transformers' own Qwen-VL classes at a tiny size, with a small tokenizer of Qwen's shape.
+"""Tiny Qwen-VL models of transformers' own classes, with random weights and a small tokenizer like Qwen's.
 
-Nothing is downloaded: the weights are random, the tokenizer is trained on the texts of the task at hand.
+Nothing is downloaded: the tokenizer is trained on the texts of the task.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODEL_CLASS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyParts:
-    """A network made here, and its processor."""
+    """A tiny network and its processor."""
 
     network: PreTrainedModel
     processor: Processor
@@ -76,7 +76,7 @@ def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int) -> TinyPart
 def with_processor(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any, name: str
 ) -> TinyParts:
-    """The network with a processor whose special ids follow from the configs as they are now."""
+    """The network with a processor whose special ids are derived from the network's present configs."""
     assert network.generation_config is not None
     processor = make_processor(
         network.config, network.generation_config, tokenizer, image_processor, CHAT_TEMPLATE, name
@@ -94,7 +94,7 @@ def save_tiny(parts: TinyParts, folder: Path) -> None:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Without transformers' bar for a file that is written in no time."""
+    """Keep transformers' progress bar off the terminal, where the run's own display is."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -105,7 +105,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on `corpus`: any text can be written, the corpus' own words are short."""
+    """Byte-level BPE tokenizer, trained on `corpus`; any text can be encoded."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -124,7 +124,7 @@ def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTo
 
 
 def with_chat_tokens(bpe: Tokenizer) -> PreTrainedTokenizerFast:
-    """Qwen's special tokens and chat template, on any vocabulary."""
+    """Tokenizer with Qwen's special tokens and chat template on top of any BPE vocabulary."""
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -138,7 +138,7 @@ def with_chat_tokens(bpe: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def build_image_processor(settings: TinyModel) -> Qwen2VLImageProcessorPil:
-    """Qwen's own image processor for this patch size; the area limits are those of a small model."""
+    """Qwen's image processor with this patch size and limits on the image area that suit a small model."""
     return Qwen2VLImageProcessorPil(
         patch_size=settings.patch_size_px,
         merge_size=MERGE,
@@ -150,7 +150,7 @@ def build_image_processor(settings: TinyModel) -> Qwen2VLImageProcessorPil:
 
 
 def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """Random weights of the given spread, from `seed` and without touching torch's global generator."""
+    """Network with random weights from `seed`, without changing the state of torch's global generator."""
     config_class, model_class = MODEL_CLASS[settings.family]
     token_ids: dict[str, Any] = _token_ids(tokenizer)
     config = config_class(

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of actions from hidden states, with as few passes over [actions, vocabulary] as can be.
+"""Log-probs and entropies of actions from hidden states, with few passes over tensors [actions, vocabulary].
 
 Axes: `A` actions, `E` width of the model, `W` vocabulary.
 """
@@ -15,32 +15,32 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What the model says of each action of a row, in float32."""
+    """Log-probs, entropies and values of the actions of a packed row, in float32."""
 
     logprobs_A: Tensor
     entropies_A: Tensor
     values_A: Tensor | None = None
-    """Of a value head, before the action; None without one."""
+    """Values of the states before the actions; None without a value head."""
 
 
 def token_scores(
     hidden_AE: Tensor, head_WE: Tensor, targets_A: Tensor, *, temperature: float, chunk_tokens: int
 ) -> TokenScores:
-    """Scores at `temperature`; logits exist for `chunk_tokens` actions at a time.
-
-    With more than one chunk a chunk's probabilities are forgotten until the backward pass makes them again.
-    """
-    forget = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
+    """Log-probs and entropies at `temperature`, with logits for `chunk_tokens` actions at a time."""
+    # the probabilities of a chunk are recomputed in the backward pass: saved, they would take what chunking frees
+    recompute = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
     chunks = [
-        _scores(hidden, head_WE, targets, temperature, forget)
+        _scores(hidden, head_WE, targets, temperature, recompute)
         for hidden, targets in zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
     return TokenScores(logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies))
 
 
-def _scores(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, forget: bool) -> tuple[Tensor, Tensor]:
-    if forget:
+def _scores(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, recompute: bool
+) -> tuple[Tensor, Tensor]:
+    if recompute:
         scores: tuple[Tensor, Tensor] = checkpoint(
             LogprobAndEntropy.apply, hidden, head, targets, temperature, use_reentrant=False
         )
@@ -49,9 +49,9 @@ def _scores(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, f
 
 
 class LogprobAndEntropy(torch.autograd.Function):
-    """log p(target) and H = -sum p log p for p = softmax(h W' / temperature).
+    """log p(target) and entropy H = -sum p log p for p = softmax(h W' / temperature).
 
-    With z the scaled logits: d log p(t) / dz = onehot(t) - p and dH / dz = -p (log p + H). Only p is kept.
+    With z the scaled logits: d log p(t) / dz = onehot(t) - p and dH / dz = -p (log p + H).
     """
 
     @staticmethod
@@ -63,12 +63,12 @@ class LogprobAndEntropy(torch.autograd.Function):
             logits_AW /= temperature
         logprobs_AW = logits_AW.log_softmax(-1)
         logprobs_A = logprobs_AW.gather(1, targets_A[:, None])[:, 0]
-        # two blocks are enough: probabilities where the logits were, p log p where the log-probs were
+        # two tensors [A, W] instead of four: p overwrites the logits, p log p the log-probs; only p is saved
         probs_AW = torch.exp(logprobs_AW, out=logits_AW)
         entropies_A = -torch.mul(probs_AW, logprobs_AW, out=logprobs_AW).sum(-1)
         ctx.save_for_backward(hidden_AE, head_WE, targets_A, probs_AW, entropies_A)
         ctx.temperature = temperature
-        # None, not zeros, for an output that no loss used
+        # an output that no loss uses has a gradient of None, so that its terms can be skipped, instead of zeros
         ctx.set_materialize_grads(False)
         return logprobs_A, entropies_A
 
@@ -91,10 +91,11 @@ def _gradient_of_logits(
     of_logprobs_A: Tensor | None,
     of_entropies_A: Tensor | None,
 ) -> Tensor:
-    """Written over the probabilities: a second backward pass through the same graph is refused by autograd."""
+    """Gradient of the scaled logits [A, W]. Overwrites the probabilities."""
+    # in place on a saved tensor: safe, since autograd refuses a second backward pass through a freed graph
     inner_AW = None
     if of_entropies_A is not None:
-        # xlogy: 0 log 0 is 0
+        # xlogy, since 0 log 0 is 0 here and nan by multiplication; computed before the probabilities are overwritten
         inner_AW = torch.xlogy(probs_AW, probs_AW).addcmul_(probs_AW, entropies_A[:, None])
     if of_logprobs_A is None:
         out_AW = probs_AW.zero_()

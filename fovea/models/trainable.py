@@ -1,6 +1,6 @@
-"""What of a model is trained: the vision tower frozen or not, LoRA adapters or the weights themselves.
+"""Selection of trainable parameters: frozen vision tower, LoRA adapters or full weights.
 
-LoRA: Hu et al., arXiv 2106.09685, by peft. The adapters live inside the network, whose module names stay as they are.
+LoRA (Hu et al., arXiv 2106.09685) is peft's. Its adapters are injected into the network, so that module names stay.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fovea.utils.checksum import bit_hash
 
 ADAPTER = "default"
 VALUE_HEAD = "value_head."
-"""Where the parameters of a value head begin, in a `models.vlm.VLM`."""
+"""Prefix of the names of a value head's parameters in a `models.policy_network.PolicyNetwork`."""
 
 
 def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
-    """Freeze what `model.freeze_vision_tower` and `model.lora` say; add the adapters."""
+    """Freeze parameters by `model.freeze_vision_tower` and `model.lora`, and add LoRA adapters."""
     if settings.lora is not None:
         _add_lora(network, settings.lora, seed)
     if not settings.trains_vision:
@@ -38,13 +38,13 @@ def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
 
 
 def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
-    """Adapters on the named linear layers; everything else is frozen."""
+    """Add adapters to the linear layers that `lora.targets` names, and freeze everything else."""
     language = f"{family_of_network(network).language_path}."
     targets = [
         name
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear)
-        # not the head: it is often tied to the embedding, which the rollout would then use without the adapter
+        # not the head: it is often tied to the embedding, and the engine would use that weight without the adapter
         and name.startswith(language)
         and name.rsplit(".", 1)[-1] in lora.targets
         and not any(word in name for word in lora.exclude)
@@ -63,35 +63,35 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
 
 
 def recompute_activations(network: PreTrainedModel) -> None:
-    """Gradient checkpointing of every layer, on the fast path."""
+    """Turn on gradient checkpointing of every layer, for the fast path."""
     recompute_plainly(network)
     for layer in language_model(network).layers:
-        # these run by `models.trained_layer`, which recomputes by itself
+        # decoder layers are checkpointed by `models.trained_layer`; transformers would do so once more around it
         layer.gradient_checkpointing = False
         layer.recompute_activations = True
 
 
 def recompute_plainly(network: PreTrainedModel) -> None:
-    """Gradient checkpointing by transformers."""
+    """Turn on transformers' gradient checkpointing."""
     # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
     enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 
 
 def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:
-    """The adapted layers by module name; empty without LoRA."""
+    """LoRA layers by module name; empty without LoRA."""
     return {name: module for name, module in network.named_modules() if isinstance(module, LoraLayer)}
 
 
 @contextmanager
 def adapters_off(network: nn.Module) -> Iterator[None]:
-    """The model as it was before LoRA: the reference policy."""
+    """Switch the adapters off in this context: the model is then the reference policy."""
     layers = list(lora_layers(network).values())
     trained = list(trainable_parameters(network).values())
     for layer in layers:
         layer.enable_adapters(False)
     for parameter in trained:
-        # peft freezes what it switches off, and FSDP2 keeps what it finds frozen or not in its first pass
+        # peft freezes what it switches off, and FSDP2 takes over in its first pass which parameters are frozen
         parameter.requires_grad_(True)
     try:
         yield
@@ -101,9 +101,9 @@ def adapters_off(network: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, adapters merged in.
+    """(Hugging Face name, tensor) of every parameter, with adapters merged.
 
-    A weight without an adapter is the parameter itself, not a copy. Tied weights come once.
+    A weight without an adapter is the parameter itself, not a copy. Tied weights are yielded once.
     """
     layers = lora_layers(network)
     for name, parameter in network.named_parameters():
@@ -125,13 +125,13 @@ def weight_names(network: nn.Module) -> frozenset[str]:
 
 
 def _delta(layer: LoraLayer) -> Tensor:
-    """What the adapter adds to the weight."""
+    """Matrix that the adapter adds to the weight, scale B A."""
     assert isinstance(layer, LoraLinear), f"an adapter on a {type(layer).__name__}"
     return layer.get_delta_weight(ADAPTER).detach()
 
 
 def count_parameters(network: nn.Module) -> list[ParameterCount]:
-    """Vision tower, language model, head and adapters, then all."""
+    """Parameter counts of vision tower, language model, head and adapters, and last of all together."""
     counts: dict[str, list[int]] = {}
     vision = tuple(f"{path}." for path in family_of_network(network).vision_paths)
     for name, parameter in network.named_parameters():
@@ -154,13 +154,13 @@ def _part_of(name: str, vision: tuple[str, ...]) -> str:
 
 
 class FrozenGuard:
-    """Notices when something moves that must not, by a hash of the bits of every frozen parameter, or of its shard."""
+    """Detects changes of frozen parameters, by a hash of the bits of each one (of this rank's shard, if sharded)."""
 
     def __init__(self, network: nn.Module) -> None:
         self._hashes = dict(_frozen_hashes(network))
 
     def check(self, network: nn.Module) -> None:
-        """TrainError that names the first parameter that changed."""
+        """Raise TrainError with the name of the first frozen parameter that has changed, if any has."""
         moved = [name for name, digest in _frozen_hashes(network) if self._hashes.get(name) != digest]
         if moved:
             raise TrainError(
@@ -176,22 +176,22 @@ def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def freeze_lm_head(network: PreTrainedModel) -> None:
-    """Freeze the language-model head unless it is tied to the embedding: a value model has no use for it."""
+    """Freeze the language-model head, which a value model does not use, unless it is tied to the embedding."""
     head: Any = network.get_output_embeddings()
     if head.weight is not network.get_input_embeddings().weight:
         head.requires_grad_(False)
 
 
 def policy_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Those of the policy: without a value head that sits on it."""
+    """Trainable parameters of the policy by name, without those of a value head."""
     return {name: x for name, x in trainable_parameters(vlm).items() if not name.startswith(VALUE_HEAD)}
 
 
 def value_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Those of a value head on the policy."""
+    """Parameters of a value head on the policy by name; empty without one."""
     return {name: x for name, x in trainable_parameters(vlm).items() if name.startswith(VALUE_HEAD)}
 
 
 def trainable_parameters(network: nn.Module) -> Mapping[str, nn.Parameter]:
-    """By name, in the order of the network."""
+    """Trainable parameters by name, in the order of the network."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""Linear layers that share an input, as the trainer runs them: with gradients, adapters, and outputs known before.
+"""Decoder layers for training: linear layers with LoRA, written-out gradients, and outputs from the activation tape.
 
 Axes: `N` tokens, `E` input width.
 """
@@ -19,32 +19,34 @@ from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
 from fovea.models.families.layer import LayerModules
 from fovea.models.trainable import ADAPTER
 
-Known = Callable[[LinearGroup], Tensor]
-"""What these linear layers gave for every token, side by side."""
+LinearOutputs = Callable[[LinearGroup], Tensor]
+"""Recorded outputs of a group of linear layers, concatenated along the last axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedLinears:
-    """One or more modules on the same input; with `known` outputs only the gradient is left to compute."""
+    """Linear layers on the same input; with `recorded` outputs the forward pass computes nothing."""
 
     modules: Sequence[nn.Module]
     group: LinearGroup
-    known: Known | None = None
+    recorded: LinearOutputs | None = None
 
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
         factors = [factors_of(module) for module in self.modules]
-        known = None
-        if self.known is not None:
-            known = self.known(self.group).split([len(each.weight) for each in factors], dim=1)
+        recorded = None
+        if self.recorded is not None:
+            recorded = self.recorded(self.group).split([len(each.weight) for each in factors], dim=1)
         scales = [each.scale for each in factors]
         tensors = [x for each in factors for x in (each.weight, each.bias, each.down, each.up)]
-        outs: tuple[Tensor, ...] = JoinedLinears.apply(x_NE, scales, known, *tensors)  # type: ignore[no-untyped-call]
+        outs: tuple[Tensor, ...] = JoinedLinears.apply(  # type: ignore[no-untyped-call]
+            x_NE, scales, recorded, *tensors
+        )
         return outs
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """x W' + b + scale (x A') B', A and B being `down` and `up` of an adapter if there is one."""
+    """Tensors of a linear layer x W' + b + scale (x A') B'; A and B are `down` and `up` of a LoRA adapter, or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -54,7 +56,7 @@ class Factors:
 
 
 def factors_of(module: Any) -> Factors:
-    """The tensors of a linear layer, adapted or not."""
+    """Tensors of a linear layer with or without an active adapter."""
     if not isinstance(module, LoraLinear):
         return Factors(module.weight, module.bias)
     base: Any = module.get_base_layer()
@@ -65,30 +67,31 @@ def factors_of(module: Any) -> Factors:
     return Factors(base.weight, base.bias, down.weight, up.weight, float(module.scaling[ADAPTER]))
 
 
-def trained_layer(modules: LayerModules, known: Known | None = None) -> DecoderLayer:
-    """A decoder layer by its modules."""
+def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:
+    """The decoder layer with these modules' norms and parameters."""
     return DecoderLayer(
         input_norm=modules.input_norm,
-        query_key_value=TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, known),
+        query_key_value=TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, recorded),
         query_norm=modules.query_norm,
         key_norm=modules.key_norm,
-        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, known),
+        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
         post_norm=modules.post_norm,
-        gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, known),
-        down=TrainedLinears((modules.down,), LinearGroup.DOWN, known),
+        gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded),
+        down=TrainedLinears((modules.down,), LinearGroup.DOWN, recorded),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedCall:
-    """What a decoder layer of transformers is told in place of transformers' own arguments."""
+    """Arguments that a transformers decoder layer gets in place of its own (`use_layer_calls`)."""
 
     call: LayerCall
-    known: Known | None
+    recorded: LinearOutputs | None
 
 
 def use_layer_calls(language_model: Any, modules_of: Callable[[Any], LayerModules]) -> None:
-    """Let every decoder layer answer `layer(hidden_NE, fovea=TrainedCall(...))`; other calls stay transformers' own."""
+    """Make every decoder layer accept `layer(hidden_NE, fovea=TrainedCall(...))`; other calls work as before."""
+    # calls still go through the modules, since FSDP2 and gradient checkpointing hook into these
     for layer in language_model.layers:
         if not isinstance(layer.forward, _CallOrForward):
             layer.forward = _CallOrForward(layer, layer.forward, modules_of)
@@ -96,6 +99,8 @@ def use_layer_calls(language_model: Any, modules_of: Callable[[Any], LayerModule
 
 @dataclass(frozen=True, slots=True)
 class _CallOrForward:
+    """Replacement of a decoder layer's `forward`, which dispatches on the argument `fovea`."""
+
     layer: nn.Module
     forward: Callable[..., Any]
     modules_of: Callable[[Any], LayerModules]
@@ -108,24 +113,24 @@ class _CallOrForward:
         return self._run(hidden_states, fovea)
 
     def _run(self, hidden_NE: Tensor, fovea: TrainedCall) -> Tensor:
-        return run_layer(trained_layer(self.modules_of(self.layer), fovea.known), hidden_NE, fovea.call)
+        return run_layer(trained_layer(self.modules_of(self.layer), fovea.recorded), hidden_NE, fovea.call)
 
 
 class JoinedLinears(torch.autograd.Function):
-    """Several linear layers on one input, whose gradient is summed inside the matrix products.
+    """Several linear layers with LoRA on one input x, as one autograd node that saves x once.
 
-    Autograd would write one gradient of x per layer and add them; with an adapter it would keep and add its output
-    too. For the adapter W + s B A: dx = g W + s (g B) A, dA = s (g B)' x, dB = s g' (x A').
+    For W + s B A: dx = g W + s (g B) A, dA = s (g B)' x, dB = s g' (x A').
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_NE: Tensor, scales: Sequence[float], known: Sequence[Tensor] | None, *tensors: Tensor | None
+        ctx: Any, x_NE: Tensor, scales: Sequence[float], recorded: Sequence[Tensor] | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_NE, *tensors)
         ctx.scales = scales
-        if known is not None:
-            return tuple(known)
+        # the backward pass needs the inputs only, so that recorded outputs are as good as computed ones
+        if recorded is not None:
+            return tuple(recorded)
         return tuple(_forward(x_NE, factors) for factors in _factors(tensors, scales))
 
     @staticmethod
@@ -136,14 +141,16 @@ class JoinedLinears(torch.autograd.Function):
         of_tensors: list[Tensor | None] = []
         for index, factors in enumerate(_factors(tensors, ctx.scales)):
             if of_x is not None:
+                # summed inside the matrix products; autograd would write one gradient of x per layer and add them
                 _add_gradient_of_input(of_x, gradients[index], factors, first=index == 0)
+            # the inputs of `forward`: x, scales and recorded, then four tensors for each layer
             start = 3 + 4 * index
             of_tensors += _gradients_of_factors(x_NE, gradients[index], factors, needed[start : start + 4])
         return of_x, None, None, *of_tensors
 
 
 def _factors(tensors: Sequence[Any], scales: Sequence[float]) -> list[Factors]:
-    """Four tensors each: weight, bias, A, B."""
+    """Factors of each layer from the flat list of tensors (weight, bias, A, B for each)."""
     fours = (tensors[start : start + 4] for start in range(0, len(tensors), 4))
     return [
         Factors(weight, bias, down, up, scale) for (weight, bias, down, up), scale in zip(fours, scales, strict=True)
@@ -154,6 +161,7 @@ def _forward(x_NE: Tensor, factors: Factors) -> Tensor:
     out = torch.nn.functional.linear(x_NE, factors.weight, factors.bias)
     if factors.down is None or factors.up is None:
         return out
+    # adapters may be float32 on bfloat16 weights, and addmm takes one type
     low = x_NE.to(factors.down.dtype) @ factors.down.t()
     if factors.up.dtype == out.dtype:
         return out.addmm_(low, factors.up.t(), alpha=factors.scale)
@@ -161,6 +169,7 @@ def _forward(x_NE: Tensor, factors: Factors) -> Tensor:
 
 
 def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, first: bool) -> None:
+    # beta=0 ignores what the new, uninitialised tensor holds
     of_x.addmm_(gradient, factors.weight, beta=0 if first else 1)
     if factors.down is not None and factors.up is not None:
         low = gradient.to(factors.up.dtype) @ factors.up
@@ -173,12 +182,13 @@ def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, 
 def _gradients_of_factors(
     x_NE: Tensor, gradient: Tensor, factors: Factors, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Of weight, bias, A and B, where they are needed."""
+    """Gradients of weight, bias, A and B; None for those that are not needed."""
     of_weight = gradient.t() @ x_NE if needed[0] else None
     of_bias = gradient.sum(0) if needed[1] else None
     if factors.down is None or factors.up is None or not needed[2]:
         return [of_weight, of_bias, None, None]
     x, gradient = x_NE.to(factors.down.dtype), gradient.to(factors.up.dtype)
+    # products with the rank-sized factors first: no [out, in] matrix is made for the adapter
     of_down = ((gradient @ factors.up).t() @ x).mul_(factors.scale)
     of_up = (gradient.t() @ (x @ factors.down.t())).mul_(factors.scale)
     return [of_weight, of_bias, of_down, of_up]

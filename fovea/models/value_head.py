@@ -1,4 +1,4 @@
-"""A value function on top of a policy: what reward may still be expected before each action.
+"""Value head: predicts the return from the hidden state before each action.
 
 Axes: `A` actions, `E` width of the model.
 """
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """One linear layer on the hidden state that predicts the action, in float32; it begins at 0 everywhere."""
+    """A float32 linear layer on the hidden states that predict the actions, initialised to 0."""
 
     def __init__(self, width: int, *, detach_trunk: bool) -> None:
-        """`detach_trunk`: the value loss trains this layer and nothing below it."""
+        """With `detach_trunk` the value loss trains this layer only."""
         super().__init__()
         self._detach_trunk = detach_trunk
         self.linear = nn.Linear(width, 1)
@@ -23,5 +23,5 @@ class ValueHead(nn.Module):
         """Values [A]."""
         states_AE = hidden_AE.detach() if self._detach_trunk else hidden_AE
         values_A1: Tensor = self.linear(states_AE.float())
-        # not a view: sharded modules hang their backward pass on the tensor that they return
+        # a copy, not a view: FSDP2 registers its backward hook on the tensor that a module returns
         return values_A1[:, 0].clone()

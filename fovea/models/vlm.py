@@ -1,4 +1,4 @@
-"""The fast path: a model of transformers layer by layer, over packed rows in which completions share their prompt.
+"""The fast path: a transformers network run layer by layer on packed rows with shared prefixes.
 
 Axes: `N` tokens of a row, `A` actions, `E` width of the model, `D` width of a head.
 """
@@ -30,7 +30,7 @@ from fovea.types import PromptImage
 
 
 class VLM(PolicyNetwork):
-    """A network with a fast path: each prompt once per row, and the parts that the embedded engine calls."""
+    """PolicyNetwork on packed rows, each prompt computed once per row; also the model of the embedded engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class VLM(PolicyNetwork):
         kernels: Kernels = TORCH_KERNELS,
         value_head: ValueHead | None = None,
     ) -> None:
-        """`feature_cache` only with a vision tower that never changes; `kernels`: Liger's on CUDA, if wanted."""
+        """`feature_cache` requires a frozen vision tower."""
         super().__init__(network, value_head)
         assert self.family.fast_path is not None, f"{self.family.model_type} has no fast path"
         self._fast = self.family.fast_path
@@ -59,7 +59,7 @@ class VLM(PolicyNetwork):
         use_layer_calls(self._language_model, self._fast.layer)
 
     def action_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [A, E], after the final norm: those that predict the actions."""
+        """Last hidden states [A, E], after the final norm, from which the actions are predicted."""
         language = self._language_model
         hidden_NE: Tensor = language.embed_tokens(row.token_ids_N)
         visual = None
@@ -70,23 +70,24 @@ class VLM(PolicyNetwork):
             visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
         attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE)
-        wanted, place_A = self._read_in_the_end(row, visual)
+        wanted, place_A = self._last_layer_tokens(row, visual)
         for index, layer in enumerate(language.layers):
             kept = wanted if index == self._shape.num_layers - 1 else None
-            known = None if row.recall is None else partial(row.recall.outputs, index, kept)
+            recorded = None if row.recorded is None else partial(row.recorded.outputs, index, kept)
             call = LayerCall(index, self._shape, rope, attend, self._kernels, kept)
-            # through the module's own call: sharding and recomputation of activations hook in there
-            hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, known))
+            # through the module's own call, into which FSDP2 and gradient checkpointing hook
+            hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, recorded))
             if visual is not None and kept is None:
                 hidden_NE = visual.add_to(hidden_NE, index)
         normed: Tensor = language.norm(hidden_NE)
         return normed[place_A]
 
-    def _read_in_the_end(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
-        """The tokens that the last layer has to go on with (None: all), and the place of each action's among them.
+    def _last_layer_tokens(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
+        """Indices of the tokens whose output of the last layer is used (None: all), and each action's index among them.
 
-        Of a prompt all but the last token is read by other tokens only, and so by nobody after the last layer.
+        Prompt tokens but the last one serve as keys and values only, and need no output of the last layer.
         """
+        # deepstack features are added to the visual tokens after this layer, by their index in the whole row
         if visual is not None and len(visual.layers) >= self._shape.num_layers:
             return None, row.hidden_index_A
         wanted, place_A = row.hidden_index_A.unique(return_inverse=True)
@@ -94,7 +95,7 @@ class VLM(PolicyNetwork):
 
     @property
     def linear_widths(self) -> list[list[int]]:
-        """For each decoder layer, the width of what its groups of linear layers give (`models.activation_tape`)."""
+        """Output widths of the groups of linear layers of each decoder layer, for the activation tape."""
         text, shape = self.text_config, self._shape
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         widths = {
@@ -106,12 +107,12 @@ class VLM(PolicyNetwork):
         return [[widths[group] for group in LinearGroup]] * shape.num_layers
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
-        """Of M-RoPE positions, of the type of `like`."""
+        """Rotary embedding of M-RoPE positions, in the type and on the device of `like`."""
         cos, sin = self._language_model.rotary_emb(like, positions_3N[:, None])
         return Rope.of(cos[0], sin[0])
 
     def image_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Features of each image; equal images are encoded once, and once for ever while the tower is frozen."""
+        """Features of each image; equal images are encoded once, and cached features are reused."""
         if self._feature_cache is not None:
             with torch.no_grad():
                 return self._feature_cache.get(images, self._encode_one_by_one)
@@ -120,7 +121,7 @@ class VLM(PolicyNetwork):
         return [encoded[image.key] for image in images]
 
     def image_graph(self, images: Sequence[PromptImage]) -> dict[str, ImageFeatures]:
-        """Features by image key, with the graph that made them: one pass for the rollout and the update after it."""
+        """Features by image key with their autograd graph, to be shared by the rollout and the update after it."""
         distinct = {image.key: image for image in images}
         if not distinct:
             return {}
@@ -128,16 +129,18 @@ class VLM(PolicyNetwork):
             return dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
 
     def graph_bytes(self, images: Sequence[PromptImage]) -> int:
-        """About what `image_graph` keeps for its backward pass."""
+        """Estimated bytes of activations that `image_graph` keeps for the backward pass."""
         distinct = {image.key: image for image in images}
         return self._fast.activation_bytes(vision_tower(self.network), list(distinct.values()))
 
     def _encode_one_by_one(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Features that depend on no other image, to the last bit: a resumed run meets images in other company."""
+        """Features of each image from a forward pass of its own."""
+        # a matrix product rounds differently with its number of rows: a resumed run, whose cache misses other images
+        # together, would get other features
         return [features for image in images for features in self.encode([image])]
 
     def encode(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """One pass of the vision tower over all the images."""
+        """Features of each image from one forward pass of the vision tower over all of them."""
         return self._fast.encode(vision_tower(self.network), images)
 
     @property

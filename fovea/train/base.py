@@ -1,4 +1,4 @@
-"""The interface of a policy: what the driver awaits, and what one of its worker processes does."""
+"""Protocols of a policy: the async one that the driver awaits, and the blocking one of each worker process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Per-token inputs of the advantages and of the loss that take a forward pass before the update."""
+    """Per-token inputs of advantages and loss that need a forward pass before the update."""
 
     old_logprobs: bool = False
     reference_logprobs: bool = False
@@ -21,9 +21,13 @@ class Needs:
 
     @staticmethod
     def of(algorithm: Algorithm) -> Needs:
-        """Compute old and reference log-probs and values, skipping what the update recomputes anyway."""
+        """Compute old and reference log-probs and values, skipping what the update recomputes anyway.
+
+        Skipped are old log-probs where the first step is on-policy, and reference log-probs where the KL term is off.
+        """
         return Needs(
-            # with one optimizer step per epoch the first epoch sees every sample before any step
+            # with one optimizer step per epoch the first epoch passes over every sample before the weights change, so
+            # its own log-probs are the old ones
             old_logprobs=algorithm.minibatches > 1 or algorithm.needs_old_logprobs,
             reference_logprobs=algorithm.kl is not None,
             values=algorithm.critic is not None,
@@ -40,7 +44,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The model under training, as the start of a run prints it."""
+    """Device and parameter counts of the model under training, printed at the start of a run."""
 
     device: str
     device_name: str | None
@@ -50,47 +54,50 @@ class ModelFacts:
 
 
 class Policy(Protocol):
-    """The model being trained, by one process or many, as the driver sees it. Calls never overlap."""
+    """The model under training, in one process or many, as seen by the driver. Calls never overlap."""
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        """Add old and reference log-probs and values to the samples of a batch, in as few passes as they take."""
+        """Add the old and reference log-probs and values that are needed to the samples of a batch."""
         ...
 
     async def update(self, batch: Batch) -> Metrics:
-        """All optimizer steps of one batch."""
+        """Take all optimizer steps of one batch; returns the metrics of the update."""
         ...
 
     async def sft(self, pairs: Sequence[Pair]) -> Metrics:
-        """One step of supervised fine-tuning, the warm-up before RL; `loss` is the mean over answer tokens."""
+        """Take one step of supervised fine-tuning (the warm-up before RL); `loss` is the mean over answer tokens."""
         ...
 
     async def snapshot_reference(self) -> None:
-        """Begin RL with the weights as the warm-up left them: they are the reference of the KL term."""
+        """Make the present weights the start of RL: the reference of the KL term, master weights and critic copy them.
+
+        Called once, after the warm-up.
+        """
         ...
 
     async def save(self, folder: Path) -> None:
-        """Write everything that `load` needs to go on bit for bit into an existing folder."""
+        """Write the state from which `load` resumes bit for bit into an existing folder."""
         ...
 
     async def load(self, folder: Path) -> None:
-        """Take the state of a folder that `save` wrote; TrainError when it is of another model."""
+        """Restore the state that `save` wrote; TrainError when it belongs to another model."""
         ...
 
     async def export(self, folder: Path) -> None:
-        """Write the present weights, adapters merged, and their config, as transformers reads them."""
+        """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
         ...
 
     def describe(self) -> ModelFacts:
-        """Devices and trainable parameters."""
+        """Devices and parameter counts."""
         ...
 
     async def close(self) -> None:
-        """Free the model; the policy is of no use afterwards."""
+        """Free the model; no other call may follow."""
         ...
 
 
 class PolicyWorker(Protocol):
-    """One process of a policy: the same calls, in step with its peers where it has any."""
+    """One process of a policy. Its methods are those of `Policy`; all workers make the same calls in the same order."""
 
     def annotate(self, batch: Batch, needs: Needs) -> Batch: ...
 
@@ -111,5 +118,5 @@ class PolicyWorker(Protocol):
     def close(self) -> None: ...
 
     def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters merged; not copied where they need not be."""
+        """All weights under their Hugging Face names, adapters merged; weights without an adapter are not copied."""
         ...

@@ -1,10 +1,10 @@
-"""Which rank trains on which groups, and which of these share a row: about the same work for each, within a budget.
+"""Assignment of groups to ranks and to packed rows, balanced by cost under a token budget.
 
-No cut changes the gradient. All of it follows from the groups alone, so that every rank works out the same for all.
+Losses are normalised by counts of the whole batch, so no assignment changes the gradient. It depends on the groups
+alone: every rank computes the assignment of all ranks without communication.
 
-The cost of a group is its floating point operations in units of plain text tokens, one token through the linear
-layers of the decoder: 1 for each token, more for the attention to those before it, for the head, and for images that
-are encoded along.
+The cost of a group is its training FLOPs in units of one text token through the decoder's linear layers: 1 for each
+token, plus attention to earlier tokens, the head, and images that are encoded.
 """
 
 from __future__ import annotations
@@ -21,38 +21,42 @@ from fovea.types import Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A group, or some samples of one that is too large, the prompt repeated."""
+class GroupSlice:
+    """A whole group, or consecutive samples of a group that is too large for one row, with a copy of the prompt."""
 
     group: SampleGroup
     first_sample: int
-    """Where its first sample stands in the batch; the others follow."""
+    """Index in the batch of the first sample; the others follow it there."""
 
     @property
     def sample_numbers(self) -> range:
+        """Indices of the samples in the batch."""
         return range(self.first_sample, self.first_sample + len(self.group.samples))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in a row: the prompt once, and each completion without its last token."""
+        """Number of tokens in a packed row."""
+        # the last token of a completion is predicted and never an input
         return self.group.prompt.num_tokens + sum(len(sample.token_ids_T) - 1 for sample in self.group.samples)
 
 
-Row: TypeAlias = Sequence[Part]
+RowSlices: TypeAlias = Sequence[GroupSlice]
+"""The slices that share one packed row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a group costs, in plain text tokens; never less than its tokens."""
+    """Cost model of a forward and backward pass, in units of one text token through the decoder's linear layers."""
 
     work: Work
     passes: Passes
 
     def of(self, group: SampleGroup) -> float:
-        return self.operations(group) / (self.work.token * self.passes.linear)
+        """Cost of a group; never less than its number of tokens."""
+        return self.flops(group) / (self.work.token * self.passes.linear)
 
-    def operations(self, group: SampleGroup) -> float:
-        """Floating point operations, the prompt once for all its samples."""
+    def flops(self, group: SampleGroup) -> float:
+        """FLOPs of a group, with one pass over the prompt for all its samples."""
         prompt = group.prompt
         total = self.work.prompt(prompt.num_tokens, prompt.images, self.passes)
         for sample in group.samples:
@@ -61,41 +65,45 @@ class Cost:
         return total
 
 
-def parts_of(groups: Sequence[SampleGroup], max_tokens: int | None = None) -> list[Part]:
-    """The groups in order; one whose tokens do not fit is split into parts, which repeat the prompt and its images."""
+def slice_groups(groups: Sequence[SampleGroup], max_tokens: int | None = None) -> list[GroupSlice]:
+    """Slices in the order of the groups; a group above `max_tokens` is split, each slice repeating prompt and images.
+
+    TrainError when a prompt with a single completion exceeds `max_tokens`.
+    """
     numbered = _numbered(groups)
     if max_tokens is None:
         return numbered
-    return [part for whole in numbered for part in _split(whole, max_tokens)]
+    return [each for whole in numbered for each in _split(whole, max_tokens)]
 
 
-def deal(parts: Sequence[Part], cost: Cost, num_ranks: int) -> list[list[Part]]:
-    """Deal the parts to ranks longest-processing-time-first, so that each rank has about the same work.
+def assign_to_ranks(slices: Sequence[GroupSlice], cost: Cost, num_ranks: int) -> list[list[GroupSlice]]:
+    """Distribute slices over ranks longest-processing-time-first, so that each rank has about the same cost.
 
-    A share is in the order of the batch, and empty where there are fewer parts than ranks.
+    Each rank's slices are in the order of the batch; a rank has none if there are fewer slices than ranks.
     """
     if num_ranks == 1:
-        return [list(parts)]
-    shares = _longest_first([cost.of(part.group) for part in parts], num_ranks)
-    return [[parts[index] for index in sorted(share)] for share in shares]
+        return [list(slices)]
+    shares = _longest_first([cost.of(each.group) for each in slices], num_ranks)
+    return [[slices[index] for index in sorted(share)] for share in shares]
 
 
-def cut_by_cost(parts: Sequence[Part], cost: Cost, max_tokens: int) -> list[Row]:
-    """Pack parts into rows under `max_tokens` of cost, balancing the rows longest-processing-time-first.
+def pack_by_cost(slices: Sequence[GroupSlice], cost: Cost, max_tokens: int) -> list[RowSlices]:
+    """Pack groups into micro-batches under `max_tokens`, balancing cost longest-processing-time-first.
 
-    A part that fits by its tokens and not by its cost has a row to itself.
+    The budget is one of cost, which is at least the number of tokens. A slice whose cost alone exceeds it gets a row to
+    itself.
     """
-    costs = [cost.of(part.group) for part in parts]
-    return [[parts[index] for index in row] for row in balanced(costs, max_tokens)]
+    costs = [cost.of(each.group) for each in slices]
+    return [[slices[index] for index in row] for row in balanced_bins(costs, max_tokens)]
 
 
-def cut_by_count(parts: Sequence[Part], groups_per_row: int) -> list[Row]:
-    """Rows of so many groups each, in their order."""
-    return [parts[start : start + groups_per_row] for start in range(0, len(parts), groups_per_row)]
+def pack_by_count(slices: Sequence[GroupSlice], groups_per_row: int) -> list[RowSlices]:
+    """Pack a fixed number of groups into each row, in the order of the batch."""
+    return [slices[start : start + groups_per_row] for start in range(0, len(slices), groups_per_row)]
 
 
-def check_padding(rows: Sequence[Row], max_tokens: int) -> None:
-    """TrainError when a row is longer than the length to which all are padded."""
+def check_padding(rows: Sequence[RowSlices], max_tokens: int) -> None:
+    """Raise TrainError if a row is longer than `max_tokens`, the length to which all rows are padded."""
     longest = max(rows, key=_num_tokens, default=())
     if _num_tokens(longest) > max_tokens:
         raise TrainError(
@@ -105,30 +113,34 @@ def check_padding(rows: Sequence[Row], max_tokens: int) -> None:
         )
 
 
-def _num_tokens(row: Row) -> int:
-    return sum(part.num_tokens for part in row)
+def _num_tokens(row: RowSlices) -> int:
+    return sum(each.num_tokens for each in row)
 
 
-def in_step(rows_of_ranks: Sequence[Sequence[Row]], filler: Part) -> list[list[Row]]:
-    """Add fillers to the rows of each rank, until all ranks enter the same modules in the same order.
+def align_ranks(rows_of_ranks: Sequence[Sequence[RowSlices]], dummy: GroupSlice) -> list[list[RowSlices]]:
+    """Add dummy slices until all ranks have the same number of rows, each with an image if the dummy has one.
 
-    A sharded module gathers its weights from all ranks whenever it is entered. `filler` is a part without samples, with
-    an image if the vision tower is to be entered: it is a row by itself where a rank has fewer rows than another, and
-    joins each row that has no image of its own.
+    `dummy` is a slice without samples. It adds nothing to the loss.
     """
+    # FSDP2 all-gathers the weights of a module whenever a rank enters it: a rank that skipped a row, or the vision
+    # tower in a row of text, would leave the others waiting
     longest = max(map(len, rows_of_ranks), default=0)
-    filled = [[*rows, *[[filler]] * (longest - len(rows))] for rows in rows_of_ranks]
-    if not filler.group.images:
+    filled = [[*rows, *[[dummy]] * (longest - len(rows))] for rows in rows_of_ranks]
+    if not dummy.group.images:
         return filled
-    return [[row if _has_image(row) else [*row, filler] for row in rows] for rows in filled]
+    return [[row if _has_image(row) else [*row, dummy] for row in rows] for rows in filled]
 
 
-def _has_image(row: Row) -> bool:
-    return any(part.group.images for part in row)
+def _has_image(row: RowSlices) -> bool:
+    return any(each.group.images for each in row)
 
 
-def balanced(costs: Sequence[float], budget: float) -> list[list[int]]:
-    """Indices by row: as few rows as longest-first can keep within the budget; a larger one stands alone."""
+def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
+    """Indices of costs by bin: the fewest bins with which longest-processing-time-first stays within the budget.
+
+    A cost above the budget gets a bin to itself.
+    """
+    # no fewer bins can hold the sum; adding one at a time ends, at the latest, with one cost to each bin
     num_rows = min(len(costs), math.ceil(sum(costs) / budget))
     while True:
         rows = _longest_first(costs, num_rows)
@@ -138,11 +150,12 @@ def balanced(costs: Sequence[float], budget: float) -> list[list[int]]:
 
 
 def _longest_first(costs: Sequence[float], num_rows: int) -> list[list[int]]:
-    """Each in turn, the dearest first, into the row that is cheapest so far (Graham, SIAM J. Appl. Math. 17, 1969).
+    """Indices of costs by row, by the longest-processing-time-first rule (Graham, SIAM J. Appl. Math. 17, 1969).
 
-    The dearest row is then at most 4/3 of what the best cut would make it.
+    The largest row costs at most 4/3 of the optimum.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
+    # a heap of (cost so far, row): ties go to the lower row on every rank alike
     cheapest = [(0.0, row) for row in range(num_rows)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         total, row = cheapest[0]
@@ -151,18 +164,18 @@ def _longest_first(costs: Sequence[float], num_rows: int) -> list[list[int]]:
     return rows
 
 
-def _numbered(groups: Sequence[SampleGroup]) -> list[Part]:
-    """The groups, each with the number of its first sample."""
-    parts: list[Part] = []
+def _numbered(groups: Sequence[SampleGroup]) -> list[GroupSlice]:
+    """One slice for each whole group, with the index of its first sample."""
+    slices: list[GroupSlice] = []
     first = 0
     for group in groups:
-        parts.append(Part(group=group, first_sample=first))
+        slices.append(GroupSlice(group=group, first_sample=first))
         first += len(group.samples)
-    return parts
+    return slices
 
 
-def _split(whole: Part, max_tokens: int) -> list[Part]:
-    """The group itself, or parts of it that fit, each with the prompt repeated."""
+def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
+    """Slices of a group under `max_tokens`, filled in the order of its samples."""
     prompt_tokens = whole.group.prompt.num_tokens
     parts: list[list[Sample]] = [[]]
     size = prompt_tokens
@@ -179,5 +192,5 @@ def _split(whole: Part, max_tokens: int) -> list[Part]:
             size = prompt_tokens
         parts[-1].append(sample)
         size += tokens
-    groups = [replace(whole.group, samples=tuple(part)) for part in parts]
-    return [replace(part, first_sample=part.first_sample + whole.first_sample) for part in _numbered(groups)]
+    groups = [replace(whole.group, samples=tuple(each)) for each in parts]
+    return [replace(each, first_sample=each.first_sample + whole.first_sample) for each in _numbered(groups)]

@@ -1,4 +1,4 @@
-"""What one micro-batch adds to the policy's loss, and the sums that become metrics.
+"""Policy loss of a micro-batch, and the sums that become metrics.
 
 Axes: `A` action tokens of the micro-batch.
 """
@@ -17,8 +17,11 @@ from fovea.train.packing import MicroBatch
 
 
 def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of these actions as they count in the whole step's, and sums over them for the metrics."""
-    # an on-policy first update is its own old policy: the ratio is 1 and carries the gradient
+    """Loss of a micro-batch, weighted by `micro.weights_A`, and metrics as sums over its actions.
+
+    The losses of all micro-batches add up to the loss of the step.
+    """
+    # on the first on-policy step the present policy is the old one: detached, so that the ratio is 1 with a gradient
     old_A = scores.logprobs_A.detach() if micro.old_logprobs_A is None else micro.old_logprobs_A
     policy = _policy_loss(scores.logprobs_A, old_A, micro, settings)
     loss_A = policy.loss_A
@@ -27,7 +30,7 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
         "clip_frac/low": policy.clipped_low_A.sum(),
         "clip_frac/high": policy.clipped_high_A.sum(),
         "ratio_mean": policy.ratio_A.sum(),
-        # the actions are the old policy's
+        # k3 is an expectation over samples of its first argument, and the old policy drew the actions
         "kl/policy": k3(old_A, scores.logprobs_A.detach()).sum(),
     }
     if settings.importance_sampling_fix:

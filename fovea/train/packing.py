@@ -1,4 +1,4 @@
-"""From samples to packed rows; which samples share a row is for `fovea.train.microbatching` to say.
+"""Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.microbatching`.
 
 Axes: `N` tokens of a row, `A` actions of a row, `L` tokens of a prompt, `T` tokens of a completion.
 """
@@ -16,49 +16,50 @@ from torch import Tensor
 from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.train.microbatching import Row
+from fovea.train.microbatching import RowSlices
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward: a row, and what the objective needs of each action."""
+    """A packed row and the per-action inputs of the loss, for one forward and backward pass."""
 
     row: PackedRow
     weights_A: Tensor
+    """Weight of each action's loss in the loss of the step."""
     rollout_logprobs_A: Tensor
     advantages_A: Tensor | None
-    """None in a pass that only scores."""
+    """None in a pass that computes log-probs or values only."""
     old_logprobs_A: Tensor | None
     reference_logprobs_A: Tensor | None
     values_A: Tensor | None
     returns_A: Tensor | None
     lengths: tuple[int, ...]
-    """Actions of each sample, in the order of the row."""
+    """Number of actions of each sample, in the order of the row."""
     sample_numbers: tuple[int, ...]
-    """Where each of these samples stands in the batch."""
+    """Index of each of these samples in the batch."""
     groups: tuple[SampleGroup, ...]
-    """Or parts of groups, in the order of the row."""
+    """Groups, or slices of groups, in the order of the row."""
 
     @property
     def given_logprobs(self) -> list[Tensor]:
-        """[A] each: of the engine, and of the trainer before the update and of the reference where there are any."""
+        """Log-probs [A] that the micro-batch carries: the engine's, and the old and reference ones if there are any."""
         given = (self.rollout_logprobs_A, self.old_logprobs_A, self.reference_logprobs_A)
         return [logprobs_A for logprobs_A in given if logprobs_A is not None]
 
 
 def micro_batches(
-    family: ModelFamily, rows: Sequence[Row], like: Sample, device: torch.device, padded_tokens: int | None = None
+    family: ModelFamily, rows: Sequence[RowSlices], like: Sample, device: torch.device, padded_tokens: int | None = None
 ) -> list[MicroBatch]:
-    """One micro-batch for each row of parts; `padded_tokens` as in `pack_row`.
+    """One micro-batch for each row; `padded_tokens` as in `pack_conversations`.
 
-    `like`: a sample of the batch, for the fields of a row that has none.
+    `like` is any sample of the batch: it tells which optional fields a row without samples (a dummy) has.
     """
     return [_pack(family, row, like, device, padded_tokens) for row in rows]
 
 
-def _pack(family: ModelFamily, parts: Row, like: Sample, device: torch.device, padded: int | None) -> MicroBatch:
-    groups = [part.group for part in parts]
+def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.device, padded: int | None) -> MicroBatch:
+    groups = [each.group for each in slices]
     samples = [sample for group in groups for sample in group.samples]
 
     def joined(field: Field) -> Tensor | None:
@@ -80,18 +81,18 @@ def _pack(family: ModelFamily, parts: Row, like: Sample, device: torch.device, p
         values_A=joined(lambda sample: sample.values_T),
         returns_A=joined(lambda sample: sample.returns_T),
         lengths=tuple(sample.num_actions for sample in samples),
-        sample_numbers=tuple(number for part in parts for number in part.sample_numbers),
+        sample_numbers=tuple(number for each in slices for number in each.sample_numbers),
         groups=tuple(groups),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Continuation:
-    """The tokens after a prompt that belong to one sample."""
+    """Tokens of one sample after its prompt: actions of the policy and observations of the environment."""
 
     token_ids_T: NDArray[np.int64]
     mask_T: NDArray[np.bool_]
-    """True at actions, which are scored."""
+    """True at actions, whose log-probs are computed."""
     images: tuple[PromptImage, ...] = ()
 
     @staticmethod
@@ -106,7 +107,7 @@ def pack_row(
     device: torch.device,
     padded_tokens: int | None = None,
 ) -> PackedRow:
-    """The row of prompts and their completions of one turn, every token of which is an action."""
+    """Packed row of prompts and completions of one turn, in which every completion token is an action."""
     continuations = [
         [Continuation(token_ids_T=ids_T, mask_T=np.ones(len(ids_T), dtype=np.bool_)) for ids_T in of_prompt]
         for of_prompt in completions
@@ -121,10 +122,7 @@ def pack_conversations(
     device: torch.device,
     padded_tokens: int | None = None,
 ) -> PackedRow:
-    """The row of these prompts, each followed by its continuations; padded to a fixed length if one is given.
-
-    Padding is copies of the row's first token, in prompts of their own that nothing reads.
-    """
+    """Packed row of prompts, each followed by its continuations, padded to `padded_tokens` if given."""
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
     hidden_index: list[NDArray[np.int64]] = [_NO_IDS]
@@ -132,6 +130,7 @@ def pack_conversations(
     start = 0
     for prompt, answers in zip(prompts, continuations, strict=True):
         tokens.append(prompt.token_ids_L)
+        # every continuation starts at the position after the prompt, as if it were the only one
         prompt_3L, next_position = family.positions(prompt.token_ids_L, prompt.images, 0)
         positions.append(prompt_3L)
         images.extend(prompt.images)
@@ -142,13 +141,15 @@ def pack_conversations(
             tokens.append(answer.token_ids_T[:-1])
             positions.append(family.positions(answer.token_ids_T[:-1], answer.images, next_position)[0])
             images.extend(answer.images)
+            # the hidden state of a token predicts the next one, and that of the prompt's last token the first action
             hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)])[answer.mask_T])
             start += length
     padding = 0 if padded_tokens is None else padded_tokens - start
     assert padding >= 0, f"a row of {start} tokens is to be padded to {padded_tokens}"
+    # padding is copies of the row's first token, laid out as prompts without completions: nothing attends to them
     tokens.append(np.repeat(tokens[0][:1], padding))
     positions.append(np.repeat(positions[0][:, :1], padding, axis=1))
-    fillers = _pieces(padding, longest=max(prompt.num_tokens for prompt in prompts))
+    fillers = _padding_prompts(padding, longest=max(prompt.num_tokens for prompt in prompts))
     layout = shared_prefix_layout(
         [*(prompt.num_tokens for prompt in prompts), *fillers],
         [*([len(answer.token_ids_T) - 1 for answer in answers] for answers in continuations), *([] for _ in fillers)],
@@ -166,13 +167,14 @@ def pack_conversations(
     )
 
 
-def _pieces(total: int, longest: int) -> list[int]:
-    """No filler is longer than the longest prompt, to which attention pads all."""
+def _padding_prompts(total: int, longest: int) -> list[int]:
+    """Lengths of padding prompts that add up to `total`."""
+    # attention pads all prompts to the longest one: a longer filler would grow the blocks of all prompts
     return [longest] * (total // longest) + [total % longest] * (total % longest > 0)
 
 
 _NONE, _NO_IDS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64)
-"""A row may have no actions, and numpy cannot join none."""
+"""Empty first elements for `np.concatenate`, which raises on an empty list: a row may have no actions."""
 
 Field = Callable[[Sample], "NDArray[np.float32] | None"]
 
@@ -182,7 +184,7 @@ def _weights(sample: Sample) -> NDArray[np.float32]:
 
 
 def _joined(samples: Sequence[Sample], field: Field, like: Sample, device: torch.device) -> Tensor | None:
-    """One value per action of the row; None where the samples have none."""
+    """Per-token field of the samples at their actions, [A]; None if the samples of the batch lack the field."""
     arrays = [array_T[sample.mask_T] for sample in samples if (array_T := field(sample)) is not None]
     given = field(like) is not None
     assert len(arrays) == given * len(samples), f"{len(arrays)} of {len(samples)} samples have a per-token field"

@@ -1,4 +1,4 @@
-"""What an update measures: sums over its passes, the distance of engine and trainer, the memory of activations."""
+"""Metrics of an update: sums over its passes, engine-trainer mismatch, and activation memory."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from fovea.types import Metrics, SampleGroup
 GIB = 2**30
 
 LOSSES = ("loss", "policy_loss")
-"""Weighed as they are minimised: a mean over optimizer steps, not over actions."""
+"""Keys averaged over optimizer steps: their sums are weighted by `Sample.weight` already."""
 COUNTS = ("actions", "reused_images")
 
 
 @dataclass(slots=True)
-class Tally:
-    """Of one update."""
+class UpdateStats:
+    """Running statistics of one update."""
 
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     norms: list[list[float]] = field(default_factory=list)
-    """For each step, of the gradients before clipping: the policy's, and the value function's where there is one."""
+    """Gradient norms before clipping by optimizer step: the policy's, then the value function's if there is one."""
     minibatches: int = 1
-    """Into which the batch was cut."""
+    """Number of minibatches of an epoch."""
     policy_kl: float = 0.0
-    """Of the last pass: how far the steps before it had moved the policy."""
+    """KL divergence from the policy before the update to the one of the last pass, per action."""
     passes: int = 0
-    """Over a minibatch, whether a step was taken or not."""
-    operations: float = 0.0
-    """That the passes need, by the model's sizes."""
+    """Number of passes over a minibatch, including those whose optimizer step was skipped."""
+    flops: float = 0.0
+    """Model FLOPs of all passes, forward and backward."""
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    """[T] of every sample, by the last whole pass over the batch; none where that is cut into minibatches."""
+    """Log-probs [T] of every sample from the last pass over the batch; empty with several minibatches."""
     not_finite: list[str] = field(default_factory=list)
-    """Tasks for which the last step was left out."""
+    """Ids of the tasks because of which the last step was skipped."""
 
     def add(self, sums: Mapping[str, float], policy_kl: float) -> None:
-        """Of one pass over a minibatch."""
+        """Add the sums of one pass over a minibatch."""
         self.passes += 1
         self.policy_kl = policy_kl
         for key, value in sums.items():
             self.sums[key] += value
 
     def metrics(self) -> Metrics:
-        """Losses per optimizer step, everything else a mean over the actions of all passes."""
+        """Metrics of the update: losses are means over optimizer steps, the others over the actions of all passes."""
         actions = max(self.sums["actions"], 1.0)
         means = {key: x / actions for key, x in self.sums.items() if key not in (*LOSSES, *COUNTS)}
         reused = means.pop("reused_actions", 0.0)
@@ -62,7 +62,7 @@ class Tally:
             "actions_trained": self.sums["actions"],
             "reused_frac": reused,
             "reused_images": self.sums["reused_images"],
-            "update_tflop": self.operations / 1e12,
+            "update_tflop": self.flops / 1e12,
             "epochs_run": len(self.norms) / max(self.minibatches, 1),
             "kl/policy": self.policy_kl,
             **self._mean_norms(),
@@ -75,10 +75,10 @@ class Tally:
 
 
 def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
-    """Over all actions of the groups, lp the engine's and lp_old the trainer's, of which there is one [T] per sample.
+    """Difference of the engine's log-probs lp and the trainer's lp_old ([T] per sample) over all actions of the groups.
 
-    k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are of the difference itself. Empty without
-    groups.
+    k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are the mean and the largest |lp - lp_old|.
+    Empty without groups.
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
@@ -96,11 +96,10 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
 
 
 class ActivationMeter:
-    """What autograd saves of the largest pass so far. A pass that is no larger runs as if there were no meter.
+    """Bytes of activations that autograd saves for the backward pass, measured on the largest pass so far.
 
-    Counted are the bytes of distinct storages, each in full, since a view keeps all of it; parameters are there anyway.
-    What lives and dies within the forward pass, or is made in the backward pass, is not in it: with gradient
-    checkpointing that is most, and the inputs of the layers remain.
+    Temporaries of the forward and of the backward pass are not counted. With gradient checkpointing these are most of
+    the peak, and the count comes to the inputs of the layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -114,13 +113,15 @@ class ActivationMeter:
 
     @contextmanager
     def __call__(self, size: int) -> Iterator[None]:
-        """Around a forward pass of this size, in whatever unit sizes are compared."""
+        """Measure the forward pass in this context if its `size` (tokens, say) is the largest so far."""
+        # the hooks run for every saved tensor: a smaller pass would pay for them and change nothing
         if size <= self._largest:
             yield
             return
         saved: dict[int, UntypedStorage] = {}
 
         def count(tensor: Tensor) -> Tensor:
+            # by storage, since a view keeps all of its storage alive, and two views keep it once
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = storage
             return tensor
@@ -128,11 +129,11 @@ class ActivationMeter:
         with saved_tensors_hooks(count, _same):
             yield
         for parameter in self._module.parameters():
-            # weights that were gathered from shards for the pass are freed by now, and count nothing
+            # weights are no activations; those gathered from shards for the pass are freed by now and count 0 bytes
             if not isinstance(parameter, DTensor):
                 saved.pop(parameter.untyped_storage().data_ptr(), None)
         self._largest = size
-        # a longer row may keep less: one whose forward pass was looked up
+        # a longer row may save less: its linear outputs may have come from the activation tape
         self.num_bytes = max(self.num_bytes, sum(storage.nbytes() for storage in saved.values()))
 
 

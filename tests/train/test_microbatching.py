@@ -15,14 +15,14 @@ from fovea.models.families.qwen_vl import grid_of
 from fovea.models.flops import Passes, Work
 from fovea.train.microbatching import (
     Cost,
-    Part,
-    balanced,
+    GroupSlice,
+    align_ranks,
+    assign_to_ranks,
+    balanced_bins,
     check_padding,
-    cut_by_cost,
-    cut_by_count,
-    deal,
-    in_step,
-    parts_of,
+    pack_by_cost,
+    pack_by_count,
+    slice_groups,
 )
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 from tests.records import all_actions
@@ -57,7 +57,7 @@ def all_samples(groups: list[SampleGroup]) -> list[Sample]:
     return [sample for each in groups for sample in each.samples]
 
 
-def samples_by_number(rows: list[list[Part]]) -> dict[int, Sample]:
+def samples_by_number(rows: list[list[GroupSlice]]) -> dict[int, Sample]:
     pairs = [pair for row in rows for part in row for pair in zip(part.sample_numbers, part.group.samples, strict=True)]
     assert len(dict(pairs)) == len(pairs), "a sample twice"
     return dict(pairs)
@@ -83,7 +83,7 @@ def test_attention_counts_three_passes_where_frozen_layers_count_two() -> None:
 @settings(max_examples=100, deadline=None)
 @given(costs=st.lists(st.integers(1, 60), min_size=1, max_size=5), budget=st.integers(20, 90))
 def test_rows_keep_to_the_budget_and_are_near_the_best_cut(costs: list[int], budget: int) -> None:
-    rows = balanced(costs, budget)
+    rows = balanced_bins(costs, budget)
     assert sorted(index for row in rows for index in row) == list(range(len(costs)))
     totals = [sum(costs[index] for index in row) for row in rows]
     assert all(len(row) == 1 or total <= budget for row, total in zip(rows, totals, strict=True))
@@ -100,17 +100,17 @@ def best_largest(costs: list[int], num_rows: int) -> int:
 
 
 def test_the_number_of_rows_is_what_the_total_needs() -> None:
-    assert balanced([10] * 6, 30) == [[0, 2, 4], [1, 3, 5]]
-    assert balanced([10] * 6, 60) == [[0, 1, 2, 3, 4, 5]]
-    assert balanced([], 30) == []
+    assert balanced_bins([10] * 6, 30) == [[0, 2, 4], [1, 3, 5]]
+    assert balanced_bins([10] * 6, 60) == [[0, 1, 2, 3, 4, 5]]
+    assert balanced_bins([], 30) == []
     # 20 = 2 rows of 10 would do (5 + 5, 4 + 4 + 2), but longest-first pairs 5 with 4
-    assert balanced([5, 5, 4, 4, 2], 10) == [[0, 4], [1], [2, 3]]
+    assert balanced_bins([5, 5, 4, 4, 2], 10) == [[0, 4], [1], [2, 3]]
 
 
 def test_in_the_order_of_groups_rows_would_be_uneven() -> None:
     """First come, first served makes 90 and 10 of these; longest-first 50 and 50."""
     costs = [40, 30, 20, 10]
-    rows = balanced(costs, 90)
+    rows = balanced_bins(costs, 90)
     assert [sum(costs[index] for index in row) for row in rows] == [50, 50]
 
 
@@ -125,7 +125,7 @@ def test_every_sample_is_in_one_row_with_its_prompt_and_number(
     sizes: list[tuple[int, list[int]]], max_tokens: int
 ) -> None:
     groups = [group(prompt, *completions) for prompt, completions in sizes]
-    rows = cut_by_cost(parts_of(groups, max_tokens), Cost(work=FULL, passes=CACHED), max_tokens)
+    rows = pack_by_cost(slice_groups(groups, max_tokens), Cost(work=FULL, passes=CACHED), max_tokens)
     found = samples_by_number(rows)
     for number, expected in enumerate(all_samples(groups)):
         assert found[number] is expected
@@ -139,9 +139,9 @@ def test_images_and_attention_fill_a_row_too() -> None:
     cost = Cost(work=FULL, passes=TRAINED)
     groups = [group(4, 2, 2, grid=(1, 2, 2))] * 4
     one = cost.of(groups[0])
-    parts = parts_of(groups)
-    by_work = cut_by_cost(parts, cost, math.ceil(2 * one))
-    by_tokens = cut_by_cost(parts, Cost(work=PLAIN, passes=TRAINED), math.ceil(2 * one))
+    parts = slice_groups(groups)
+    by_work = pack_by_cost(parts, cost, math.ceil(2 * one))
+    by_tokens = pack_by_cost(parts, Cost(work=PLAIN, passes=TRAINED), math.ceil(2 * one))
     assert [len(row) for row in by_work] == [2, 2]
     assert [len(row) for row in by_tokens] == [4]
 
@@ -150,25 +150,25 @@ def test_a_group_that_fits_by_its_tokens_is_never_split() -> None:
     whole = group(10, 5, 5, grid=(1, 8, 8))
     cost = Cost(work=FULL, passes=TRAINED)
     assert cost.of(whole) > 100
-    parts = parts_of([whole, whole], 20)
-    assert cut_by_cost(parts, cost, 20) == [[part] for part in parts_of([whole, whole])]
+    parts = slice_groups([whole, whole], 20)
+    assert pack_by_cost(parts, cost, 20) == [[part] for part in slice_groups([whole, whole])]
 
 
 def test_a_group_whose_tokens_do_not_fit_is_split_by_samples() -> None:
-    rows = cut_by_cost(parts_of([group(10, 6, 6, 6)], 20), Cost(work=PLAIN, passes=TRAINED), 20)
+    rows = pack_by_cost(slice_groups([group(10, 6, 6, 6)], 20), Cost(work=PLAIN, passes=TRAINED), 20)
     assert [[len(part.group.samples) for part in row] for row in rows] == [[2], [1]]
     assert [[part.num_tokens for part in row] for row in rows] == [[20], [15]]
 
 
 def test_a_fixed_number_of_groups_keeps_their_order() -> None:
     groups = [group(3, 2, 2), group(5, 1), group(4, 3)]
-    rows = cut_by_count(parts_of(groups), 2)
+    rows = pack_by_count(slice_groups(groups), 2)
     assert [[part.first_sample for part in row] for row in rows] == [[0, 2], [3]]
 
 
 def test_a_fixed_number_of_groups_that_is_longer_than_the_padding_says_what_to_change() -> None:
     groups = [group(30, 11), group(20, 11)]
-    rows = cut_by_count(parts_of(groups), 2)
+    rows = pack_by_count(slice_groups(groups), 2)
     check_padding(rows, 70)
     with pytest.raises(TrainError, match=r"=69 tokens, but 2 groups hold 70; set it to at least 70, or lower train"):
         check_padding(rows, 69)
@@ -177,8 +177,8 @@ def test_a_fixed_number_of_groups_that_is_longer_than_the_padding_says_what_to_c
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), num_ranks=st.integers(1, 4))
 def test_every_part_is_dealt_once_and_no_rank_has_much_more_than_another(lengths: list[int], num_ranks: int) -> None:
-    parts = parts_of([group(length, 1) for length in lengths])
-    shares = deal(parts, Cost(work=PLAIN, passes=TRAINED), num_ranks)
+    parts = slice_groups([group(length, 1) for length in lengths])
+    shares = assign_to_ranks(parts, Cost(work=PLAIN, passes=TRAINED), num_ranks)
     assert sorted(part.first_sample for share in shares for part in share) == list(range(len(lengths)))
     totals = [sum(part.num_tokens for part in share) for share in shares]
     assert len(totals) == num_ranks
@@ -187,11 +187,11 @@ def test_every_part_is_dealt_once_and_no_rank_has_much_more_than_another(lengths
 
 
 def test_fillers_even_out_rows_and_bring_an_image_where_there_is_none() -> None:
-    text, image, filler = parts_of([group(4, 2), group(4, 2, grid=(1, 2, 2)), group(2, grid=(1, 2, 2))])
-    assert in_step([[[text], [image]], [[image]]], filler) == [[[text, filler], [image]], [[image], [filler]]]
+    text, image, dummy = slice_groups([group(4, 2), group(4, 2, grid=(1, 2, 2)), group(2, grid=(1, 2, 2))])
+    assert align_ranks([[[text], [image]], [[image]]], dummy) == [[[text, dummy], [image]], [[image], [dummy]]]
 
 
 def test_fillers_without_an_image_leave_rows_as_they_are() -> None:
-    text, filler = parts_of([group(4, 2), group(1)])
-    assert in_step([[[text]], []], filler) == [[[text]], [[filler]]]
-    assert in_step([[[text]]], filler) == [[[text]]], "a process by itself"
+    text, dummy = slice_groups([group(4, 2), group(1)])
+    assert align_ranks([[[text]], []], dummy) == [[[text]], [[dummy]]]
+    assert align_ranks([[[text]]], dummy) == [[[text]]], "a process by itself"

@@ -1,4 +1,4 @@
-"""The interface of a model family: what Fovea has to know of a model beyond transformers' own classes.
+"""Protocol of a model family: what rendering, packing and the forward pass need beyond transformers' own classes.
 
 Axes: `L` token ids, `X` axes of a position (3 with M-RoPE: time, height, width; else 1).
 """
@@ -20,62 +20,62 @@ from fovea.types import PromptImage
 
 
 class FastPath(Protocol):
-    """The parts of a network that packed rows and the embedded engine's own decoding call one by one."""
+    """Access to the parts of a network, for packed rows and for the decoding of the embedded engine."""
 
     def layer(self, module: Any) -> LayerModules:
-        """The modules of a decoder layer of transformers."""
+        """Modules of a transformers decoder layer."""
         ...
 
     def encode(self, tower: nn.Module, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """One pass of the vision tower over all images; features by image."""
+        """Features of each image, from one forward pass of the vision tower over all of them."""
         ...
 
     def activation_bytes(self, tower: nn.Module, images: Sequence[PromptImage]) -> int:
-        """About what `encode` keeps for its backward pass."""
+        """Estimated bytes of activations that `encode` keeps for the backward pass."""
         ...
 
 
 class ModelFamily(Protocol):
-    """One model family, configured for one model."""
+    """A model family, configured for one model."""
 
     @property
     def model_type(self) -> str:
-        """The name in transformers' config."""
+        """The `model_type` of transformers' config."""
         ...
 
     @property
     def vision_paths(self) -> tuple[str, ...]:
-        """Module paths of the vision tower and, where that is apart, of the projector behind it."""
+        """Module paths of the vision tower and of the projector, if it is a module of its own."""
         ...
 
     @property
     def language_path(self) -> str:
-        """Module path of the decoder stack."""
+        """Module path of the decoder stack, without the language-model head."""
         ...
 
     @property
     def image_token(self) -> str:
-        """The mark that the chat template writes once per image."""
+        """Text of the token that the chat template writes once per image."""
         ...
 
     @property
     def image_token_id(self) -> int:
-        """Id of the token whose embeddings are replaced by image features."""
+        """Id of the visual tokens, whose embeddings are replaced by image features."""
         ...
 
     @property
     def video_processor(self) -> str | None:
-        """transformers' class that an exported folder names for videos; None for a family without videos."""
+        """Class name of transformers' video processor, written into an exported folder; None without videos."""
         ...
 
     @property
     def fast_path(self) -> FastPath | None:
-        """None: only transformers' own forward (`models.plain`)."""
+        """The fast path; None for a family that runs by transformers' own forward only (`models.plain`)."""
         ...
 
     @property
     def work(self) -> Work:
-        """Floating point operations of the parts of a forward pass."""
+        """Forward FLOPs per token, patch and attention pair."""
         ...
 
     def load_image_processor(self, path: str, revision: str) -> Any:
@@ -83,29 +83,30 @@ class ModelFamily(Protocol):
         ...
 
     def image_options(self, image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> Mapping[str, Any]:
-        """Arguments for the image processor; ConfigError for a limit that the family does not have."""
+        """Arguments of the image processor; ConfigError for a limit that the family does not support."""
         ...
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
-        """The record of one image, from what the image processor returned for it."""
+        """Record of one image, from the output of the image processor."""
         ...
 
     def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-        """Token ids that take the place of the image's mark."""
+        """Token ids that replace an image's token of the chat template."""
         ...
 
     def positions(
         self, token_ids_L: NDArray[np.int64], images: Sequence[PromptImage], start: int
     ) -> tuple[NDArray[np.int64], int]:
-        """Positions [X, L] of a stretch of a conversation, and the position of the token after it.
+        """Positions [X, L] of consecutive tokens of a conversation, and the position of the token after them.
 
-        `start` is the position of its first token: 0 for a prompt, then the position that the stretch before ended on.
+        `start` is the position of the first token: 0 for a prompt, else the position that the call for the tokens
+        before returned.
         """
         ...
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         """Arguments of transformers' forward besides ids and mask, on the device of the ids [rows, L].
 
-        `images`: those of all rows, in order.
+        `images` are those of all rows, in order.
         """
         ...

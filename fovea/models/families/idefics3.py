@@ -1,4 +1,4 @@
-"""Idefics 3 (Laurençon et al., arXiv 2408.12637): a SigLIP tower, a pixel shuffle, a Llama. No fast path yet.
+"""Idefics 3 (Laurençon et al., arXiv 2408.12637): SigLIP tower, pixel shuffle, Llama decoder. No fast path yet.
 
 Axes: `L` token ids, `S` square tiles of an image (one without splitting), 3 colours, `P` pixels along a tile.
 """
@@ -23,17 +23,17 @@ from fovea.models.flops import VisionWork, Work, text_work
 from fovea.types import PromptImage
 
 PIXELS, MASK = "pixel_values", "pixel_attention_mask"
-"""Tensors of an image: float32 [S, 3, P, P] and int64 [S, P, P]; what transformers' forward takes."""
+"""Names of an image's tensors float32 [S, 3, P, P] and int64 [S, P, P], which are inputs of transformers' forward."""
 SPLIT = "rows_and_columns"
-"""int64 [2]: into how many tiles the image is split; zeros where the one tile is the whole image."""
+"""Name of an image's tensor int64 [2]: numbers of tiles along height and width; zeros if it is not split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3:
-    """Idefics 3; `models.families.base.ModelFamily` documents the methods."""
+    """ModelFamily of Idefics 3."""
 
     config: Any
-    """Of transformers."""
+    """Config of transformers."""
     model_type: ClassVar[str] = "idefics3"
     vision_paths: ClassVar[tuple[str, ...]] = ("model.vision_model", "model.connector")
     language_path: ClassVar[str] = "model.text_model"
@@ -43,7 +43,7 @@ class Idefics3:
 
     @classmethod
     def of(cls, config: Any) -> Idefics3:
-        """From the config of transformers."""
+        """The family for a transformers config."""
         return cls(config=config)
 
     @property
@@ -52,7 +52,7 @@ class Idefics3:
 
     @property
     def tile_tokens(self) -> int:
-        """Visual tokens of a tile, after the pixel shuffle."""
+        """Number of visual tokens of a tile, after the pixel shuffle."""
         vision = self.config.vision_config
         return int((vision.image_size // vision.patch_size // self.config.scale_factor) ** 2)
 
@@ -87,7 +87,7 @@ class Idefics3:
         return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=len(pixels) * self.tile_tokens)
 
     def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-        # it begins and ends with special tokens, so that it is tokenised in a prompt as it is alone
+        # the text begins and ends with special tokens, so that tokenising it alone gives the ids it has in a prompt
         rows, columns = image.tensors[SPLIT].tolist()
         tile = self.image_token * self.tile_tokens
         around = "<fake_token_around_image>"
@@ -101,14 +101,15 @@ class Idefics3:
     def positions(
         self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
     ) -> tuple[NDArray[np.int64], int]:
-        """One axis, by one for every token."""
+        """Positions [1, L] that rise by one for every token, images included."""
         end = start + len(token_ids_L)
         return np.arange(start, end)[None], end
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         if not images:
             return {}
-        # transformers takes [rows, tiles of a row, ...] and drops empty tiles; all tiles in one row come to the same
+        # transformers takes [rows, tiles of a row, ...], flattens both axes and drops empty tiles: one row of all tiles
+        # gives the same
         return {
             name: torch.from_numpy(np.concatenate([image.tensors[name] for image in images]))[None].to(token_ids.device)
             for name in (PIXELS, MASK)

@@ -1,4 +1,4 @@
-"""The modules of a decoder layer, under one set of names for all families."""
+"""Modules of a decoder layer under names that are the same for all families."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerModules:
-    """A pre-norm decoder layer with a gated MLP."""
+    """Modules of a pre-norm decoder layer with a gated MLP."""
 
     input_norm: nn.Module
     query: nn.Module
     key: nn.Module
     value: nn.Module
     query_norm: nn.Module | None
-    """Per head, in families that normalise queries and keys."""
+    """Norm of each query head; None in families that do not normalise queries and keys."""
     key_norm: nn.Module | None
     output: nn.Module
     post_norm: nn.Module

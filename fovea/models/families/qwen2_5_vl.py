@@ -10,7 +10,7 @@ from fovea.models.flops import VisionWork, vision_work
 
 
 class Qwen25VL(QwenVL):
-    """Its vision tower has a gated MLP, and most of its blocks attend within windows."""
+    """ModelFamily of Qwen2.5-VL. Its vision tower has gated MLPs and windowed attention in most blocks."""
 
     __slots__ = ()
     model_type: ClassVar[str] = "qwen2_5_vl"
@@ -25,7 +25,7 @@ class Qwen25VL(QwenVL):
             mlp_weights=3 * vision.hidden_size * vision.intermediate_size,
             out_width=vision.out_hidden_size,
             windowed_layers=vision.depth - len(whole),
-            # rounded down to whole merges, as transformers does
+            # rounded down to a multiple of spatial_merge_size, as transformers does
             window_side=vision.window_size
             // vision.spatial_merge_size
             // vision.patch_size

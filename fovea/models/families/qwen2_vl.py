@@ -10,7 +10,7 @@ from fovea.models.flops import VisionWork, vision_work
 
 
 class Qwen2VL(QwenVL):
-    """Its vision tower names its width `embed_dim` and has a plain MLP."""
+    """ModelFamily of Qwen2-VL. Its vision tower has plain MLPs, and its config calls their width `embed_dim`."""
 
     __slots__ = ()
     model_type: ClassVar[str] = "qwen2_vl"

@@ -10,7 +10,7 @@ from fovea.models.flops import VisionWork, vision_work
 
 
 class Qwen3VL(QwenVL):
-    """Its decoder normalises queries and keys per head and takes features of inner vision blocks (deepstack)."""
+    """ModelFamily of Qwen3-VL. Its decoder normalises queries and keys per head and has deepstack vision features."""
 
     __slots__ = ()
     model_type: ClassVar[str] = "qwen3_vl"

@@ -1,4 +1,4 @@
-"""The part that Qwen2-VL, Qwen2.5-VL and Qwen3-VL share: prompts, positions, image tensors, the fast path.
+"""Base of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: visual tokens, M-RoPE positions, image tensors, the fast path.
 
 Axes: `L` token ids, `N` patches of an image, `C` values of a patch, `V` visual tokens, 3 = time, height, width.
 """
@@ -27,19 +27,19 @@ from fovea.types import PromptImage
 
 IMAGE_PAD = "<|image_pad|>"
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-"""Tensors of an image: float32 [N, C], and int64 [3] patches in time, height and width."""
+"""Names of an image's tensors: pixels float32 [N, C], and int64 [3] numbers of patches in time, height and width."""
 VISION, LANGUAGE = "model.visual", "model.language_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVL(ABC):
-    """A Qwen-VL; `models.families.base.ModelFamily` documents the methods."""
+    """ModelFamily of a Qwen-VL model, without the FLOPs of its vision tower."""
 
     config: Any
-    """Of transformers."""
+    """Config of transformers."""
     image_token_id: int
     merge_size: int
-    """Patches along each side of one visual token."""
+    """Number of patches along each side of a visual token."""
     model_type: ClassVar[str]
     video_processor: ClassVar[str]
     fast_path: ClassVar[FastPath]
@@ -49,7 +49,7 @@ class QwenVL(ABC):
 
     @classmethod
     def of(cls, config: Any) -> QwenVL:
-        """From the config of transformers."""
+        """The family for a transformers config."""
         merge_size = config.vision_config.spatial_merge_size
         return cls(config=config, image_token_id=config.image_token_id, merge_size=merge_size)
 
@@ -59,7 +59,7 @@ class QwenVL(ABC):
 
     @abstractmethod
     def vision_work(self, vision: Any) -> VisionWork:
-        """Operations of the vision tower."""
+        """Forward FLOPs of the vision tower with this config."""
 
     def load_image_processor(self, path: str, revision: str) -> Qwen2VLImageProcessorPil:
         processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(path, revision=revision)
@@ -71,6 +71,7 @@ class QwenVL(ABC):
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
         pixels_NC = np.ascontiguousarray(processed[PIXELS], dtype=np.float32)
         grid = np.asarray(processed[GRID][0], dtype=np.int64)
+        # images of the same patches in another grid are different images
         key = hashlib.blake2b(pixels_NC.tobytes(), digest_size=16, person=f"{grid[1]}x{grid[2]}".encode()[:16])
         return PromptImage(
             key=key.hexdigest(),
@@ -84,10 +85,10 @@ class QwenVL(ABC):
     def positions(
         self, token_ids_L: NDArray[np.int64], images: Sequence[PromptImage], start: int
     ) -> tuple[NDArray[np.int64], int]:
-        """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1), as transformers' `get_rope_index` gives it.
+        """M-RoPE positions [3, L] (Qwen2-VL, arXiv 2409.12191, section 2.1), equal to transformers' `get_rope_index`.
 
-        Text rises by one on all axes; an image keeps time still and spreads height and width over its merged grid;
-        the text after it goes on at the largest position so far plus one.
+        Text positions rise by one on all axes. Visual tokens have one position in time, and height and width by their
+        place in the merged grid; the text after an image continues at the largest position so far plus one.
         """
         length = len(token_ids_L)
         if not images:
@@ -119,12 +120,12 @@ class QwenVL(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenFastPath:
-    """A Qwen-VL by its parts; `models.families.base.FastPath` documents the methods."""
+    """FastPath of a Qwen-VL model."""
 
     normed_heads: bool
-    """Queries and keys are normalised per head."""
+    """True if queries and keys are normalised per head."""
     deepstack: bool
-    """The vision tower also returns features for the first decoder layers."""
+    """True if the vision tower also returns features for the first decoder layers."""
 
     def layer(self, module: Any) -> LayerModules:
         attention, mlp = module.self_attn, module.mlp
@@ -154,21 +155,22 @@ class QwenFastPath:
         ]
 
     def activation_bytes(self, tower: Any, images: Sequence[PromptImage]) -> int:
-        # per patch and block some 20 times the tower's width; all three towers project to queries, keys and values
+        # some 20 numbers per patch, block and unit of width; all three towers have `attn.qkv`, and no other common name
+        # of the width
         width = tower.blocks[0].attn.qkv.in_features
         patches = sum(len(image.tensors[PIXELS]) for image in images)
         return int(patches * len(tower.blocks) * 20 * width * next(tower.parameters()).element_size())
 
 
 def image_tensors(images: Sequence[PromptImage], device: torch.device) -> dict[str, Tensor]:
-    """Pixels [N, C] and grids [images, 3] of several images, as transformers takes them."""
+    """Pixels [N, C] and grids [images, 3] of several images, the inputs of transformers' vision tower."""
     pixels = torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images]))
     grids = torch.from_numpy(np.stack([image.tensors[GRID] for image in images]))
     return {PIXELS: pixels.to(device), GRID: grids.to(device)}
 
 
 def grid_of(image: PromptImage) -> tuple[int, int, int]:
-    """Patches in time, height and width."""
+    """Number of patches of an image in time, height and width."""
     time, height, width = image.tensors[GRID].tolist()
     return time, height, width
 
@@ -181,7 +183,8 @@ def _grid_offsets(time: int, height: int, width: int) -> NDArray[np.int64]:
 
 
 def pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, int]:
-    """The processor's names for the limits; a limit that is set takes precedence over the model's own other one."""
+    """Size limits under the image processor's names; `own` are the model's, which hold where none is set."""
+    # a limit that is set also bounds the model's own other one, so that the smallest never exceeds the largest
     smallest = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     largest = max_pixels or max(own["longest_edge"], min_pixels or own["longest_edge"])
     return {"shortest_edge": smallest, "longest_edge": largest}

@@ -1,4 +1,4 @@
-"""The model families that Fovea trains."""
+"""Registry of model families."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
     Qwen3VL.model_type: Qwen3VL.of,
     Idefics3.model_type: Idefics3.of,
 }
-"""By transformers' `model_type`: the family of a config."""
+"""Constructors of families from a transformers config, by its `model_type`."""
 
 
 def family_of(config: Any, path: str) -> ModelFamily:
-    """The family of the transformers config of the model at `path`; ModelError when Fovea has none for it."""
+    """Model family of a transformers config; ModelError for an unsupported `model_type`. `path` is for the message."""
     make = FAMILIES.get(config.model_type)
     if make is None:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""Attention of a packed row: prompts causal among themselves, completions to their prompt and themselves.
+"""Shared-prefix attention of a packed row: prompts attend causally, completions to their prompt and causally to itself.
 
-Equal to n separate rows `prompt + completion`, gradients included: prompt keys and values serve every completion and
-collect their gradients. Four ways to the same numbers; the plain ones check the fast ones.
+Equal to attention in n separate rows `prompt + completion`, including gradients, which the keys and values of a prompt
+receive from all of its completions. Four kernels compute the same; the plain ones are the reference for the fast ones.
 
 Axes: `N` tokens of the row, `H` query heads, `J` key heads, `Q` = H / J, `D` width of a head; `P`, `L`, `G`, `T` as in
 `models.shared_prefix.layout`; `R` = P x G completions, `K` = L + T keys of a completion.
@@ -29,7 +29,8 @@ RowAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, like: Tensor) -> Attend:
-    """The attention of every layer of one row, for the device and type of `like`."""
+    """Attention function of one row for all layers; auto picks the fastest kernel for device and type of `like`."""
+    # index tensors are made here, once per row, and used by every layer
     attend = KERNELS[_fastest(like) if kernel == "auto" else kernel](layout, scale)
 
     def of_layer(_layer: int, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def _fastest(like: Tensor) -> Kernel:
 
 
 def gathered_attention(attend: Attention, layout: SharedPrefixLayout, scale: float) -> RowAttention:
-    """The slow twin: each completion with its own copy of the prompt's keys, under a dense mask."""
+    """The slow twin: each completion attends to its own copy of the prompt's keys, under a dense mask."""
     return partial(_gathered_attention, partial(attend, scale=scale), layout)
 
 
@@ -71,21 +72,22 @@ KERNELS: dict[Kernel, Callable[[SharedPrefixLayout, float], RowAttention]] = {
 def causal_prompts(
     query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
 ) -> Tensor:
-    """A row of prompts alone, [N, H, D]."""
+    """Attention [N, H, D] of a row that holds prompts only."""
     query, key, value = (_gather(x, layout.prompt_index_PL) for x in (query_NHD, key_NJD, value_NJD))
     out = _causal(partial(F.scaled_dot_product_attention, scale=scale), query, key, value)
     return out.flatten(0, 1)[layout.return_index_N]
 
 
 def _causal(attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[P, L, H, D]. Padding sits behind the real tokens, so that causality alone hides it."""
+    """Causal attention within each prompt, [P, L, H, D]."""
+    # padding follows the real tokens, so that the causal mask hides it
     return attend(query, *_repeat_heads(query, key, value), is_causal=True).transpose(1, 2)
 
 
 def _completion_block(
     attend: Attention, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout
 ) -> Tensor:
-    """Attention of completions to their prompt and themselves, [R, T, H, D]."""
+    """Attention of completions to their prompt and causally to themselves, [R, T, H, D]."""
     index_RK, mask_R1TK = completion_keys(layout)
     q = _gather(query, layout.completion_index_PGT.flatten(0, 1))
     k, v = (_gather(x, index_RK) for x in (key, value))
@@ -93,7 +95,7 @@ def _completion_block(
 
 
 def completion_keys(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """Row index [R, K] of the keys of each completion, its prompt's and its own, and where it may look [R, 1, T, K]."""
+    """Row indices [R, K] of the keys of each completion (its prompt's, then its own), and their mask [R, 1, T, K]."""
     index_RT = layout.completion_index_PGT.flatten(0, 1)
     prompts, largest = layout.completion_index_PGT.shape[:2]
     prompt_of_R = torch.arange(prompts, device=index_RT.device).repeat_interleave(largest)
@@ -104,12 +106,13 @@ def completion_keys(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
 
 
 def _gather(x_NHD: Tensor, index_XY: Tensor) -> Tensor:
-    """[X, H, Y, D] from a row and an index."""
+    """Tokens of a row gathered by index, [X, H, Y, D]."""
     return x_NHD.index_select(0, index_XY.flatten()).view(*index_XY.shape, *x_NHD.shape[1:]).transpose(1, 2)
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for every query head; `enable_gqa` would leave the fused CPU kernel."""
+    """Keys and values repeated for every query head."""
+    # repeated by hand: with `enable_gqa` torch would not choose the fused kernel on a CPU
     times = query.shape[1] // key.shape[1]
     if times == 1:
         return key, value

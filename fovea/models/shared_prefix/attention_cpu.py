@@ -1,12 +1,11 @@
-"""Shared-prefix attention on CPU: all completions of a prompt meet its keys in one product, and the two parts of a
-softmax that was cut in two, prompt and own tokens, are put together again by their log-sum-exp.
+"""Shared-prefix attention on CPU by a log-sum-exp merge of attention to the prompt and attention to own tokens.
 
-No key is copied and no dense mask is made. With o1, l1 and o2, l2 the outputs and log-sum-exps of the parts,
-l = logaddexp(l1, l2) and o = o1 exp(l1 - l) + o2 exp(l2 - l) (Dao, arXiv 2307.08691, section 2.3). The backward pass of
-either part, given o and l in place of its own, is its share of the gradient of the whole.
+All completions of a prompt attend to its keys in one flash-attention call; keys are not copied, and no dense mask is
+made. With outputs o1, o2 and log-sum-exps l1, l2 of the two parts, l = logaddexp(l1, l2) and
+o = o1 exp(l1 - l) + o2 exp(l2 - l) (Dao, arXiv 2307.08691, section 2.3).
 
-Every block of tokens is laid out as [P, J, G, Q, T, D] (keys: Q = 1; prompts: G = 1, T = L), so that both parts are
-views of it. Axes as in `models.shared_prefix.attention`.
+Blocks of tokens have the axes [P, J, G, Q, T, D] (keys: Q = 1; prompts: G = 1, T = L); the letters are those of
+`models.shared_prefix.attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The attention of one row, for every layer."""
+    """Attention function (query, key, value) -> [N, H, D] of one row, for all layers."""
     mask_P11L = _mask(layout)
 
     def attend(query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tens
 
 
 class MergedAttention(torch.autograd.Function):
-    """See the top of the file."""
+    """Attention of a packed row with a written-out gradient, which saves blocks instead of gathered keys."""
 
     @staticmethod
     def forward(
@@ -57,6 +56,7 @@ class MergedAttention(torch.autograd.Function):
         outs, saved = [out], [*prompt.tensors, out, lse]
         if layout.has_completions:
             own = _Causal(scale, *(_block(x, layout.completion_index_PGT, heads) for x in row))
+            # the kernel takes the queries of all completions of a prompt as one sequence, and reads its keys once
             to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, mask)
             out, lse = _merge(to_prompt.forward(), own.forward())
             outs.append(out)
@@ -78,9 +78,12 @@ class MergedAttention(torch.autograd.Function):
         if of_completions:
             query, own_key, own_value, out, lse = of_completions
             gradient = _block(gradient_NHD, layout.completion_index_PGT, heads) * _shown(layout.completion_valid_PGT)
+            # a backward kernel recomputes exp(score - lse): given the merged output and lse instead of those of its
+            # part, it returns the part's summand of the whole gradient
             own = _Causal(ctx.scale, query, own_key, own_value).backward(gradient, out, lse)
             to_prompt = _ToPrompt(ctx.scale, query, key, value, ctx.mask).backward(gradient, out, lse)
             own[0].add_(to_prompt[0])
+            # keys and values of a prompt have gradients from the prompt itself and from all completions
             prompt[1].add_(to_prompt[1])
             prompt[2].add_(to_prompt[2])
             blocks.append(own)
@@ -89,12 +92,12 @@ class MergedAttention(torch.autograd.Function):
 
 
 Triple = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value, or their gradients."""
+"""Query, key and value blocks, or their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Causal:
-    """Tokens that look at themselves and the earlier ones of their own prompt or completion."""
+    """Causal attention within each prompt or each completion."""
 
     scale: float
     query: Tensor
@@ -103,9 +106,11 @@ class _Causal:
 
     @property
     def tensors(self) -> Triple:
+        """The three blocks, to be saved for the backward pass."""
         return self.query, self.key, self.value
 
     def forward(self) -> tuple[Tensor, Tensor]:
+        """Output [P, J, G, Q, T, D] and log-sum-exp [P, J, G, Q, T]."""
         out, lse = FLASH(*self._inputs(), 0.0, True, scale=self.scale)
         return out.view_as(self.query), lse.unflatten(0, self.query.shape[:3])
 
@@ -122,12 +127,13 @@ class _Causal:
         split = self.query.shape[:3]
         return (
             of_query.unflatten(0, split),
+            # grouped-query attention: all query heads of a group read one key head
             of_key.sum(1, keepdim=True).unflatten(0, split),
             of_value.sum(1, keepdim=True).unflatten(0, split),
         )
 
     def _inputs(self) -> Triple:
-        """[P J G, Q, T, D], keys and values repeated without a copy."""
+        """Queries, keys and values as [P J G, Q, T, D]; those of keys are repeated as views, without a copy."""
         times = self.query.shape[3]
         return (
             self.query.flatten(0, 2),
@@ -138,16 +144,18 @@ class _Causal:
 
 @dataclass(frozen=True, slots=True)
 class _ToPrompt:
-    """Tokens of completions that look at all of their prompt."""
+    """Attention of completion tokens to all tokens of their prompt."""
 
     scale: float
     query: Tensor
+    """Queries of the completions."""
     key: Tensor
-    """Of the prompt."""
+    """Keys of the prompts."""
     value: Tensor
     mask: Tensor | None
 
     def forward(self) -> tuple[Tensor, Tensor]:
+        """Output [P, J, G, Q, T, D] and log-sum-exp [P, J, G, Q, T]."""
         out, lse = FLASH(*self._inputs(), 0.0, False, attn_mask=self.mask, scale=self.scale)
         split = self.query.shape[2:5]
         return out.unflatten(2, split), lse.unflatten(2, split)
@@ -171,33 +179,35 @@ class _ToPrompt:
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a softmax over two sets of keys, from those over each set."""
     (out_1, lse_1), (out_2, lse_2) = first, second
     lse = torch.logaddexp(lse_1, lse_2)
+    # the weights exp(l1 - l) and exp(l2 - l) add up to 1, so that the merge is one lerp
     merged = torch.empty(out_1.shape, dtype=out_1.dtype)
     torch.lerp(out_2, out_1, (lse_1 - lse).exp_().to(out_1.dtype)[..., None], out=merged)
     return merged, lse
 
 
 def _block(x_NHD: Tensor, index_PGT: Tensor, key_heads: int) -> Tensor:
-    """[P, J, G, Q, T, D] of a row."""
+    """Block [P, J, G, Q, T, D] of the tokens of a row."""
     gathered = x_NHD.index_select(0, index_PGT.flatten())
     split = gathered.view(*index_PGT.shape, key_heads, -1, x_NHD.shape[-1])
     return split.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
 def _row(blocks: Sequence[Tensor], layout: SharedPrefixLayout) -> Tensor:
-    """[N, H, D] of the block of prompts and that of completions."""
+    """Row [N, H, D] from the block of prompts and, if there is one, the block of completions."""
     tokens = [x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2).flatten(1, 2) for x in blocks]
     return torch.cat(tokens).index_select(0, layout.return_index_N)
 
 
 def _shown(valid_PGT: Tensor) -> Tensor:
-    """Padding passes no gradient."""
+    """Mask over a block that is False at padding, by which its gradients are zeroed."""
     return valid_PGT[:, None, :, None, :, None]
 
 
 def _mask(layout: SharedPrefixLayout) -> Tensor | None:
-    """Additive [P, 1, 1, L]; None when all prompts are of one length."""
+    """Additive mask [P, 1, 1, L] that hides padding of prompts; None if all prompts have the same length."""
     if bool(layout.prompt_valid_PL.all()):
         return None
     hidden = torch.zeros(layout.prompt_valid_PL.shape)

@@ -1,10 +1,7 @@
-"""Shared-prefix attention on CUDA: one call of torch's variable-length kernel for a whole row.
+"""Shared-prefix attention on CUDA: one call of torch's variable-length attention for a whole packed row.
 
 Every prompt and every completion is a segment of queries; the keys of a completion are its prompt's and then its own.
-The kernel aligns a causal mask to the end of the keys, which is what a completion needs. Keys are gathered (a few KiB a
-token) and their gradients summed by the gather's backward.
-
-On CPU the segments run one by one through torch's SDPA: slow, and the way in which the index is tested. The kernel
+On a CPU the segments run one by one through torch's SDPA, which is slow and serves to test the indices. The CUDA kernel
 itself has not run yet (docs/log.md).
 
 Axes: `S` segments, `M` gathered keys of all segments; others as in `models.shared_prefix.attention`.
@@ -26,7 +23,7 @@ from fovea.models.shared_prefix.layout import SharedPrefixLayout
 
 @dataclass(frozen=True, slots=True)
 class VarlenAttention:
-    """The attention of one row: its index is made once and serves every layer."""
+    """Attention function of one row for all layers, with its index tensors."""
 
     key_index_M: Tensor
     queries_S: Sequence[int]
@@ -37,6 +34,7 @@ class VarlenAttention:
 
     @staticmethod
     def of(layout: SharedPrefixLayout, scale: float) -> VarlenAttention:
+        """The attention function of a row with this layout."""
         segments, device = list(_segments(layout)), layout.return_index_N.device
         queries_S = [queries for queries, _ in segments]
         keys_S = [sum(end - start for start, end in spans) for _, spans in segments]
@@ -50,7 +48,9 @@ class VarlenAttention:
         )
 
     def __call__(self, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
-        """[N, H, D]"""
+        """Attention [N, H, D] of a row."""
+        # gathered, so that each segment's keys are contiguous (a few KiB a token); the backward pass of index_select
+        # sums the gradients of a prompt's copies
         key_MJD, value_MJD = (x.index_select(0, self.key_index_M) for x in (key_NJD, value_NJD))
         attend = self._kernel if query_NHD.is_cuda else self._one_by_one
         return attend(query_NHD, key_MJD, value_MJD)
@@ -65,6 +65,8 @@ class VarlenAttention:
             max(self.queries_S),
             max(self.keys_S),
             scale=self.scale,
+            # causal: unlimited to the left, nothing to the right; the kernel aligns the ends of queries and keys, so
+            # that a completion attends to its whole prompt
             window_size=(-1, 0),
             enable_gqa=query_NHD.shape[1] != key_MJD.shape[1],
         )
@@ -82,7 +84,7 @@ class VarlenAttention:
 
 
 def _segments(layout: SharedPrefixLayout) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Number of queries, and the spans of the row that are their keys, in the order of the row."""
+    """Number of queries and (start, end) ranges of keys in the row, for each segment in the order of the row."""
     start = 0
     for prompt, completions in layout.lengths:
         span = (start, start + prompt)
@@ -99,7 +101,7 @@ def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _segment(query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor, scale: float) -> Tensor:
-    """Queries are the last tokens of the keys."""
+    """Causal attention of one segment, whose queries are the last of its keys' tokens."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query_NHD, key_MJD, value_MJD))
     queries, keys = query.shape[2], key.shape[2]
     mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)

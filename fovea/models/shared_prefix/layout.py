@@ -1,7 +1,7 @@
-"""Which token of a packed row attends to which: prompts causally, completions to their prompt and themselves.
+"""Layout of a packed row, `[prompt 0 | its completions ... | prompt 1 | its completions ...]`, for attention.
 
-A packed row is `[prompt 0 | completions of 0 ... | prompt 1 | completions of 1 ...]`. Linear layers see the row as
-it is; attention sees it as two padded blocks, gathered by index.
+Linear layers run on the row as it is; attention runs on two padded blocks, one of prompts and one of completions, which
+are gathered from the row by index.
 
 Axes: `N` tokens of the row, `P` prompts, `L` tokens of the longest prompt, `G` completions of the largest group, `T`
 tokens of the longest completion.
@@ -18,25 +18,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixLayout:
-    """Index tensors that turn a packed row into attention blocks and back."""
+    """Index tensors that gather a packed row into attention blocks and scatter these back."""
 
     prompt_index_PL: Tensor
     """Row index of each prompt token; padding points at token 0."""
     prompt_valid_PL: Tensor
-    """False where padding."""
+    """False at padding."""
     completion_index_PGT: Tensor
     """Row index of each completion token; padding points at token 0."""
     completion_valid_PGT: Tensor
     return_index_N: Tensor
-    """Where each token of the row stands in the two blocks, flattened one after the other."""
+    """Index of each token of the row in the two blocks, flattened and concatenated."""
     lengths: tuple[tuple[int, tuple[int, ...]], ...]
-    """Tokens of each prompt, and of each of its completions."""
+    """Number of tokens of each prompt, with those of each of its completions."""
 
     @property
     def has_completions(self) -> bool:
+        """True if any completion has a token in the row."""
         return self.completion_index_PGT.numel() > 0
 
     def to(self, device: torch.device) -> SharedPrefixLayout:
+        """The layout with its tensors on a device."""
         moved = {
             field.name: value.to(device)
             for field in fields(self)
@@ -48,12 +50,13 @@ class SharedPrefixLayout:
 def shared_prefix_layout(
     prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]]
 ) -> SharedPrefixLayout:
-    """The layout of a row that holds, for each prompt, its tokens and those of its completions."""
+    """Layout of a row of prompts, each followed by its completions, from their numbers of tokens."""
     prompt_P = torch.tensor(prompt_lengths)
     largest = max(map(len, completion_lengths), default=0)
     completion_PG = torch.tensor(
         [[*lengths, *[0] * (largest - len(lengths))] for lengths in completion_lengths], dtype=torch.long
     ).view(len(prompt_P), largest)
+    # exclusive cumulative sums are the starts of groups in the row, and of completions in their group
     tokens_P = prompt_P + completion_PG.sum(1)
     prompt_start_P = tokens_P.cumsum(0) - tokens_P
     completion_start_PG = (prompt_start_P + prompt_P)[:, None] + completion_PG.cumsum(1) - completion_PG
@@ -72,14 +75,17 @@ def shared_prefix_layout(
 
 
 def _padded(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Row indices [..., longest] of runs of tokens, and where they are real."""
+    """Row indices [..., longest] of consecutive tokens from each start, and a mask that is False at padding."""
     longest = int(length.max()) if length.numel() else 0
     offset = torch.arange(longest)
     valid = offset < length[..., None]
+    # padding must be a legal index to be gathered; its values are masked afterwards
     return torch.where(valid, start[..., None] + offset, 0), valid
 
 
 def _return_index(prompt: Tensor, prompt_valid: Tensor, completion: Tensor, completion_valid: Tensor) -> Tensor:
+    """Inverse of the gather into the two blocks, [N]."""
+    # padding also points at token 0: only valid slots may be scattered, or it would overwrite that of token 0
     index = torch.cat([prompt.flatten(), completion.flatten()])
     valid = torch.cat([prompt_valid.flatten(), completion_valid.flatten()])
     slots = valid.nonzero()[:, 0]

@@ -1,6 +1,6 @@
-"""The input of one forward pass: a packed row of prompts and their completions.
+"""Packed row of prompts and their completions, the input of a training forward pass.
 
-Axes: `N` tokens of the row, `A` action (completion) tokens of the row.
+Axes: `N` tokens of the row, `A` actions of the row.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fovea.models.activation_tape import Recall
+from fovea.models.activation_tape import RecordedOutputs
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
 from fovea.models.vision.features import ImageFeatures
 from fovea.types import PromptImage
@@ -17,9 +17,9 @@ from fovea.types import PromptImage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """`[prompt | completion 1 | ... | completion n | next prompt | ...]`, each completion without its last token.
+    """Tokens `[prompt | completion 1 | ... | completion n | next prompt | ...]` with the actions to compute.
 
-    The last token of a completion is only ever predicted, so it costs nothing: a prompt of 30 tokens with two
+    Completions come without their last token, which is predicted and never an input: a prompt of 30 tokens with two
     completions of 5 and 3 tokens makes a row of 30 + 4 + 2 tokens and 8 actions.
     """
 
@@ -27,15 +27,15 @@ class PackedRow:
     positions_3N: Tensor
     layout: SharedPrefixLayout
     images: tuple[PromptImage, ...]
-    """In the order of their pads in the row."""
+    """Images in the order of their visual tokens in the row."""
     hidden_index_A: Tensor
-    """Token of the row whose hidden state predicts the action."""
+    """Index in the row of the token whose hidden state predicts each action."""
     target_ids_A: Tensor
-    """The action."""
+    """Token ids of the actions."""
     features: tuple[ImageFeatures, ...] | None = None
-    """Of the images, where they are known; else the vision tower is asked."""
-    recall: Recall | None = None
-    """Outputs of linear layers that are known."""
+    """Features of the images from the rollout; None to run the vision tower."""
+    recorded: RecordedOutputs | None = None
+    """Linear outputs of the row from the rollout; None to compute them."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,4 @@
-"""The vision tower's attention, in transformers' registry: the seam by which its unmodified modules run packed images.
-
-All images are handled in one call; transformers passes segment offsets only to functions with "flash" in their name.
+"""Attention of the vision tower over several images at once, registered with transformers for its unmodified modules.
 
 Axes: `S` segments, `H` heads, `N` patches of all images, `D` width of a head.
 """
@@ -20,11 +18,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from fovea.models.modules import config_of, vision_tower
 
 Attention = Callable[..., Tensor]
-"""As torch's scaled_dot_product_attention."""
+"""Function with the arguments of torch's scaled_dot_product_attention."""
 
 
 def use_segment_attention(network: PreTrainedModel, *, eager: bool = False) -> None:
-    """Make the vision tower run all images in one pass; `eager` by the plain formula."""
+    """Make the vision tower run all images in one pass, by torch's SDPA or with `eager` by the plain formula."""
+    # transformers passes segment offsets only to functions with "flash" in their name
     name = f"fovea_flash_segments_{'eager' if eager else 'sdpa'}"
     attend = eager_attention if eager else F.scaled_dot_product_attention
     AttentionInterface.register(name, partial(segment_attention, attend))
@@ -49,11 +48,9 @@ def segment_attention(
     cu_seq_lens_q: Tensor,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Full attention inside each segment (an image, a frame or a window); returns [1, N, H, D].
-
-    Segments of one length, the common case of a batch of equal images, are one batched call.
-    """
+    """Full attention within each segment (an image, a frame or a window); returns [1, N, H, D] and no weights."""
     lengths: list[int] = cu_seq_lens_q.diff().tolist()
+    # images of one size, a common case, are one batched call
     if len(set(lengths)) == 1:
         q, k, v = (_fold(x, len(lengths)) for x in (query_1HND, key_1HND, value_1HND))
         out = attend(q, k, v, scale=scaling)
@@ -64,7 +61,7 @@ def segment_attention(
 
 
 def _fold(x_1HND: Tensor, segments: int) -> Tensor:
-    """[S, H, N / S, D]."""
+    """Segments of equal length as a batch, [S, H, N / S, D]."""
     split: Tensor = x_1HND[0].unflatten(1, (segments, -1))
     return split.transpose(0, 1)
 
@@ -78,7 +75,7 @@ def eager_attention(
     is_causal: bool = False,
     scale: float,
 ) -> Tensor:
-    """The formula, softmax(q k' scale) v, with every score in memory: for checking kernels, not for speed."""
+    """Attention by its formula, softmax(q k' scale) v, with all scores in memory: the reference for kernels."""
     scores = (query @ key.mT).float() * scale
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

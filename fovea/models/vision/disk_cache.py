@@ -1,4 +1,4 @@
-"""Features on disk: what a bounded memory of images lets go comes back from a file to the last bit."""
+"""Disk cache of image features that were evicted from memory; files restore them bit for bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fovea.utils.lru_cache import LRUCache
 
 
 class SpillFolder:
-    """Tensors in one safetensors file per key; the least recently used are deleted at the bound.
+    """LRU cache of tensors in one safetensors file per key, bounded in bytes.
 
-    The folder is its own: emptied at the start, since features belong to the weights of one run, and removed when the
-    process ends. A file that is gone, cut short or cannot be written is as if it had never been there.
+    The folder belongs to the cache: it is emptied at the start and removed when the process ends. A missing or damaged
+    file, or one that cannot be written, is a cache miss.
     """
 
     def __init__(self, folder: Path, max_bytes: float) -> None:
@@ -29,6 +29,7 @@ class SpillFolder:
         self._max_bytes = max_bytes
         self._files: LRUCache[str, Path] = LRUCache(max_bytes, on_evict=lambda _key, file: file.unlink(missing_ok=True))
         try:
+            # features of an earlier run may belong to other weights
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         except OSError as error:
@@ -39,7 +40,7 @@ class SpillFolder:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def write(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Keep the tensors, unless they are there already or larger than the bound."""
+        """Write tensors to a file, unless the key is cached or they are larger than the bound."""
         size = sum(x.numel() * x.element_size() for x in tensors)
         if key in self._files or size > self._max_bytes:
             return
@@ -51,7 +52,7 @@ class SpillFolder:
             self._drop(key)
 
     def read(self, key: str, device: torch.device) -> list[Tensor] | None:
-        """The tensors on a device; None where there is no sound file."""
+        """Cached tensors on a device; None if there is no readable file."""
         file = self._files.get(key)
         if file is None:
             return None
@@ -68,5 +69,6 @@ class SpillFolder:
         self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
-        """Whatever the key holds, the name is short and stays inside the folder."""
+        """File of a key."""
+        # a hash, so that no key makes a name that is too long or leaves the folder
         return self._folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.safetensors"

@@ -1,4 +1,4 @@
-"""A bounded memory of what the vision tower made of images, while the tower is frozen."""
+"""Cache of image features of a frozen vision tower."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Encode = Callable[[Sequence[PromptImage]], Sequence[ImageFeatures]]
 
 
 class FeatureCache:
-    """Features by image key; the least recently used leave memory at the bound, for files where there is a folder.
+    """LRU cache of features by image key, bounded in bytes; evicted features are written to `spill`, if given.
 
-    Right only while the vision tower does not change, so that rollout, log-probs, update and reference may share it.
+    Shared by rollout, log-probs, update and reference. Valid only while the vision tower is frozen.
     """
 
     def __init__(self, max_bytes: float, spill: SpillFolder | None = None) -> None:
@@ -29,17 +29,19 @@ class FeatureCache:
         self.encoded_images = 0
 
     def __deepcopy__(self, _memo: object) -> FeatureCache:
-        """A copy of the model has the same frozen tower: one memory serves both."""
+        """Return this cache itself."""
+        # a copied model has the same frozen tower, and one cache for both halves the memory
         return self
 
     def get(self, images: Sequence[PromptImage], encode: Encode) -> list[ImageFeatures]:
-        """Features of the images, encoding those that are not known yet, each once."""
+        """Features of each image; those that are not cached are encoded, equal images once."""
         distinct = {image.key: image for image in images}
         found = {key: features for key in distinct if (features := self._known(key)) is not None}
         missing = {key: image for key, image in distinct.items() if key not in found}
         if missing:
             self.encoded_images += len(missing)
             found |= dict(zip(missing, encode(list(missing.values())), strict=True))
+        # cached again only now: an insertion may evict features that this call still needs
         for key in distinct:
             self._keep(key, found[key])
         return [found[image.key] for image in images]

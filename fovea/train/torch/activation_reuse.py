@@ -1,8 +1,8 @@
-"""What an update takes over from the rollout that drew its samples, while the weights are still the same.
+"""Reuse of rollout activations in the first optimizer step after it, while the weights are still the same.
 
-The decoder's linear outputs come from the tape (`models.activation_tape`). The vision tower's graph is entered
-once: rows get leaves in place of its features, and when all rows have left their gradients there, one backward pass
-goes through it.
+The decoder's linear outputs are read from the activation tape (`models.activation_tape`). Image features come with
+the rollout's autograd graph: packed rows use detached leaves in their place, which accumulate the gradients of all
+micro-batches, and a single backward pass then sends these through the vision tower.
 """
 
 from __future__ import annotations
@@ -13,52 +13,53 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fovea.models.activation_tape import ImageGraph, Recall, Tape, Trace
+from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.train.packing import MicroBatch
 from fovea.types import Sample, SampleGroup
 
 MIN_SHARE_OF_GRAPH = 2 / 3
-"""A backward pass costs twice a forward pass and goes through all images of the graph: with fewer of them in the update
-than this, encoding those again is cheaper."""
+"""Least share of a graph's visual tokens that the update must need. A backward pass goes through all images of the
+graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper."""
 
 
 @dataclass(slots=True)
 class Reuse:
-    """For the rows of one optimizer step."""
+    """Rollout activations for the packed rows of one optimizer step."""
 
     graph: ImageGraph
-    """Features by image key, with the graph that made them; empty: the tower is asked again."""
+    """Features by image key with their autograd graph; images that are not in it are encoded again."""
     leaves: ImageGraph
-    """The same without it, to collect gradients."""
+    """The same features, detached, to accumulate gradients in."""
     tape: Tape
     actions: int = 0
-    """Whose forward pass was looked up."""
+    """Number of actions whose linear outputs were read from the tape."""
 
     @staticmethod
     def of(groups: Sequence[SampleGroup], tape: Tape) -> Reuse:
-        """Take over what is worth it for these groups; other graphs are freed."""
+        """Activations worth reusing for these groups. Frees all other graphs of the tape."""
         samples = [sample for group in groups for sample in group.samples]
         traces = [trace for sample in samples if (trace := _trace(sample, tape))]
         graphs = {trace.graph_number: tape.graph(trace.graph_number) for trace in traces}
         needed = {image.key for group in groups for image in group.prompt.images}
         worth = [graph for graph in graphs.values() if _share(graph, needed) >= MIN_SHARE_OF_GRAPH]
-        tape.forget_graphs()
+        tape.free_graphs()
         graph = {key: features for each in worth for key, features in each.items()}
         leaves = {key: features.map(lambda x: x.detach().requires_grad_()) for key, features in graph.items()}
         return Reuse(graph, leaves, tape)
 
     def row(self, micro: MicroBatch) -> PackedRow:
-        """The row with what is known of it."""
+        """The packed row of a micro-batch with its recorded features and linear outputs, where all of them exist."""
         row, features = micro.row, None
+        # all or none: the vision tower runs on all images of a row in one pass
         if row.images and all(image.key in self.leaves for image in row.images):
             features = tuple(self.leaves[image.key] for image in row.images)
-        recall = recall_of(micro, self.tape)
-        self.actions += row.num_actions if recall is not None else 0
-        return replace(row, features=features, recall=recall)
+        recorded = recorded_outputs(micro, self.tape)
+        self.actions += row.num_actions if recorded is not None else 0
+        return replace(row, features=features, recorded=recorded)
 
     def finish(self) -> None:
-        """Send the collected gradients through the vision tower."""
+        """Backpropagate the accumulated gradients through the vision tower."""
         pairs = [
             (tensor, leaf.grad)
             for key, features in self.graph.items()
@@ -70,25 +71,27 @@ class Reuse:
             torch.autograd.backward(outputs, gradients)
 
 
-def recall_of(micro: MicroBatch, tape: Tape) -> Recall | None:
-    """Where the linear outputs of the row stand on the tape; None unless all are there."""
+def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
+    """Recorded linear outputs of the row; None unless the tape holds those of every token."""
     traces = [[_trace(sample, tape) for sample in group.samples] for group in micro.groups]
     known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
     if [len(group) for group in known] != [len(group.samples) for group in micro.groups]:
         return None
+    # group[0]: the samples of a group share one prompt, which is once on the tape and once in the row
     places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]
     joined = torch.from_numpy(np.concatenate(places))
-    if len(joined) != micro.row.num_tokens:  # padded to a fixed length
+    # a row padded to a fixed length has tokens that no rollout computed
+    if len(joined) != micro.row.num_tokens:
         return None
-    return Recall(tape=tape, places_N=joined)
+    return RecordedOutputs(tape=tape, places_N=joined)
 
 
 def _trace(sample: Sample, tape: Tape) -> Trace | None:
-    """Where a sample's activations stand; None for several turns, of which no rollout keeps activations."""
+    """Trace of a sample; None for an episode of several turns, whose activations are not recorded."""
     return tape.trace(sample.completion_ids[0]) if len(sample.completion_ids) == 1 else None
 
 
 def _share(graph: ImageGraph, needed: set[str]) -> float:
-    """Of the visual tokens of a graph, how many are needed; 0 where there are none."""
+    """Share of a graph's visual tokens that are needed; 0 for an empty graph."""
     tokens = {key: len(features.embeds_VD) for key, features in graph.items()}
     return sum(n for key, n in tokens.items() if key in needed) / max(sum(tokens.values()), 1)

@@ -1,7 +1,7 @@
-"""What a policy writes into a checkpoint, and how it is read back: safetensors, and torch files read as data only.
+"""Files of a policy in a checkpoint: safetensors for weights, torch files for optimizers (`weights_only=True`).
 
-The files are those of one process, however many ranks write or read them: shards are brought together on the first rank
-one after the other, and every rank takes its own shards from what it reads.
+The files do not depend on the number of ranks: tensors are gathered on the first rank one at a time to be written, and
+on loading every rank reads the files and keeps its own shards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fovea.train.torch.ranks import Ranks
 from fovea.train.torch.sharding import copy_weights, full, sharded_as
 
 TRAINABLE, VALUE = "trainable", "value"
-"""Names of the files of the policy's and of the value function's parameters and optimizer."""
+"""File names, without suffix, of the policy's and of the value function's parameters and optimizer."""
 COUNTS, REFERENCE = "policy.json", "reference.safetensors"
 
 
 def save_tensors(
     folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """`name`.safetensors and `name`_optimizer.pt, in an existing folder."""
+    """Write `name`.safetensors and `name`_optimizer.pt into an existing folder; all ranks must call."""
     weights = {key: _on_first(x, ranks).contiguous() for key, x in parameters.items()}
     state = optimizer.state_dict()
     state["state"] = {
@@ -42,11 +42,11 @@ def save_tensors(
         save_file(weights, folder / f"{name}.safetensors")
         torch.save(state, folder / f"{name}_optimizer.pt")
 
-    ranks.first_does(write)
+    ranks.run_on_first(write)
 
 
 def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Fill parameters and optimizer in place. TrainError when the model is another one."""
+    """Restore parameters and optimizer in place; TrainError when they belong to another model."""
     saved = _read(folder / f"{name}.safetensors")
     if {key: x.shape for key, x in saved.items()} != {key: x.shape for key, x in parameters.items()}:
         different = sorted(set(saved) ^ set(parameters)) or ["(same names, other sizes)"]
@@ -63,15 +63,16 @@ def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], opti
 
 
 def _on_first(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The whole tensor on the first rank, nothing on the others."""
+    """The full tensor on the first rank, an empty one on the others."""
     whole = full(tensor.detach())
     if ranks.mesh is None:
         return whole
+    # on the CPU, so that the device holds one full tensor at a time
     return whole.cpu() if ranks.is_first else whole.new_empty(0)
 
 
 def _sharded(state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """The state of an optimizer with what has a parameter's shape sharded as that is."""
+    """State of an optimizer with its moments sharded as their parameters; the scalar step counts stay whole."""
     state["state"] = {
         number: {
             key: sharded_as(parameters[number], x) if isinstance(x, Tensor) and x.dim() else x
@@ -83,11 +84,12 @@ def _sharded(state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, A
 
 
 def save_counts(folder: Path, **counts: int) -> None:
+    """Write named integers, such as the number of updates, into an existing folder."""
     (folder / COUNTS).write_text(json.dumps(counts))
 
 
 def load_counts(folder: Path, *names: str) -> list[int]:
-    """What `save_counts` wrote under these names."""
+    """The integers that `save_counts` wrote under these names."""
     try:
         saved = json.loads((folder / COUNTS).read_text())
         return [int(saved[name]) for name in names]
@@ -103,13 +105,13 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def save_reference(folder: Path, reference: nn.Module, ranks: Ranks) -> None:
-    """A reference that no model folder holds: what a warm-up made."""
+    """Write the weights of a reference that a warm-up made, which therefore exist in no model folder."""
     weights = {name: _on_first(x, ranks).contiguous() for name, x in reference.named_parameters()}
-    ranks.first_does(lambda: save_file(weights, folder / REFERENCE))
+    ranks.run_on_first(lambda: save_file(weights, folder / REFERENCE))
 
 
 def load_reference(folder: Path, reference: nn.Module) -> bool:
-    """Fill the reference if the checkpoint holds one; whether it did."""
+    """Restore the reference in place and return True if the checkpoint holds one, else False."""
     if not (folder / REFERENCE).exists():
         return False
     copy_weights(_read(folder / REFERENCE), dict(reference.named_parameters()))
@@ -117,16 +119,16 @@ def load_reference(folder: Path, reference: nn.Module) -> bool:
 
 
 def is_policy_state(folder: Path) -> bool:
-    """Whether a policy has been saved in this folder."""
+    """True if the folder holds a saved policy."""
     return (folder / f"{TRAINABLE}.safetensors").is_file()
 
 
 @torch.no_grad()
 def load_trained(checkpoint: Path, vlm: nn.Module) -> tuple[str, ...]:
-    """Fill a model's trained parameters without the rest of a policy's state.
+    """Restore the trained parameters of a model in place, without optimizers and value function.
 
-    Returns the names of the files and tensors that are no part of the model, such as a value function's. TrainError
-    when the checkpoint is of another model.
+    Returns the names of the tensors and files that were left out. TrainError when the checkpoint belongs to another
+    model.
     """
     saved = _read(checkpoint / f"{TRAINABLE}.safetensors")
     left_out = tuple(sorted(name for name in saved if name.startswith(VALUE_HEAD)))

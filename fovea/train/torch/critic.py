@@ -18,28 +18,28 @@ from fovea.train.torch.sharding import copy_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """A head on the policy's trunk (`model` is None), or a model of its own."""
+    """Value function of PPO: a head on the policy's trunk (`model` is None), or a separate model."""
 
     optimizer: Optimizer
     model: ValueModel | None
     warmup_steps: int
-    """First updates of the run in which the policy waits for the values to mean something."""
+    """Number of updates at the start of the run that train the value function only."""
 
     def snapshot_reference(self, policy: PolicyNetwork) -> None:
-        """A model of its own begins as a copy of the policy, as a warm-up has left that."""
+        """Copy the policy's weights into the trunk of a separate model, and all weights into the optimizer's."""
         if self.model is not None:
-            # the policy's linear layers and norms; the head for values is not among them
+            # the trunk only: the policy has no weights for the value head
             copy_weights(dict(policy.named_parameters()), dict(self.model.trunk.named_parameters()))
         self.optimizer.sync_from_model()
 
     def train(self, mode: bool) -> None:
-        """As `nn.Module.train`: layers recompute their activations in training only."""
+        """Set the training mode of a separate model (`nn.Module.train`), which turns on gradient checkpointing."""
         if self.model is not None:
             self.model.train(mode)
 
 
 def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
-    """The value loss of a micro-batch, weighed as the policy's, and sums for the metrics."""
+    """Value loss of a micro-batch, weighted by `micro.weights_A` as the policy loss is, and sums for the metrics."""
     settings = algorithm.critic
     assert settings is not None, "a value loss needs a value function (algorithm.advantage=gae)"
     assert micro.values_A is not None, "it needs the values from before the update"
@@ -53,7 +53,7 @@ def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tu
 
 
 class ValueModel(nn.Module):
-    """The trunk of a PolicyNetwork, and a head for values in place of the one for tokens."""
+    """A PolicyNetwork's trunk with a value head in place of the language-model head."""
 
     def __init__(self, trunk: PolicyNetwork) -> None:
         super().__init__()
@@ -61,6 +61,6 @@ class ValueModel(nn.Module):
         self.head = ValueHead(trunk.text_config.hidden_size, detach_trunk=False)
 
     def forward(self, row: PackedRow) -> Tensor:
-        """Values [A] before each action of the row."""
+        """Values [A] of the states before each action."""
         values_A: Tensor = self.head(self.trunk.action_states(row))
         return values_A

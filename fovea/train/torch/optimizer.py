@@ -1,8 +1,6 @@
 """AdamW on float32 master weights, with gradient clipping and a learning-rate schedule.
 
-A step of AdamW at 1e-6 is smaller than half a unit in the last place of nearly every bfloat16 weight: added to the
-weight itself it would be rounded away, and the run would learn nothing. Hence the float32 copies: Micikevicius et al.,
-arXiv 1710.03740, section 3.1.
+Master weights: Micikevicius et al., arXiv 1710.03740, section 3.1.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from fovea.train.torch.sharding import full
 
 
 class Optimizer:
-    """For these parameters, at a peak rate of their own; the schedule and everything else are the run's."""
+    """AdamW on a set of parameters with a peak learning rate of their own; other settings are those of the run."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], train: Train, *, peak_learning_rate: float, max_steps: int
@@ -37,7 +35,7 @@ class Optimizer:
         )
 
     def set_rate(self, step: int) -> float:
-        """The learning rate of step 0, 1, ... of the run; returns it."""
+        """Set the learning rate for step 0, 1, ... of the run; returns it."""
         train = self._train
         rate = learning_rate(
             step,
@@ -51,48 +49,53 @@ class Optimizer:
         return rate
 
     def zero_grad(self) -> None:
+        """Free the gradients of parameters and master weights."""
         self._adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def clip(self) -> float:
-        """Scale the gradients down to max_grad_norm; their norm before that."""
+        """Clip the gradients to a norm of `max_grad_norm`; returns the norm before clipping."""
         return float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._train.max_grad_norm)))
 
     def step(self) -> None:
+        """Take an optimizer step on the master weights and round them into the model."""
         self._masters.take_gradients()
         self._adamw.step()
         self._masters.write_back()
 
     def sync_from_model(self) -> None:
-        """Somebody else has trained the model: follow its weights."""
+        """Copy the model's weights into the master weights, after another optimizer has trained it."""
         self._masters.sync_from_model()
 
     def save(self, folder: Path, name: str, ranks: Ranks) -> None:
-        """Weights and the optimizer's state, in an existing folder; the same files by any number of ranks."""
+        """Write master weights and optimizer state into an existing folder; independent of the number of ranks."""
         save_tensors(folder, name, self._masters.by_name, self._adamw, ranks)
 
     def load(self, folder: Path, name: str) -> None:
-        """What `save` wrote. TrainError when it is of another model."""
+        """Restore the state that `save` wrote; TrainError when it belongs to another model."""
         load_tensors(folder, name, self._masters.by_name, self._adamw)
         self._masters.write_back()
 
 
 def make_adamw(parameters: Sequence[Tensor], *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101); the rate is set before every step."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a learning rate of 0, to be set before every step."""
     return torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 class MasterWeights:
-    """What the optimizer steps on: the parameter itself where it is float32, a float32 copy elsewhere."""
+    """Float32 tensors that the optimizer updates: float32 parameters themselves, and copies of all others."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
+        # an AdamW step at a rate of 1e-6 is below half a unit in the last place of nearly every bfloat16 weight: added
+        # to the weight itself it would be rounded away, and the run would learn nothing
         self.by_name: dict[str, Tensor] = {
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
             for name, parameter in parameters.items()
@@ -100,19 +103,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
-        """Somebody else has trained the model: follow its weights."""
+        """Copy the model's weights into the master weights."""
         for parameter, master in self._copied():
             master.copy_(parameter)
 
     def take_gradients(self) -> None:
-        """Before the optimizer's step: hand each gradient over in float32."""
+        """Move the gradients from the parameters to the master weights, as float32; called before a step."""
         for parameter, master in self._copied():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """After the step, or after loading: round the copies into the model."""
+        """Round the master weights into the model's parameters; called after a step or after loading."""
         for parameter, master in self._copied():
             parameter.copy_(master)
 
@@ -130,7 +133,7 @@ def learning_rate(
     shape: Literal["constant", "linear", "cosine"],
     final_frac: float,
 ) -> float:
-    """Rate of step 0, 1, ...: a linear rise over `warmup_steps`, then `shape` down to `final_frac` of the peak."""
+    """Learning rate of step 0, 1, ...: linear warm-up over `warmup_steps`, then `shape` down to `final_frac` x peak."""
     rise = min(1.0, (step + 1) / max(warmup_steps, 1))
     if shape == "constant":
         return peak * rise

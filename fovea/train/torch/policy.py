@@ -1,8 +1,8 @@
-"""A policy on torch: packed shared-prefix passes, gradients summed over micro-batches, AdamW.
+"""Policy worker on torch: packed shared-prefix passes, gradient accumulation over micro-batches, AdamW.
 
-One rank or many: each is called with the same batch, trains on its share of the groups and returns what all have found.
-The model is entered through its root's `forward` only and every sum is divided by a count of the whole batch, so that
-sharding the weights changes neither this class nor the gradient.
+With several ranks, each is called with the same batch, trains on its share of the groups and returns results combined
+over all ranks. The model is entered through its root's `forward` only, and losses are normalised by counts of the whole
+batch, so that sharding the weights changes neither this class nor the gradient.
 
 Axes: `T` tokens of a completion.
 """
@@ -44,12 +44,12 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.ranks import ALONE, Ranks
 from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.torch.sharding import copy_weights, full
-from fovea.train.update_metrics import Tally, mismatch
+from fovea.train.update_metrics import UpdateStats, mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
 
 class TorchPolicy:
-    """One model, on one device or sharded over the devices of its ranks."""
+    """PolicyWorker for one model, on one device or sharded over the devices of its ranks."""
 
     def __init__(  # noqa: PLR0913 (the models and the settings of a whole policy)
         self,
@@ -65,10 +65,10 @@ class TorchPolicy:
         warmup: Warmup | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`reference`: a frozen copy for the KL term; with LoRA the adapters are switched off instead.
+        """`reference` is a frozen copy for the KL term; with LoRA it is None, and adapters are switched off instead.
 
-        `tape`: the activations that an engine in this process keeps of its rollouts. `warmup`: how `sft` trains.
-        `ranks`: over which all these models are sharded already (`sharding.shard`).
+        `tape` holds activations recorded by an engine in this process. `warmup` has the settings of `sft`. With several
+        `ranks`, all these models have been sharded over them (`sharding.shard`).
         """
         self._vlm = vlm
         self._ranks = ranks
@@ -90,11 +90,11 @@ class TorchPolicy:
         self._steps = 0
         self._skipped_in_a_row = 0
         self._engine_has_these_weights = False
-        """What a rollout computed may be used again: nothing has changed since `weights` were handed out."""
+        """True while the weights are those that `weights` returned last: rollout activations may be reused."""
 
     @property
     def vlm(self) -> PolicyNetwork:
-        """The network under training, for an engine in the same process to draw with."""
+        """The network under training; an engine in the same process samples with it."""
         return self._vlm
 
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
@@ -112,7 +112,7 @@ class TorchPolicy:
         return batch
 
     def sft(self, pairs: Sequence[Pair]) -> Metrics:
-        """One step of supervised fine-tuning, by an optimizer that lives until `snapshot_reference`."""
+        """Take one step of supervised fine-tuning. Its optimizer is freed by `snapshot_reference`."""
         assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
         if self._sft is None:
             self._sft = SupervisedTrainer(self._vlm, self._warmup, self._ranks)
@@ -120,7 +120,7 @@ class TorchPolicy:
         return {"loss": self._sft.update(pairs)}
 
     def snapshot_reference(self) -> None:
-        """Begin RL with the present weights: master weights, reference and critic follow them."""
+        """Copy the present weights into master weights, reference and critic, and free the SFT optimizer."""
         self._sft = None
         self._engine_has_these_weights = False
         self._optimizer.sync_from_model()
@@ -135,7 +135,7 @@ class TorchPolicy:
         return self._scorer.logprobs(batch)
 
     def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the weights that RL began with."""
+        """Log-probs [T] of every sample under the reference: the weights from before RL."""
         if self._reference is not None:
             return self._reference.logprobs(batch)
         assert lora_layers(self._vlm), "no reference model was kept, and there are no adapters to switch off"
@@ -144,57 +144,57 @@ class TorchPolicy:
 
     @torch.no_grad()
     def logprobs_and_values(self, batch: Batch) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
-        """Of every sample, each [T], from one pass of the policy with a value function on its trunk."""
+        """Log-probs and values, [T] each, of every sample, from one pass of a policy with a value head."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
         values: list[tuple[MicroBatch, Tensor]] = []
         for micro in self._scorer.micro_batches(batch.groups):
             scores = self._scorer(micro.row)
-            assert scores.values_A is not None, "values are asked for, but the policy has no value head"
+            assert scores.values_A is not None, "values were requested, but the policy has no value head"
             logprobs.append((micro, scores.logprobs_A))
             values.append((micro, scores.values_A))
         return self._in_batch_order(logprobs, batch), self._in_batch_order(values, batch)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Of every sample, [T], from a pass of the value function's own model."""
-        assert self._critic is not None, "values are asked for, but there is no value function"
+        """Values [T] of every sample, from a pass of a separate value model."""
+        assert self._critic is not None, "values were requested, but there is no value function"
         model = self._critic.model
-        assert model is not None, "the value function is on the policy's trunk: `logprobs_and_values` asks it"
+        assert model is not None, "the value head is on the policy's trunk; call logprobs_and_values"
         scored = [(micro, model(micro.row)) for micro in self._scorer.micro_batches(batch.groups)]
         return self._in_batch_order(scored, batch)
 
     def update(self, batch: Batch) -> Metrics:
-        """`ppo_epochs` passes in `minibatches` optimizer steps, none without groups.
+        """Run `ppo_epochs` epochs of `minibatches` optimizer steps each; none if the batch has no groups.
 
-        A minibatch with something that is not finite ends the update without its step; TrainError when that happens
-        more than `max_skipped_updates` times in a row.
+        A minibatch with a non-finite loss or gradient ends the update without its step; TrainError when that happens in
+        more than `max_skipped_updates` updates in a row.
         """
-        rates, tally = self._set_rates(), Tally()
+        rates, stats = self._set_rates(), UpdateStats()
         given = has_old_logprobs(batch)
         assert given or self._algorithm.minibatches == 1 or not batch.groups, "from the second step on it is off-policy"
-        # what the update leaves out is scored for the comparison with the engine only
+        # groups that the update leaves out need log-probs for the comparison with the engine only
         left_out = self.logprobs(Batch(groups=batch.left_out)) if self._is_plain_step else None
         self._train_mode(True)
         for epoch in range(self._algorithm.ppo_epochs):
-            went_through = self._epoch(epoch, batch, tally)
-            if epoch == 0 and not given and tally.logprobs:
-                # made before the only step so far: what later epochs call old
-                batch = with_old_logprobs(batch, tally.logprobs)
+            went_through = self._epoch(epoch, batch, stats)
+            if epoch == 0 and not given and stats.logprobs:
+                # computed before the only step so far, so these are the old log-probs of later epochs
+                batch = with_old_logprobs(batch, stats.logprobs)
             if not went_through:
                 break
         self._train_mode(False)
         self._steps += 1
-        self._count_skipped(tally.not_finite)
-        # an update that looked its first pass up in the rollout's cannot say how far the two are from each other
-        measured = _mismatch(batch, left_out) if given or not tally.sums.get("reused_actions", 0) else {}
-        always = {"updates_skipped": float(bool(tally.not_finite))} | rates | measured
+        self._count_skipped(stats.not_finite)
+        # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
+        measured = _mismatch(batch, left_out) if given or not stats.sums.get("reused_actions", 0) else {}
+        always = {"updates_skipped": float(bool(stats.not_finite))} | rates | measured
         if not batch.groups:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
         activations_gib = max(self._ranks.gather(self._backward.activations.gib))
-        return tally.metrics() | always | {"memory/activations_gib": activations_gib}
+        return stats.metrics() | always | {"memory/activations_gib": activations_gib}
 
     def weights(self) -> Weights:
-        """Current weights, adapters merged; a weight without an adapter or shards is the parameter itself."""
+        """Current weights, adapters merged; a weight with neither adapter nor shards is the parameter, not a copy."""
         self._engine_has_these_weights = True
         return self._merged_weights()
 
@@ -202,17 +202,20 @@ class TorchPolicy:
         return ((name, full(weight)) for name, weight in merged_weights(self._vlm.network))
 
     def save(self, folder: Path) -> None:
-        """Trainable parameters, optimizers and counts; checks first that nothing frozen has moved."""
+        """Write trainable parameters, optimizers and counters; TrainError if a frozen parameter has changed."""
         for model, guard in self._guards:
-            self._ranks.each_does(partial(guard.check, model))
+            self._ranks.run_on_each(partial(guard.check, model))
         self._optimizer.save(folder, TRAINABLE, self._ranks)
         if self._critic is not None:
             self._critic.optimizer.save(folder, VALUE, self._ranks)
         if self._reference is not None and not self._reference_is_loaded_model:
             save_reference(folder, self._reference.vlm, self._ranks)
-        self._ranks.first_does(lambda: save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row))
+        self._ranks.run_on_first(
+            lambda: save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row)
+        )
 
     def load(self, folder: Path) -> None:
+        """Restore the state that `save` wrote; TrainError when it belongs to another model."""
         self._engine_has_these_weights = False
         self._optimizer.load(folder, TRAINABLE)
         if self._critic is not None:
@@ -222,11 +225,13 @@ class TorchPolicy:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
     def export(self, folder: Path) -> None:
-        """Write the present weights, adapters merged, with their config as transformers reads them."""
+        """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
+        # every rank, since a full tensor is gathered from all
         weights = dict(self._merged_weights())
-        self._ranks.first_does(lambda: plain_network(self._vlm.network, weights.items()).save_pretrained(folder))
+        self._ranks.run_on_first(lambda: plain_network(self._vlm.network, weights.items()).save_pretrained(folder))
 
     def describe(self) -> ModelFacts:
+        """Device, parameter counts and number of ranks."""
         device = next(self._vlm.parameters()).device
         return ModelFacts(
             device=str(device),
@@ -236,47 +241,50 @@ class TorchPolicy:
         )
 
     def close(self) -> None:
-        """Nothing to do: the memory goes with the process or with the last reference."""
+        """Do nothing: memory is freed with the last reference or with the process."""
 
-    def _epoch(self, epoch: int, batch: Batch, tally: Tally) -> bool:
-        """One pass over the batch, an optimizer step after each minibatch; False where the update ends before that."""
+    def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
+        """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
         minibatches = _cut(self._in_order_of(epoch, batch.groups), self._algorithm.minibatches)
-        tally.minibatches = len(minibatches)
+        stats.minibatches = len(minibatches)
         for groups in minibatches:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
-            tally.add(done.sums, done.policy_kl)
-            tally.operations += len(self._models) * sum(self._scorer.cost.operations(group) for group in groups)
+            stats.add(done.sums, done.policy_kl)
+            stats.flops += len(self._models) * sum(self._scorer.cost.flops(group) for group in groups)
             limit = self._algorithm.max_policy_kl
+            # before the step: the pass has measured the KL divergence of the weights as they are
             too_far = limit is not None and done.policy_kl > limit
-            tally.not_finite = done.bad_tasks
-            if tally.not_finite or too_far or not self._step(groups, tally):
+            stats.not_finite = done.bad_tasks
+            if stats.not_finite or too_far or not self._step(groups, stats):
                 return False
             logprobs += done.logprobs
+        # with several minibatches the log-probs are of different weights, and are no old log-probs
         if len(minibatches) == 1:
-            tally.logprobs = self._in_batch_order(logprobs, batch)
+            stats.logprobs = self._in_batch_order(logprobs, batch)
         return True
 
     def _in_batch_order(self, scored: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> list[NDArray[np.float32]]:
         return in_batch_order(scored, batch.groups, self._ranks)
 
     def _in_order_of(self, epoch: int, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """The first epoch goes through the step as it came, later ones cut it into other minibatches."""
+        """The groups of a batch in order in the first epoch, and shuffled in later ones."""
         if epoch == 0 or self._algorithm.minibatches == 1:
             return groups
-        # of the counts alone, so that a resumed run cuts as one never stopped
+        # seeded by the counters alone, so that a resumed run shuffles like an uninterrupted one, and all ranks alike
         return [groups[index] for index in np.random.default_rng((self._steps, epoch)).permutation(len(groups))]
 
-    def _step(self, groups: Sequence[SampleGroup], tally: Tally) -> bool:
-        """The optimizer step after a pass, unless a gradient is not finite."""
+    def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
+        """Take an optimizer step unless a gradient is non-finite; returns whether it was taken."""
         norms = [optimizer.clip() for optimizer in self._optimizers]
         if not np.isfinite(norms).all():
-            tally.not_finite = self._tasks_of_bad_gradients(groups)
+            stats.not_finite = self._tasks_of_bad_gradients(groups)
             return False
-        tally.norms.append(norms)
+        stats.norms.append(norms)
         self._engine_has_these_weights = False
+        # values near their initial 0 make poor advantages: the critic trains alone first
         waiting = self._critic is not None and self._steps < self._critic.warmup_steps
         for optimizer in self._optimizers[1:] if waiting else self._optimizers:
             optimizer.step()
@@ -289,17 +297,17 @@ class TorchPolicy:
 
     @property
     def _models(self) -> list[nn.Module]:
-        """That go forward and backward over a batch: the policy, then a critic that has a model of its own."""
+        """Networks that run forward and backward over a batch: the policy, and the critic's separate model if any."""
         own = None if self._critic is None else self._critic.model
         return [self._vlm, *([] if own is None else [own])]
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        """The policy's, then that of the value function."""
+        """Optimizers of the policy and, if there is one, of the value function."""
         return [self._optimizer, *([] if self._critic is None else [self._critic.optimizer])]
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
-        """Whose gradient is not finite although its loss is: each group once more, alone."""
+        """Ids of tasks with a non-finite gradient despite a finite loss, by a backward pass over each group alone."""
         bad: list[str] = []
         for group in groups:
             for optimizer in self._optimizers:
@@ -320,17 +328,17 @@ class TorchPolicy:
             )
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
-        """What the rollout of these groups has left; None when that is stale, or this step is to be a plain one."""
+        """Rollout activations of these groups; None if the weights have changed since, or on a plain step."""
         if self._tape is None:
             return None
         if self._is_plain_step or not self._engine_has_these_weights:
-            self._tape.forget_graphs()
+            self._tape.free_graphs()
             return None
         return Reuse.of(groups, self._tape)
 
     @property
     def _is_plain_step(self) -> bool:
-        """One that reuses nothing, and compares all of the step with the engine."""
+        """True on steps that reuse no activations, so that their log-probs can be compared with the engine's."""
         return self._steps % self._train.plain_update_every_steps == 0
 
     def _set_rates(self) -> Metrics:
@@ -339,7 +347,7 @@ class TorchPolicy:
 
 
 def _mismatch(batch: Batch, left_out: Sequence[NDArray[np.float32]] | None) -> Metrics:
-    """Of the groups trained on, and of the whole step where those left out have been scored or there are none."""
+    """Engine-trainer mismatch of the trained groups, and of all groups if those left out have log-probs too."""
     old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
     if len(old) != len(batch.samples):
         return {}
@@ -351,6 +359,6 @@ def _mismatch(batch: Batch, left_out: Sequence[NDArray[np.float32]] | None) -> M
 
 
 def _cut(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:
-    """At most `parts` runs of groups, as even as can be; none is empty."""
+    """Split groups into at most `parts` consecutive minibatches of nearly equal size, none of them empty."""
     bounds = np.linspace(0, len(groups), parts + 1).astype(int)
     return [groups[a:b] for a, b in pairwise(bounds) if b > a]

@@ -1,4 +1,4 @@
-"""Supervised pairs: the warm-up of a model that starts from nothing, on the same packed passes as RL."""
+"""Supervised fine-tuning on prompts and answers: the warm-up of a randomly initialised model before RL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
 from fovea.train.packing import pack_row
-from fovea.train.torch.forward import filler_prompt
+from fovea.train.torch.forward import dummy_prompt
 from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
 from fovea.train.torch.ranks import ALONE, Ranks
 from fovea.train.torch.sharding import shards_tower
@@ -25,7 +25,7 @@ WEIGHT_DECAY = 0.01
 
 
 class SupervisedTrainer:
-    """Next-token cross-entropy on the answers, mean over their tokens."""
+    """Trains by next-token cross-entropy on the answers, averaged over their tokens, with packed rows as in RL."""
 
     def __init__(self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE) -> None:
         self._vlm = vlm
@@ -38,7 +38,7 @@ class SupervisedTrainer:
         self._steps = 0
 
     def update(self, pairs: Sequence[Pair]) -> float:
-        """One optimizer step; returns the loss."""
+        """Take one optimizer step on the pairs; returns their loss, over all ranks."""
         settings = self._settings
         rate = learning_rate(
             self._steps,
@@ -52,6 +52,7 @@ class SupervisedTrainer:
         self._vlm.train()
         self._optimizer.zero_grad(set_to_none=True)
         part = self._loss(pairs)
+        # summed before the check, so that all ranks raise or none
         loss: float = sum(self._ranks.gather(float(part.detach())))
         if not math.isfinite(loss):
             raise TrainError(f"the loss is {loss} at warm-up step {self._steps + 1}; lower warmup.learning_rate")
@@ -65,14 +66,14 @@ class SupervisedTrainer:
         return loss
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
-        """This rank's part of the loss: of every so many pairs it has one."""
+        """This rank's summand of the loss, from every `size`-th pair."""
         mine = pairs[self._ranks.rank :: self._ranks.size]
         prompts = [pair.prompt for pair in mine]
         answers = [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in mine]
         if self._ranks.size > 1:
-            # a rank without pairs, or without images, enters the same modules as the others
+            # a rank without pairs, or without images, must enter the same sharded modules as the others
             images = [image for pair in pairs for image in pair.prompt.images] if shards_tower(self._vlm) else []
-            prompts, answers = [*prompts, filler_prompt(self._vlm, images)], [*answers, []]
+            prompts, answers = [*prompts, dummy_prompt(self._vlm, images)], [*answers, []]
         row = pack_row(self._vlm.family, prompts, answers, self._parameters[0].device)
         scores = self._vlm(row, temperature=1.0, chunk_tokens=max(row.num_actions, 1))
         return -torch.as_tensor(scores.logprobs_A).sum() / sum(len(pair.answer_ids) for pair in pairs)

@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer states over ranks, by torch's FSDP2: everything here that knows of it.
+"""Sharding of weights, gradients and optimizer states over ranks by torch's FSDP2, which no other module calls.
 
-A decoder layer or a vision block is whole on a rank while it runs and a shard of it otherwise. A process by itself
-shards nothing: its weights are plain tensors.
+The weights of a decoder layer or vision block are all-gathered while it runs and FSDP2 shards otherwise. In a single
+process nothing is sharded, and weights are plain tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from fovea.train.torch.ranks import Ranks
 
 
 def shard(model: nn.Module, ranks: Ranks) -> None:
-    """Shard the weights of a VLM, or of a model on top of one, in place, before an optimizer takes hold of them."""
+    """Shard the weights of a VLM, or of a model with a VLM inside, in place.
+
+    Must be called before an optimizer is made of the parameters. TrainError for a model without a fast path.
+    """
     if ranks.mesh is None:
         return
     vlm = next((module for module in model.modules() if isinstance(module, VLM)), None)
@@ -33,17 +36,18 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
             f"{ranks.size}; set model.fast_path=auto, or start one process"
         )
     vision = vision_modules(vlm.network)
-    # a frozen tower is whole on every rank: each encodes the images of its own rows, whenever it meets a new one
+    # a frozen tower is not sharded: each rank encodes images that its cache lacks, at times of its own, and a sharded
+    # module would wait for the other ranks
     whole = set() if vlm.trains_vision else {parameter for module in vision for parameter in module.parameters()}
     heads = [module for module in model.modules() if isinstance(module, ValueHead)]
     lists = [each for module in vision for each in module.modules() if isinstance(each, nn.ModuleList)]
     blocks = [] if whole else [block for each in lists for block in each]
-    # 16-bit gradients are summed in float32
+    # reduce-scatter in float32: a sum of 16-bit gradients over ranks would lose small ones
     options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
-    # a value head is float32 beside a bfloat16 trunk: one reduction has gradients of one type
+    # a value head is a unit by itself: it is float32 beside a bfloat16 trunk, and a reduce-scatter has one type
     for module in (*language_model(vlm.network).layers, *blocks, *heads):
         fully_shard(module, **options)
-    # the root too is a shard between passes, so that whoever reads a parameter finds the same kind of tensor
+    # the root is resharded after its forward pass too, so that all parameters are DTensors between passes
     fully_shard(model, **options, ignored_params=whole, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -53,32 +57,35 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
 
 
 def shards_tower(vlm: PolicyNetwork) -> bool:
-    """Whether the ranks have to enter the vision tower together."""
+    """True if the vision tower's weights are sharded, so that all ranks must run it together."""
     return isinstance(vlm, FSDPModule) and vlm.trains_vision
 
 
 def sync_gradients(model: nn.Module, *, now: bool) -> None:
-    """Whether the next backward pass adds up the ranks' gradients: that of the last micro-batch of a step does."""
+    """Choose whether the next backward pass reduce-scatters gradients over ranks; no-op for an unsharded model.
+
+    Only that of the last micro-batch of an optimizer step needs to.
+    """
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(now)
         model.set_requires_gradient_sync(now)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, for which all ranks must ask; any other tensor as it is."""
+    """The full tensor of a shard, by an all-gather that all ranks must join; any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor that every rank has in full; the tensor itself where `like` is no shard."""
+    """This rank's shard of a full tensor, placed as `like`; the tensor itself if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return tensor
-    # on the device of the shards, and from what this rank has: nothing is sent
+    # src_data_rank=None: every rank has the full tensor, so that none has to be broadcast
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of `target` with those of the same names, however either is sharded."""
+    """Copy `source` into the tensors of `target` by name; either may be sharded."""
     for name, tensor in target.items():
         tensor.copy_(sharded_as(tensor, full(source[name])))
