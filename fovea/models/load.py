@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils import logging
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
-from fovea.models.model_files import WHOLE_MODEL, check_folder, damaged_model, hub_options
+from fovea.models.model_files import WHOLE_MODEL, check_folder, damaged_model, hub_options, no_progress_bar
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,7 +28,7 @@ def load_network(settings: Model) -> PreTrainedModel:
     path = settings.path
     assert path is not None, "a tiny model is loaded from the folder that it was written to"
     check_folder(path, settings.revision)
-    with damaged_model(path), _without_progress_bar():
+    with damaged_model(path), no_progress_bar():
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path,
             dtype=DTYPES[settings.dtype],
@@ -50,15 +47,3 @@ def load_network(settings: Model) -> PreTrainedModel:
         )
     network.eval()
     return network
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Keep transformers' progress bar off the terminal, where the run's own display is."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
@@ -56,3 +57,15 @@ def check_folder(path: str, revision: str | None) -> None:
             f"model.path={path}: the folder has a config.json but no weights (*.safetensors); "
             "download the whole model, or convert its .bin files to safetensors"
         )
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers' progress bar off the terminal, where the run's own display is."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -6,8 +6,7 @@ Nothing is downloaded: the tokenizer is trained on the texts of the task.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.utils import logging
 
 from fovea.config.run import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.model_files import no_progress_bar
 from fovea.models.processor import Processor, make_processor, token_id
 from fovea.utils.files import atomic_folder
 
@@ -87,21 +86,9 @@ def with_processor(
 def save_tiny(parts: TinyParts, folder: Path) -> None:
     """Write a Hugging Face model folder; an existing `folder` is replaced by a complete one."""
     shutil.rmtree(folder, ignore_errors=True)
-    with atomic_folder(folder) as partial, _no_progress_bar():
+    with atomic_folder(folder) as partial, no_progress_bar():
         for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
             part.save_pretrained(partial)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers' progress bar off the terminal, where the run's own display is."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

@@ -61,9 +61,12 @@ def micro_batches(
 def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.device, padded: int | None) -> MicroBatch:
     groups = [each.group for each in slices]
     samples = [sample for group in groups for sample in group.samples]
+    lengths = [sample.num_actions for sample in samples]
+    # one selection per field of the row, not one per sample and field: these are Python's time in a step
+    is_action_N = np.concatenate([_NO_MASK, *(sample.mask_T for sample in samples)])
 
     def joined(field: Field) -> Tensor | None:
-        return _joined(samples, field, like, device)
+        return _joined(samples, field, like, is_action_N, device)
 
     return MicroBatch(
         row=pack_conversations(
@@ -73,14 +76,16 @@ def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.de
             device,
             padded,
         ),
-        weights_A=_tensor(np.concatenate([_NONE, *map(_weights, samples)]), device),
-        rollout_logprobs_A=_tensor(np.concatenate([_NONE, *(s.rollout_logprobs_T[s.mask_T] for s in samples)]), device),
+        weights_A=_tensor(np.repeat(np.array([s.weight for s in samples], dtype=np.float32), lengths), device),
+        rollout_logprobs_A=_tensor(
+            np.concatenate([_NONE, *(sample.rollout_logprobs_T for sample in samples)])[is_action_N], device
+        ),
         advantages_A=joined(lambda sample: sample.advantages_T),
         old_logprobs_A=joined(lambda sample: sample.old_logprobs_T),
         reference_logprobs_A=joined(lambda sample: sample.reference_logprobs_T),
         values_A=joined(lambda sample: sample.values_T),
         returns_A=joined(lambda sample: sample.returns_T),
-        lengths=tuple(sample.num_actions for sample in samples),
+        lengths=tuple(lengths),
         sample_numbers=tuple(number for each in slices for number in each.sample_numbers),
         groups=tuple(groups),
     )
@@ -142,7 +147,9 @@ def pack_conversations(
             positions.append(family.positions(answer.token_ids_T[:-1], answer.images, next_position)[0])
             images.extend(answer.images)
             # the hidden state of a token predicts the next one, and that of the prompt's last token the first action
-            hidden_index.append(np.concatenate([[last_of_prompt], np.arange(start, start + length)])[answer.mask_T])
+            predictors_T = np.arange(start - 1, start + length)
+            predictors_T[0] = last_of_prompt
+            hidden_index.append(predictors_T)
             start += length
     padding = 0 if padded_tokens is None else padded_tokens - start
     assert padding >= 0, f"a row of {start} tokens is to be padded to {padded_tokens}"
@@ -154,15 +161,16 @@ def pack_conversations(
         [*(prompt.num_tokens for prompt in prompts), *fillers],
         [*([len(answer.token_ids_T) - 1 for answer in answers] for answers in continuations), *([] for _ in fillers)],
     )
+    of_row = [answer for answers in continuations for answer in answers]
+    is_action_N = np.concatenate([_NO_MASK, *(answer.mask_T for answer in of_row)])
     return PackedRow(
         token_ids_N=_tensor(np.concatenate(tokens), device),
         positions_3N=_tensor(np.concatenate(positions, axis=1), device),
         layout=layout.to(device),
         images=tuple(images),
-        hidden_index_A=_tensor(np.concatenate(hidden_index), device),
+        hidden_index_A=_tensor(np.concatenate(hidden_index)[is_action_N], device),
         target_ids_A=_tensor(
-            np.concatenate([_NO_IDS, *(x.token_ids_T[x.mask_T] for answers in continuations for x in answers)]),
-            device,
+            np.concatenate([_NO_IDS, *(answer.token_ids_T for answer in of_row)])[is_action_N], device
         ),
     )
 
@@ -173,22 +181,20 @@ def _padding_prompts(total: int, longest: int) -> list[int]:
     return [longest] * (total // longest) + [total % longest] * (total % longest > 0)
 
 
-_NONE, _NO_IDS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64)
+_NONE, _NO_IDS, _NO_MASK = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)
 """Empty first elements for `np.concatenate`, which raises on an empty list: a row may have no actions."""
 
 Field = Callable[[Sample], "NDArray[np.float32] | None"]
 
 
-def _weights(sample: Sample) -> NDArray[np.float32]:
-    return np.full(sample.num_actions, sample.weight, dtype=np.float32)
-
-
-def _joined(samples: Sequence[Sample], field: Field, like: Sample, device: torch.device) -> Tensor | None:
+def _joined(
+    samples: Sequence[Sample], field: Field, like: Sample, is_action_N: NDArray[np.bool_], device: torch.device
+) -> Tensor | None:
     """Per-token field of the samples at their actions, [A]; None if the samples of the batch lack the field."""
-    arrays = [array_T[sample.mask_T] for sample in samples if (array_T := field(sample)) is not None]
+    arrays = [array_T for sample in samples if (array_T := field(sample)) is not None]
     given = field(like) is not None
     assert len(arrays) == given * len(samples), f"{len(arrays)} of {len(samples)} samples have a per-token field"
-    return _tensor(np.concatenate([_NONE, *arrays]), device) if given else None
+    return _tensor(np.concatenate([_NONE, *arrays])[is_action_N], device) if given else None
 
 
 def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:

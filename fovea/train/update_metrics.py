@@ -83,9 +83,10 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {}
-    rollout_A = torch.from_numpy(np.concatenate([sample.rollout_logprobs_T[sample.mask_T] for sample in samples]))
-    masked = (old_T[sample.mask_T] for old_T, sample in zip(old_logprobs, samples, strict=True))
-    old_A = torch.from_numpy(np.concatenate(list(masked)))
+    assert len(samples) == len(old_logprobs), f"{len(old_logprobs)} arrays of log-probs for {len(samples)} samples"
+    is_action_N = np.concatenate([sample.mask_T for sample in samples])
+    rollout_A = torch.from_numpy(np.concatenate([sample.rollout_logprobs_T for sample in samples])[is_action_N])
+    old_A = torch.from_numpy(np.concatenate(old_logprobs)[is_action_N])
     difference_A = rollout_A - old_A
     return {
         "rollout_train_k1": float(difference_A.mean()),
