@@ -13,6 +13,7 @@ from fovea.metrics.log import read_metrics
 SHORT = [
     "max_steps=2", "warmup.max_steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",
     "evaluate.every_steps=0", "evaluate.test_size=4", "evaluate.dev_size=4", "threads=1",
+    "environment.train_size=64",
 ]  # fmt: skip
 
 

@@ -10,10 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.build.outputs import peak_tflops
-from fovea.config.run import Algorithm, Config, Log, Model, TinyModel
+from fovea.config.run import Algorithm, Log
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
 from fovea.models.tiny import TinyParts
+from fovea.train.base import ModelFacts
 from fovea.types import Batch, Completion, Group, Sample, SampleGroup, Score, Task
 from tests.policies import make_policy
 from tests.records import all_actions, one_turn
@@ -108,21 +109,23 @@ def test_a_device_is_known_by_the_words_of_its_name(name: str, tflops: float | N
     assert known_peak_tflops(name) == tflops
 
 
-def test_the_peak_is_the_setting_or_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, said = Config(model=Model(tiny=TinyModel())), list[str]()
+def facts(device: str, device_name: str | None) -> ModelFacts:
+    return ModelFacts(device=device, device_name=device_name, parameters=())
+
+
+def test_the_peak_is_the_setting_or_the_data_sheet() -> None:
+    said = list[str]()
     progress = Progress(1, 0, enabled=False)
     progress.print = lambda line: said.append(str(line))  # type: ignore[method-assign]
-    assert peak_tflops(config, torch.device("cpu"), progress) is None
-    with_setting = Config(model=Model(tiny=TinyModel()), log=Log(peak_tflops=3))
-    assert peak_tflops(with_setting, torch.device("cpu"), progress) == 3
-    assert peak_tflops(with_setting, torch.device("cuda"), progress) == 3
+    assert peak_tflops(Log(), facts("cpu", None), progress) is None
+    assert peak_tflops(Log(peak_tflops=3), facts("cpu", None), progress) == 3
+    assert peak_tflops(Log(peak_tflops=3), facts("cuda", "NVIDIA H200"), progress) == 3
     assert not said
     for name, peak, line in (
         ("NVIDIA H200", 989.5, "mfu: a share of 989.5 TFLOP/s, dense bfloat16 by the data sheet of NVIDIA H200"),
         ("New", None, "mfu: not reported, the peak of New is not known; set log.peak_tflops (dense bfloat16)"),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_tflops(config, torch.device("cuda"), progress) == peak
+        assert peak_tflops(Log(), facts("cuda", name), progress) == peak
         assert said[-1] == line
 
 
