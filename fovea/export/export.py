@@ -24,7 +24,7 @@ from fovea.export.check import Reloaded, check, make_probe
 from fovea.export.model_card import REPOSITORY_ID, Card, model_card
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
-from fovea.models.save import plain_network
+from fovea.models.save import save_network
 from fovea.models.trainable import ADAPTER, lora_layers
 from fovea.report.summary import SUMMARY_FILE, read_summary
 from fovea.run.checkpoint import STATE
@@ -112,8 +112,7 @@ def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
 
 def write_model(folder: Path, model: OpenedModel) -> None:
     """Write weights with adapters merged, config, tokenizer with the chat template, and image processor."""
-    plain = plain_network(model.vlm.network)
-    plain.save_pretrained(folder)
+    save_network(model.vlm.network, folder)
     processor, settings = model.processor, model.config.model
     processor.tokenizer.chat_template = processor.chat_template
     processor.tokenizer.save_pretrained(folder)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel
 
+from fovea.models.model_files import no_progress_bar
 from fovea.models.modules import config_of
 from fovea.models.trainable import merged_weights
 from fovea.types import Weights
@@ -28,3 +31,9 @@ def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> P
     plain.tie_weights()
     plain.generation_config = network.generation_config
     return plain
+
+
+def save_network(network: PreTrainedModel, folder: Path, weights: Weights | None = None) -> None:
+    """Write config and `weights` (by default the merged ones) as transformers reads them."""
+    with no_progress_bar():
+        plain_network(network, weights).save_pretrained(folder)

@@ -23,7 +23,7 @@ from fovea.config.run import Algorithm, Train, Warmup
 from fovea.errors import TrainError
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.save import plain_network
+from fovea.models.save import save_network
 from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
@@ -228,7 +228,7 @@ class TorchPolicy:
         """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
         # every rank, since a full tensor is gathered from all
         weights = dict(self._merged_weights())
-        self._ranks.run_on_first(lambda: plain_network(self._vlm.network, weights.items()).save_pretrained(folder))
+        self._ranks.run_on_first(lambda: save_network(self._vlm.network, folder, weights.items()))
 
     def describe(self) -> ModelFacts:
         """Device, parameter counts and number of ranks."""
