@@ -180,6 +180,7 @@ class BanditEngine:
             for index, token in enumerate(drawn)
         ]
 
+    name = "bandit"
     weight_names = frozenset({"table"})
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Mapping[str, torch.Tensor]:

@@ -257,11 +257,11 @@ def test_a_checkpoint_of_another_version_says_what_it_lacks(tmp_path: Path) -> N
     train(bandit_run(tmp_path, max_steps=20))
     written = tmp_path / "checkpoints" / "step-20" / "state.json"
     state = json.loads(written.read_text())
-    del state["curriculum"], state["standing"]["kl_coef"]
+    del state["curriculum"], state["train_state"]["kl_coef"]
     written.write_text(json.dumps(state))
     latest = Checkpoints(tmp_path, keep=2).latest()
     assert latest is not None
     assert latest.state.get("curriculum") is None
-    for saved, key in ((latest.state, "curriculum"), (latest.state["standing"], "kl_coef")):
+    for saved, key in ((latest.state, "curriculum"), (latest.state["train_state"], "kl_coef")):
         with pytest.raises(DataError, match=rf"step-20: this checkpoint has no '{key}', .* or start anew"):
             saved[key]

@@ -14,6 +14,11 @@ class Engine(Protocol):
     New weights reach it through `cluster.weights.WeightSync`.
     """
 
+    @property
+    def name(self) -> str:
+        """What messages and the parity gate call the engine, approximate decoding included."""
+        ...
+
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt. Calls may overlap; a completion depends on its own call alone."""
         ...

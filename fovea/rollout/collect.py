@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from fovea.errors import UnscoredError
 from fovea.rollout.base import Engine
 from fovea.rollout.multi_turn import later_turns
 from fovea.types import Episode, Group, Request, Sampling, Turn, TurnTokens
+from fovea.utils.event_loop import gather_or_cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
         return Group(prompt=item.prompt, episodes=episodes)
 
     # all at once: graders that wait do so while the engine generates other groups
-    groups = await asyncio.gather(*(group(index, item) for index, item in enumerate(prompted, num_before)))
+    groups = await gather_or_cancel(group(index, item) for index, item in enumerate(prompted, num_before))
     return [group for group in groups if group is not None]
 
 
@@ -90,7 +90,7 @@ async def _episodes(
             later_turns(engine, interaction.environment, interaction.renderer, item.task, turns, request)
             for turns in answers
         )
-        answers = await asyncio.gather(*calls)
+        answers = await gather_or_cancel(calls)
     scores = await interaction.grading.scores(item.task, answers)
     return tuple(
         Episode(task=item.task, turns=turns, score=score) for turns, score in zip(answers, scores, strict=True)

@@ -33,8 +33,14 @@ async def closing(run: Run) -> AsyncIterator[None]:
         with run.metrics, run.progress:
             yield
     finally:
-        await run.engine.close()
-        await run.policy.close()
+        # each of them, whatever becomes of the ones before
+        try:
+            await run.engine.close()
+        finally:
+            try:
+                await run.policy.close()
+            finally:
+                run.stream.grading.close()
 
 
 async def begin(run: Run) -> TrainState:
@@ -64,7 +70,7 @@ async def _resumed(run: Run) -> TrainState:
     stream.order.restore(saved["order"])
     stream.curriculum.restore(saved["curriculum"])
     stream.order.weigh_levels(stream.curriculum.level_weights)
-    state = TrainState.from_json(run.resumed.step, saved["standing"], started=run.started)
+    state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
     _report_changed_schedule(run, saved["max_steps"])
     await run.weight_sync.push(state.step)
@@ -223,7 +229,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
     saved = {
         "order": run.stream.order.state(),
         "curriculum": run.stream.curriculum.state(),
-        "standing": state.to_json(),
+        "train_state": state.to_json(),
         "max_steps": run.config.max_steps,
         "bad_rows": len(run.sources.bad_rows),
     }

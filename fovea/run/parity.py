@@ -40,7 +40,6 @@ SAMPLES_PER_PROMPT = 2
 """Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
 MAX_ROWS_TRIED = 1000
 """Training rows that are tried before giving up on bad ones."""
-INT8 = "(int8 decoding)"
 """Suffix of the engine's name where it decodes in 8 bits."""
 
 PromptKind = Literal["with images", "without images"]
@@ -121,7 +120,6 @@ async def read_parity(
     token_text: Callable[[int], str],
 ) -> ParityReading:
     """Sample completions from the engine, and compare their log-probs with the policy's."""
-    settings = config.rollout
     drawn = await _draw(engine, config, _prompts(source, environment, config.parity.prompts))
     annotated = await policy.annotate(_batch(drawn), Needs(old_logprobs=True))
     scored = iter(annotated.samples)
@@ -133,7 +131,7 @@ async def read_parity(
             tokens[each.kind] += _tokens(token_text, each.prompted.task.id, completion, trainer_T)
     return ParityReading(
         model=config.model.name,
-        engine=settings.engine.name + (f" {INT8}" if settings.engine.decode_weights == "int8" else ""),
+        engine=engine.name,
         limit=config.parity.max_abs_logprob_diff,
         kinds=tuple(
             _reading(kind, sum(each.kind == kind for each in drawn), of_kind)
@@ -284,7 +282,7 @@ def _nan_as_infinity(value: float) -> float:
 
 
 def _likely_fix(reading: ParityReading) -> str:
-    if reading.engine.endswith(INT8):
+    if reading.engine.endswith("(int8 decoding)"):
         return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
     over = [kind.kind for kind in reading.kinds if not kind.mean_abs <= reading.limit]
     if over == ["with images"] and len(reading.kinds) > 1:

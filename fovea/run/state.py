@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -61,9 +61,12 @@ class TrainState:
         )
 
 
-def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, tuple[float, ...]] | None:
-    return dict(evaluation.accuracies) if evaluation else None
+def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    return asdict(evaluation) if evaluation else None
 
 
-def _evaluation_from_json(saved: Mapping[str, Sequence[float]] | None) -> Evaluation | None:
-    return Evaluation(accuracies={kind: tuple(values) for kind, values in saved.items()}) if saved else None
+def _evaluation_from_json(saved: Mapping[str, Any] | None) -> Evaluation | None:
+    if not saved:
+        return None
+    accuracies = {kind: tuple(values) for kind, values in saved["accuracies"].items()}
+    return Evaluation(accuracies=accuracies, num_unscored=saved["num_unscored"])

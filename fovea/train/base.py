@@ -21,9 +21,9 @@ class Needs:
 
     @staticmethod
     def of(algorithm: Algorithm) -> Needs:
-        """Compute old and reference log-probs and values, skipping what the update recomputes anyway.
+        """The inputs that need a pass before the update; those that the update recomputes anyway are left out.
 
-        Skipped are old log-probs where the first step is on-policy, and reference log-probs where the KL term is off.
+        Left out are old log-probs where the first step is on-policy, and reference log-probs where the KL term is off.
         """
         return Needs(
             # with one optimizer step per epoch the first epoch passes over every sample before the weights change, so

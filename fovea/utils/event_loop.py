@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -28,6 +28,19 @@ def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
             loop.close()
 
 
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of all, in order; when one raises, the others are cancelled before its error is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        raise
+
+
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     """Cancel the tasks that an error left pending and wait until they have ended."""
     pending = asyncio.all_tasks(loop)
@@ -47,6 +60,12 @@ class BackgroundLoop:
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine on that loop; awaited from another loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
+
+    def close(self) -> None:
+        """Stop the loop and its thread; a later `run` starts another."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from fovea.utils.event_loop import wait_for
+from fovea.utils.event_loop import gather_or_cancel, wait_for
 
 
 async def press_ctrl_c() -> None:
@@ -32,3 +32,33 @@ def test_a_result_comes_back_and_an_error_as_it_is() -> None:
     assert wait_for(asyncio.sleep(0, result=3)) == 3
     with pytest.raises(ValueError, match="so"):
         wait_for(fail())
+
+
+def test_gather_or_cancel_ends_the_others_before_it_raises() -> None:
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("slow")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("the second of two")
+
+    async def both() -> list[str]:
+        with pytest.raises(ValueError, match="the second of two"):
+            await gather_or_cancel([slow(), fails()])
+        return list(ended)
+
+    assert asyncio.run(both()) == ["slow"]
+
+
+def test_gather_or_cancel_returns_the_results_in_order() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(gather_or_cancel(after(turns) for turns in (3, 1, 2))) == [3, 1, 2]

@@ -41,7 +41,10 @@ class UserEnvironment(Environment):
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         with self._named("reply", task.id):
-            return self._reply(task, turns)
+            messages = self._reply(task, turns)
+            if messages is not None and not all(isinstance(message, Message) for message in messages):
+                raise TypeError("it returned something other than a list of fovea.types.Message or None")
+            return messages
 
     def target(self, task: Task) -> str:
         with self._named("target", task.id):

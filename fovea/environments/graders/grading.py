@@ -38,6 +38,11 @@ class Grading:
         """
         return replace(self, note_unscored=note)
 
+    def close(self) -> None:
+        """Stop the thread in which waiting graders are called."""
+        if self.calls is not None:
+            self.calls.loop.close()
+
     async def scores(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
         """The scores of several episodes of one task, in their order.
 

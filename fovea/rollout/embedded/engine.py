@@ -35,7 +35,7 @@ from fovea.rollout.embedded.linears import (
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.sampler import bans_of
-from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
+from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper
 from fovea.types import Completion, Request
 from fovea.utils.lru_cache import LRUCache
 
@@ -144,6 +144,10 @@ class EmbeddedEngine:
             await asyncio.wait([self._worker])
         self._free_memory()
         self._weights, self._named = None, {}
+
+    @property
+    def name(self) -> str:
+        return f"embedded {INT8}" if self._tuning.int8_decoding else "embedded"
 
     @property
     def _busy(self) -> bool:

@@ -43,6 +43,8 @@ class PlainEngine:
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        await self._unpaused.wait()
+        # after the wait: the engine may have gone to sleep or been closed meanwhile
         if self._version is None:
             raise EngineError("the engine has no weights; call load_weights first")
         if self._asleep:
@@ -54,7 +56,6 @@ class PlainEngine:
                 f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.engine.max_batch_tokens="
                 f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
-        await self._unpaused.wait()
         positions_XL, first_position = self._family.positions(request.prompt.token_ids_L, request.prompt.images, 0)
         done = asyncio.get_running_loop().create_future()
         return self._draw(
@@ -87,6 +88,10 @@ class PlainEngine:
             batch.step(forward)
         assert self._version is not None
         return [completion_of(each, self._text, self._version) for each in batch.remove(finished)]
+
+    @property
+    def name(self) -> str:
+        return "plain"
 
     @property
     def weight_names(self) -> frozenset[str]:

@@ -27,6 +27,10 @@ MAX_ONEDNN_ROWS, MIN_ONEDNN_WIDTH = 64, 256
 """Limits of the oneDNN layout: with more rows, or narrower layers, a product is not bound by reading the weights."""
 
 
+INT8 = "(int8 decoding)"
+"""Part of the engine's name where decode steps are inexact."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Performance settings; only `int8_decoding` changes results."""
