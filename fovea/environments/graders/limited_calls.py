@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fovea.environments.graders.base import Grader, NoScoreError, TryAgainError
-from fovea.errors import ScoreError, UnscoredError
+from fovea.errors import ScoreError, UnscoredError, first_line
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import BackgroundLoop
 
@@ -62,9 +62,11 @@ class LimitedCalls:
     async def _try(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
         timeout_seconds = self.limits.timeout_seconds
         try:
-            async with self._slots, asyncio.timeout(timeout_seconds):
+            async with self._slots, asyncio.timeout(timeout_seconds) as limit:
                 return await grader.score(task, turns)
         except TimeoutError as error:
+            if not limit.expired():  # the grader's own error, of a socket for instance
+                raise NoScoreError(f"raised {first_line(error)}") from error
             text = f"took more than {self.limits.settings}timeout_seconds={timeout_seconds:g}"
             raise TryAgainError(text) from error
 
