@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
 from fovea.types import ImageRef
 from tests.environments.files import COLOURS, files, row
-from tests.grading import scored
+from tests.grading import scored, within_a_second
 
 TEXTS = ["A red square on white ground.", "Green, all green, with no border at all!", "blue"]
 ROWS = [row("Describe it.", text, colour) for text, colour in zip(TEXTS, COLOURS, strict=True)]
@@ -223,6 +222,4 @@ def test_any_caption_is_graded(text: str, truth: str) -> None:
 @given(st.lists(st.text(max_size=40), min_size=20, max_size=20), st.text(max_size=40))
 def test_twenty_thousand_captions_are_graded_in_time(texts: list[str], truth: str) -> None:
     for text in texts:
-        start = time.process_time()
-        check_any_caption(text, truth)
-        assert time.process_time() - start < 1
+        within_a_second(lambda text=text: check_any_caption(text, truth))
