@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from time import perf_counter
 
@@ -29,18 +29,14 @@ from fovea.types import Evaluation, Group, Metrics
 @asynccontextmanager
 async def closing(run: Run) -> AsyncIterator[None]:
     """Close the services and files of a run on every way out."""
-    try:
-        with run.metrics, run.progress:
-            yield
-    finally:
-        # each of them, whatever becomes of the ones before
-        try:
-            await run.engine.close()
-        finally:
-            try:
-                await run.policy.close()
-            finally:
-                run.stream.grading.close()
+    async with AsyncExitStack() as stack:
+        # closed in the opposite order, each of them whatever becomes of the others
+        stack.callback(run.stream.grading.close)
+        stack.push_async_callback(run.policy.close)
+        stack.push_async_callback(run.engine.close)
+        stack.enter_context(run.metrics)
+        stack.enter_context(run.progress)
+        yield
 
 
 async def begin(run: Run) -> TrainState:
