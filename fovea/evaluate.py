@@ -50,16 +50,25 @@ class OutputFiles:
 
 
 def evaluate_targets(
-    words: Sequence[str], overrides: Sequence[str], *, recipe: Path | None, split: Split, output_files: OutputFiles
+    words: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    recipe: Path | None,
+    split: Split,
+    output_files: OutputFiles,
+    trust: bool = False,
 ) -> list[TargetMetrics]:
-    """Evaluate all targets, print the tables and write the output files."""
+    """Evaluate all targets, print the tables and write the output files.
+
+    `trust` lets code run that the settings of the targets' own folders name.
+    """
     targets = parse_targets(words)
-    config = shared_settings(targets, recipe, overrides)
+    config = shared_settings(targets, recipe, overrides, trust=trust)
     console = Console()
     eval_set = EvalSet.of(
         config, split, lambda reason: console.print(Text(f"not scored, counted as wrong: {reason}", style="dim"))
     )
-    results = compare(targets, eval_set, overrides, lambda text: console.print(Text(text, style="dim")))
+    results = compare(targets, eval_set, overrides, lambda text: console.print(Text(text, style="dim")), trust=trust)
     metrics = target_metrics(results)
     title = f"{len(results.rows)} {split} rows of {config.environment.name}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
@@ -111,12 +120,15 @@ class EvalSet:
         )
 
 
-def compare(targets: Sequence[Target], eval_set: EvalSet, overrides: Sequence[str], say: Say) -> EvalResults:
+def compare(
+    targets: Sequence[Target], eval_set: EvalSet, overrides: Sequence[str], say: Say, *, trust: bool = False
+) -> EvalResults:
     """Answers of all targets, on the rows that every target answered; one model is in memory at a time."""
     if eval_set.config.threads is not None:
         torch.set_num_threads(eval_set.config.threads)
     answers = [
-        wait_for(ask_target(target, eval_set, overrides, partial(_say_of, say, target.name))) for target in targets
+        wait_for(ask_target(target, eval_set, overrides, partial(_say_of, say, target.name), trust=trust))
+        for target in targets
     ]
     common = set.intersection(*(set(each.greedy) for each in answers))
     if not common:
@@ -151,12 +163,14 @@ def _row(eval_set: EvalSet, index: int) -> EvalRow:
     )
 
 
-async def ask_target(target: Target, eval_set: EvalSet, overrides: Sequence[str], say: Say) -> TargetAnswers:
+async def ask_target(
+    target: Target, eval_set: EvalSet, overrides: Sequence[str], say: Say, *, trust: bool = False
+) -> TargetAnswers:
     """The answers of one target, which is loaded for it and freed again."""
     if isinstance(target, Baseline):
         return await _ask_baseline(target, eval_set, say)
     say("loading the model")
-    model = open_model(target, eval_set.config, overrides)
+    model = open_model(target, eval_set.config, overrides, trust=trust)
     engine = make_engine(_engine_settings(eval_set.config, model), model.processor, model.vlm)
     await SharedWeights(model, engine).push(0)
     # closed on every way out: the next target's engine needs the memory

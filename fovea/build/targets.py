@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 
 from fovea.build.environment import make_environment
 from fovea.build.model import locate_model, make_vlm, open_vlm
+from fovea.build.trust import check_trust
 from fovea.config.loading import load_config
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
+from fovea.environments.base import Environment
 from fovea.errors import ConfigError, ModelError
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
@@ -37,6 +40,7 @@ from fovea.types import Weights
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 CONSTANT = "constant:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -143,10 +147,13 @@ def _base_of(adapter: Path) -> str:
     return str(base)
 
 
-def shared_settings(targets: Sequence[Target], recipe: Path | None, overrides: Sequence[str]) -> Config:
+def shared_settings(
+    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[str], *, trust: bool = False
+) -> Config:
     """Settings of the rows and prompts of an evaluation: those of the recipe, else of the first target with settings.
 
-    ConfigError where the targets' own environments differ and no recipe decides.
+    ConfigError where the targets' own environments differ and no recipe decides, and where a target's own settings
+    would run code and `trust` does not allow it.
     """
     if recipe is not None:
         return load_config([recipe], overrides)
@@ -160,6 +167,7 @@ def shared_settings(targets: Sequence[Target], recipe: Path | None, overrides: S
                 f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); add "
                 "--recipe RECIPE to say which rows all targets are asked"
             )
+    check_trust(configs[0], sources[0], overrides, trust=trust)
     return configs[0]
 
 
@@ -197,13 +205,16 @@ class OpenedModel:
         return merged_weights(self.vlm.network)
 
 
-def open_model(target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[str]) -> OpenedModel:
+def open_model(
+    target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[str], *, trust: bool = False
+) -> OpenedModel:
     """Load the model of a target; `shared` has the settings for models without any of their own.
 
     Only those `overrides` that begin with `model.` or `train.` apply to checkpoints.
     """
     if isinstance(target, CheckpointTarget):
-        return open_checkpoint(target, [word for word in overrides if word.startswith(("model.", "train."))])
+        own = [word for word in overrides if word.startswith(("model.", "train."))]
+        return open_checkpoint(target, own, trust=trust)
     assert shared is not None, "a plain model has no settings of its own"
     settings = _plain_model(shared.model, target)
     config = shared.model_copy(update={"model": settings})
@@ -227,6 +238,8 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
 
 
 def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(f"{adapter}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
     try:
         # merged in place, so that the network keeps its class and its names
         merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
@@ -238,10 +251,19 @@ def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
     assert merged is network, "peft merged the adapter into another network"
 
 
-def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = ()) -> OpenedModel:
-    """Load the model of a run with the weights of one of its checkpoints."""
-    config = load_config([target.run / CONFIG_FILE], overrides)
-    model = locate_model(config, target.run, lambda: make_environment(config).environment)
+def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = (), *, trust: bool = False) -> OpenedModel:
+    """Load the model of a run with the weights of one of its checkpoints.
+
+    Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
+    """
+    file = target.run / CONFIG_FILE
+    config = load_config([file], overrides)
+    model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
     vlm = open_vlm(config, model)
     left_out = load_trained(target.folder, vlm)
     return OpenedModel(config=config, processor=load_processor(model), vlm=vlm, left_out=left_out)
+
+
+def _environment_of(config: Config, file: Path, overrides: Sequence[str], *, trust: bool) -> Environment:
+    check_trust(config, file, overrides, trust=trust)
+    return make_environment(config).environment

@@ -15,6 +15,7 @@ TARGETS_HELP = (
     "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), or a baseline: majority (the most "
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
+TRUST_HELP = "Run the reward function or environment that a folder's own settings name (a run of yours)."
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 
 
@@ -33,6 +34,7 @@ def evaluate(
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with metrics and example rows.")
     ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Evaluate several targets side by side, on the same rows with the same grader.
@@ -47,7 +49,7 @@ def evaluate(
 
         keep_freed_memory()
         output_files = OutputFiles(json_file=json_file, html_file=html_file)
-        evaluate_targets(targets, overrides, recipe=recipe, split=split, output_files=output_files)
+        evaluate_targets(targets, overrides, recipe=recipe, split=split, output_files=output_files, trust=trust)
 
 
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fovea.cli.errors import one_line_errors
+from fovea.cli.eval import TRUST_HELP
 
 WORDS_HELP = "Settings of the run to override, such as model.path=NEW/FOLDER or model.device=cpu."
 
@@ -27,6 +28,7 @@ def export(
         str | None,
         typer.Option(metavar="ORG/NAME", help="Upload the folder to this hub repository (a new one is private)."),
     ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Export a trained model as a Hugging Face folder, and verify it by loading it again.
@@ -40,7 +42,7 @@ def export(
 
         if push is not None:
             check_repo(push)
-        done = export_model(source, out, adapter_only=adapter_only, overrides=words or [])
+        done = export_model(source, out, adapter_only=adapter_only, overrides=words or [], trust=trust)
         typer.echo(
             f"{done.folder}: loaded again, its log-probs differ from the checkpoint's by "
             f"{done.max_logprob_difference:.1e} at most"

@@ -56,6 +56,11 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
     return write_yaml({key: value for key, value in tree.items() if not sections or key in sections})
 
 
+def keys_of(overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
+    return {key for text in overrides for key in leaves(long_forms(Config, parse_override(text)))}
+
+
 class _Layers:
     """The merged tree, and the layers that it was made of."""
 

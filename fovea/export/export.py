@@ -16,7 +16,14 @@ from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 
-from fovea.build.targets import RECIPE_FILE, CheckpointTarget, OpenedModel, find_checkpoint, open_checkpoint
+from fovea.build.targets import (
+    ADAPTER_WEIGHTS,
+    RECIPE_FILE,
+    CheckpointTarget,
+    OpenedModel,
+    find_checkpoint,
+    open_checkpoint,
+)
 from fovea.config.loading import dump_config
 from fovea.config.run import Model
 from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
@@ -31,7 +38,6 @@ from fovea.run.checkpoint import STATE
 from fovea.utils.files import atomic_folder
 
 CARD_FILE = "README.md"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
 _SHARED_PROCESSOR_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
@@ -48,15 +54,18 @@ class Exported:
     """Files and tensors of the checkpoint that are not exported: those of a value function."""
 
 
-def export(source: Path, out: Path, *, adapter_only: bool = False, overrides: Sequence[str] = ()) -> Exported:
+def export(
+    source: Path, out: Path, *, adapter_only: bool = False, overrides: Sequence[str] = (), trust: bool = False
+) -> Exported:
     """Write the model of a run or checkpoint to the folder `out`.
 
-    `overrides` replace settings of the run, such as the path of the base model or the device. ConfigError when `out` is
+    `overrides` replace settings of the run, such as the path of the base model or the device; `trust` lets code run
+    that the run's settings name, should its tiny model have to be made again. ConfigError when `out` is
     not empty; ModelError when the reloaded folder differs from the checkpoint, in which case nothing is written.
     """
     _check_empty(out)
     target = find_checkpoint(source)
-    model = open_checkpoint(target, overrides)
+    model = open_checkpoint(target, overrides, trust=trust)
     if adapter_only:
         _check_adapter(model, target)
     probe = make_probe(model.processor, model.config.model)

@@ -1,0 +1,49 @@
+"""Settings that come with a folder: they say which rows and which model, and never which code runs on this machine.
+
+A run folder or an export may be a stranger's. Its settings are believed for what they describe; what they would run or
+send is refused, unless the user names it on the command line or trusts the folder for this one command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fovea.config.loading import keys_of
+from fovea.config.run import CaptionEnvironment, Config, OwnEnvironment
+from fovea.errors import ConfigError
+
+
+def check_trust(config: Config, file: Path, overrides: Sequence[str], *, trust: bool) -> None:
+    """ConfigError where `config`, read from a folder's `file`, would run code or send a key that the user did not name.
+
+    `overrides` are the user's own settings: what they set is the user's, whatever the file says.
+    """
+    if trust:
+        return
+    for key, refused, instead in _powers(config):
+        if key not in keys_of(overrides):
+            raise ConfigError(
+                f"{file} {refused}, and what a folder says runs no code and sends no key here; add --trust if the "
+                f"folder is your own, or set {instead}"
+            )
+
+
+def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
+    """The settings that run code or send a key: the key that names it, what it does, and what to set instead."""
+    environment = config.environment
+    if config.reward is not None:
+        yield "reward", f"runs the code of reward={config.reward}", "reward=null, or reward=FILE.py:FUNCTION of yours"
+    if isinstance(environment, OwnEnvironment):
+        yield (
+            "environment.file",
+            f"runs the code of environment={environment.file}",
+            "environment=FILE.py:CLASS of yours",
+        )
+    judge = environment.judge if isinstance(environment, CaptionEnvironment) else None
+    if judge is not None and judge.api_key_env is not None:
+        yield (
+            "environment.judge.url",
+            f"sends the key in {judge.api_key_env} to environment.judge.url={judge.url}",
+            "environment.judge.url=URL",
+        )
