@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from safetensors import SafetensorError
@@ -13,7 +14,16 @@ from transformers.utils import logging
 from fovea.config.run import Model
 from fovea.errors import ModelError
 
-UNREADABLE: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+# an index may name pickles, which torch refuses, and a config a package that is not installed
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    ImportError,
+    SafetensorError,
+    UnpicklingError,
+)
 WHOLE_MODEL = "download the whole model again, or give another folder"
 
 

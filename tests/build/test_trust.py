@@ -39,6 +39,18 @@ SETTINGS: dict[str, Any] = {
 JINJA_ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].mkdir(%r) }}"
 
 
+SPRUNG = "import os; os.path.exists({0}) or os.mkdir({0})\n"
+CODE = """
+def score(task, text, images): return 1.0
+
+class Tasks:
+    def tasks(self, split): return []
+    def prompt(self, task): return []
+    def score(self, task, turns): return 1.0
+    def target(self, task): return ""
+"""
+
+
 class Trap:
     """A pickle that makes a folder when it is loaded."""
 
@@ -79,11 +91,7 @@ def stranger(made: Path, tmp_path: Path) -> Path:
 def plant_code(folder: Path, marker: Path) -> Path:
     """A Python file with a reward function and an environment, whose import goes off."""
     file = folder / "evil.py"
-    file.write_text(
-        f"import os; os.path.exists({str(marker)!r}) or os.mkdir({str(marker)!r})\ndef score(task, text, images): return 1.0\nclass Tasks:\n"
-        "    def tasks(self, split): return []\n    def prompt(self, task): return []\n"
-        "    def score(self, task, turns): return 1.0\n    def target(self, task): return ''\n"
-    )
+    file.write_text(SPRUNG.format(repr(str(marker))) + CODE)
     return file
 
 
