@@ -17,12 +17,15 @@ from fovea.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:
-    """Train a run from start or resume to its end: warm-up, steps, evaluation, and the files of the run folder."""
+    """Train a run from start or resume to its end: warm-up, steps, evaluation, and the files of the run folder.
+
+    Works in a script and in a cell of a notebook alike.
+    """
     return wait_for(train_in_loop(run))
 
 
 async def train_in_loop(run: Run) -> Summary:
-    """Train as `train` does, within an event loop that is already running, as in a notebook."""
+    """Train as `train` does, on the event loop of an asynchronous program."""
     async with closing(run):
         state = await begin(run)
         while state.step < run.config.max_steps:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -11,12 +13,29 @@ Result = TypeVar("Result")
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end and return its result: `asyncio.run` without a signal handler."""
+    """Run a coroutine to its end and return its result: `asyncio.run` without a signal handler.
+
+    Below a running loop, as in a cell of a notebook, it runs in a thread; Ctrl-C cancels it, waits for its end and is
+    raised.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(coroutine)
+    return _complete_in_thread(loop, task) if _is_below_a_loop() else _complete(loop, task)
+
+
+def _is_below_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
     # to remove its handler, CPython 3.11's asyncio.run formats the result as text and throws the text away: 37 ms of a
     # 125 ms step whose result holds arrays
-    loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(coroutine)
+        return loop.run_until_complete(task)
     except BaseException:
         # the error is raised to the caller: asyncio need not log it again for every task that it ended
         loop.set_exception_handler(lambda *_: None)
@@ -26,6 +45,19 @@ def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
             _cancel_all(loop)
         finally:
             loop.close()
+
+
+def _complete_in_thread(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
+    # a thread, because asyncio runs one loop in each; the task keeps the context of the caller, by which a notebook
+    # finds the cell that output belongs to
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="fovea") as thread:
+        done = thread.submit(_complete, loop, task)
+        try:
+            return done.result()
+        except KeyboardInterrupt:  # Python raises it in the main thread only
+            with suppress(RuntimeError):  # the loop is closed: the coroutine ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -1,0 +1,111 @@
+"""Training, evaluation and grading in the cells of a real Jupyter kernel, whose event loop is running."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager, start_new_kernel
+
+ROOT = Path(__file__).parent.parent
+CELL_SECONDS = 120
+TRAIN = f"""
+from pathlib import Path
+
+from fovea.build.run import build
+from fovea.config.loading import load_config
+from fovea.loop import train
+
+def run_of(*words):
+    sizes = ["environment.train_size=64", "environment.dev_size=8", "environment.test_size=8", "evaluate.dev_size=8"]
+    rollout = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "warmup=null"]
+    return build(load_config([Path({str(ROOT / "recipes" / "shapes.yaml")!r})], [*sizes, *rollout, *words]))
+"""
+
+
+class Cell(NamedTuple):
+    """What a cell printed, and the name of the exception that it raised."""
+
+    text: str
+    error: str | None
+
+
+class Notebook:
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self._manager = manager
+        self._client = client
+
+    def run(self, code: str, interrupt_at: str | None = None) -> Cell:
+        """Run a cell; with `interrupt_at`, press its stop button once it has printed that text."""
+        shown: list[str] = []
+
+        def on_output(message: dict[str, Any]) -> None:
+            nonlocal interrupt_at
+            content = message["content"]
+            shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
+            if interrupt_at is not None and interrupt_at in "".join(shown):
+                interrupt_at = None
+                self._manager.interrupt_kernel()
+
+        reply = self._client.execute_interactive(code, timeout=CELL_SECONDS, output_hook=on_output)
+        return Cell("".join(shown), reply["content"].get("ename"))
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path), env=environment)
+    try:
+        yield Notebook(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_is_evaluated_in_cells(notebook: Notebook, tmp_path: Path) -> None:
+    trained = notebook.run(TRAIN + "train(run_of('run_dir=run', 'max_steps=2')).steps")
+    assert trained.error is None, trained.text
+    assert "step 2/2" in trained.text
+    assert (tmp_path / "run" / "summary.json").is_file()
+    evaluated = notebook.run(
+        "from fovea.evaluate import OutputFiles, evaluate_targets\n"
+        "files = OutputFiles(json_file=Path('eval.json'))\n"
+        "len(evaluate_targets(['run', 'majority'], [], recipe=None, split='test', output_files=files))"
+    )
+    assert evaluated.error is None, evaluated.text
+    assert len(json.loads((tmp_path / "eval.json").read_text())["targets"]) == 2
+
+
+@pytest.mark.slow
+def test_a_file_is_graded_in_a_cell(notebook: Notebook, tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
+    graded = notebook.run(
+        "from pathlib import Path\n"
+        "from fovea.evaluation.grade_file import grade_file\n"
+        "grade_file('geo3k', Path('answers.jsonl'), print).mean_score"
+    )
+    assert graded.error is None, graded.text
+    assert graded.text.endswith("1.0")
+
+
+@pytest.mark.slow
+def test_the_stop_button_ends_a_run_cleanly_and_the_next_cell_resumes_it(notebook: Notebook) -> None:
+    words = "'run_dir=run', 'checkpoint.every_steps=1'"
+    stopped = notebook.run(TRAIN + f"train(run_of({words}, 'max_steps=100000'))", interrupt_at="step 1/")
+    assert stopped.error == "KeyboardInterrupt"
+    time.sleep(0.5)
+    left = notebook.run("import threading\n[each.name for each in threading.enumerate() if 'fovea' in each.name]")
+    assert left.text == "[]", "the run goes on in its thread"
+    resumed = notebook.run(
+        "steps = len(list(Path('run/metrics.jsonl').open()))\n"
+        f"train(run_of({words}, f'max_steps={{steps + 1}}', 'resume=auto'))"
+    )
+    assert resumed.error is None, resumed.text
+    assert "resumed at step" in resumed.text
