@@ -6,6 +6,7 @@ Besides cli/, only build/ may do so (tests/test_imports.py checks it).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,9 @@ WORDS_HELP = "YAML files of settings (later ones win), and single settings, whic
 
 
 def main() -> None:
+    """Run the command of this process's arguments."""
+    # a notebook hands its own backend on to what a cell starts, and matplotlib refuses one that is not installed here
+    os.environ["MPLBACKEND"] = "agg"
     app()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -207,6 +208,13 @@ def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     module.write_report = lambda run: run / "report.html"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fovea.report.html", module)
     assert fovea("report", str(tmp_path)).stdout.strip() == str(tmp_path / "report.html")
+
+
+def test_a_notebooks_backend_of_matplotlib_is_not_ours(tmp_path: Path) -> None:
+    environment = {**os.environ, "MPLBACKEND": "not_installed_here"}
+    command = [sys.executable, "-m", "fovea", "report", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyPatch) -> None:
