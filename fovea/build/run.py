@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -37,9 +38,16 @@ def build(config: Config, environment: Environment | None = None) -> Run:
     `environment` replaces that of the settings, for tasks that exist as Python objects (docs/own.md).
     """
     started = perf_counter()
+    with ExitStack() as on_failure:
+        folder = on_failure.enter_context(open_run_folder(Path(config.run_dir), config))
+        run = _make_services(config, environment, folder, started)
+        # from here on it is the run that closes its folder
+        return replace(run, held=on_failure.pop_all())
+
+
+def _make_services(config: Config, environment: Environment | None, folder: Path, started: float) -> Run:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    folder = open_run_folder(Path(config.run_dir), config)
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.latest() if config.resume == "auto" else None
     start_step = resumed.step if resumed else 0

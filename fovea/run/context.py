@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,3 +63,5 @@ class Run:
     """The text of one token id, for messages."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Held until the run ends: the lock of its folder."""

@@ -1,7 +1,9 @@
-"""The run folder, and the check that it belongs to the run that opens it."""
+"""The run folder: locked by the process that writes into it, and checked to belong to its run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import yaml
@@ -11,38 +13,46 @@ from fovea.config.describe import describe, moved_key
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
+from fovea.run.lock import locked
 from fovea.utils.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
 
 
-def open_run_folder(folder: Path, config: Config) -> Path:
-    """Make the folder and write the resolved settings; ConfigError when it holds another run.
+@contextmanager
+def open_run_folder(folder: Path, config: Config) -> Iterator[Path]:
+    """Make the folder, hold its lock and write the resolved settings; ConfigError when it holds another run.
 
     A folder holds a run from its first checkpoint on, so that a start that failed earlier can be repeated.
     """
-    saved = folder / CONFIG_FILE
-    if has_checkpoint(folder):
-        if config.resume == "never":
-            raise ConfigError(
-                f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir"
-            )
-        if not saved.exists():
-            raise ConfigError(
-                f"run_dir={folder} holds checkpoints but no {CONFIG_FILE} with their settings; set another run_dir"
-            )
-        _check_same(saved, config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(saved, dump_config(config).encode())
-    except OSError as error:
-        raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
-    return folder
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(folder))
+            _check_run(folder, config)
+            write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
+        except OSError as error:
+            raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
+        yield folder
 
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether the folder holds a run; until its first checkpoint, settings may change freely."""
     return any(folder.glob("checkpoints/step-*"))
+
+
+def _check_run(folder: Path, config: Config) -> None:
+    """ConfigError unless the folder holds no run, or the one that is to be resumed."""
+    if not has_checkpoint(folder):
+        return
+    if config.resume == "never":
+        raise ConfigError(f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir")
+    saved = folder / CONFIG_FILE
+    if not saved.exists():
+        raise ConfigError(
+            f"run_dir={folder} holds checkpoints but no {CONFIG_FILE} with their settings; set another run_dir"
+        )
+    _check_same(saved, config)
 
 
 def _check_same(saved: Path, config: Config) -> None:

@@ -31,6 +31,7 @@ async def closing(run: Run) -> AsyncIterator[None]:
     """Close the services and files of a run on every way out."""
     async with AsyncExitStack() as stack:
         # closed in the opposite order, each of them whatever becomes of the others
+        stack.enter_context(run.held)
         stack.callback(run.stream.grading.close)
         stack.push_async_callback(run.policy.close)
         stack.push_async_callback(run.engine.close)

@@ -16,34 +16,39 @@ def config(**settings: object) -> Config:
     return Config.model_validate({"model": {"tiny": {}}, **settings})
 
 
+def start(folder: Path, settings: Config) -> None:
+    with open_run_folder(folder, settings):
+        pass
+
+
 def holds_a_run(folder: Path) -> Path:
-    open_run_folder(folder, config(max_steps=10))
+    start(folder, config(max_steps=10))
     (folder / "checkpoints" / "step-0").mkdir(parents=True)
     return folder
 
 
 def test_a_start_that_failed_may_be_tried_again(tmp_path: Path) -> None:
-    open_run_folder(tmp_path / "run", config())
-    folder = open_run_folder(tmp_path / "run", config(seed=3))
-    assert "seed: 3" in (folder / "config.yaml").read_text()
+    start(tmp_path / "run", config())
+    start(tmp_path / "run", config(seed=3))
+    assert "seed: 3" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be written: .*; set another run_dir"):
-        open_run_folder(tmp_path / "file" / "run", config())
+        start(tmp_path / "file" / "run", config())
 
 
 def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
     holds_a_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to continue it, or another run_dir"):
-        open_run_folder(tmp_path / "run", config())
+        start(tmp_path / "run", config())
 
 
 def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
     holds_a_run(tmp_path)
     later = config(resume="auto", max_steps=20, log={"tensorboard": False}, checkpoint={"keep": 1}, run_dir="elsewhere")
-    open_run_folder(tmp_path, later)
+    start(tmp_path, later)
     assert "max_steps: 20" in (tmp_path / "config.yaml").read_text()
 
 
@@ -59,7 +64,7 @@ def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
 def test_resume_may_not_change_what_is_computed(changed: dict[str, object], message: str, tmp_path: Path) -> None:
     holds_a_run(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        open_run_folder(tmp_path, config(resume="auto", **changed))
+        start(tmp_path, config(resume="auto", **changed))
 
 
 def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -> None:
@@ -68,7 +73,7 @@ def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -
     smaller = config(
         resume="auto", train={"max_tokens_per_microbatch": 100}, rollout={"engine": {"max_batch_tokens": 99_999}}
     )
-    open_run_folder(tmp_path, smaller)
+    start(tmp_path, smaller)
     assert "max_tokens_per_microbatch: 100" in (tmp_path / "config.yaml").read_text()
 
 
@@ -86,7 +91,7 @@ def test_a_run_of_an_earlier_version_is_told_what_has_moved(tmp_path: Path) -> N
     written = tmp_path / "config.yaml"
     written.write_text(written.read_text().replace("rollout:\n", "rollout:\n  max_batch_tokens: 65536\n"))
     with pytest.raises(ConfigError, match=r"earlier version \(rollout\.max_batch_tokens is now rollout\.engine\.max_"):
-        open_run_folder(tmp_path, config(resume="auto"))
+        start(tmp_path, config(resume="auto"))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]"])
@@ -94,4 +99,4 @@ def test_a_broken_config_of_a_run_is_one_line(content: str, tmp_path: Path) -> N
     holds_a_run(tmp_path)
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so its run cannot be resumed"):
-        open_run_folder(tmp_path, config(resume="auto"))
+        start(tmp_path, config(resume="auto"))

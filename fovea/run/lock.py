@@ -1,0 +1,117 @@
+"""The lock of a run folder: one process at a time writes into it.
+
+The kernel holds the lock (`flock`) and drops it with its process, however that ends, so that a killed run is in nobody's
+way. The lock file names the owner, for the message to a second process, and for hosts that share a file system whose
+locks do not reach from one to the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from fovea.errors import ConfigError
+
+LOCK_FILE = "run.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks, such as some mounts of Lustre and NFS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The process that holds a lock."""
+
+    host: str
+    pid: int
+    started: str
+    """Start time of the process in clock ticks since boot, which tells it from a later one with its pid; "" where the
+    system has no /proc."""
+
+    @staticmethod
+    def this_process() -> Owner:
+        return Owner(host=socket.gethostname(), pid=os.getpid(), started=_start_of(os.getpid()))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, on this host."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process of this host still runs."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it runs, as another user's
+        return _start_of(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of an existing folder; ConfigError, which names the owner, where another process does."""
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as file:
+        _take(file, folder)
+        try:
+            yield
+        finally:
+            file.truncate(0)  # emptied, not deleted: another process may have opened it to wait for its turn
+
+
+def _take(file: TextIO, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(_in_use(folder, _owner(file))) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        owner = _owner(file)
+        if owner is not None and owner.is_here and owner.is_alive:
+            raise ConfigError(_in_use(folder, owner)) from None
+    owner = _owner(file)
+    if owner is not None and not owner.is_here:
+        raise ConfigError(
+            f"run_dir={folder} is held by {owner}, and from here it cannot be seen whether that still runs; if it has "
+            f"ended, delete {folder / LOCK_FILE}, else set another run_dir"
+        )
+    file.truncate(0)
+    file.write(json.dumps(asdict(Owner.this_process())))
+    file.flush()
+
+
+def _in_use(folder: Path, owner: Owner | None) -> str:
+    return (
+        f"run_dir={folder} is in use by {owner or 'another process'}, and two runs in one folder would overwrite each "
+        "other; wait until it has ended or stop it, or set another run_dir"
+    )
+
+
+def _owner(file: TextIO) -> Owner | None:
+    """The owner that the lock file names; None where it names none, since it was released or is being written."""
+    file.seek(0)
+    try:
+        return Owner(**json.load(file))
+    except (ValueError, TypeError):
+        return None
+
+
+def _start_of(pid: int) -> str:
+    """Start time of a process, field 22 of /proc/PID/stat (proc(5)); "" where there is none."""
+    try:
+        # the name before it, in parentheses, may hold spaces and parentheses itself
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

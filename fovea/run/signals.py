@@ -1,0 +1,80 @@
+"""Signals that end a run: SIGTERM (Slurm, Kubernetes, spot machines), SIGINT (Ctrl-C) and SIGHUP (a closed terminal).
+
+During a step the first one waits: the step is finished and saved, then the run ends with exit code 128 + the signal's
+number (143, 130, 129). A second one, or one outside the steps, where nothing is to be saved, ends the run at once. A
+signal that is ignored when the run begins, as SIGHUP is under nohup, stays ignored; handlers that the program has set
+itself stay, too.
+
+This is one process. Ranks of a policy in several processes would have to agree on the last step: `Stop.received` is read
+in one place, after a step, where they can gather it (docs/decisions/014).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class Stop:
+    """Whether a signal has asked the run to end after the running step."""
+
+    received: signal.Signals | None = None
+    _in_step: bool = False
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """A block, a step and its records, that the first signal lets come to its end; the run ends after it."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+        if self.received is not None:
+            _end(self.received)
+
+    def receive(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if not self._in_step or self.received is not None:
+            _end(signal.Signals(number))
+        self.received = signal.Signals(number)
+        _write(f"{self.received.name}: the run ends after this step, when it is saved; a second signal ends it at once")
+
+
+@contextmanager
+def ending_signals() -> Iterator[Stop]:
+    """Handle the signals that end a run within the block."""
+    stop = Stop()
+    # only the main thread may handle signals; in another one they are its caller's business
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.getsignal(each) for each in ENDING if in_main}
+    defaults = {each: by for each, by in before.items() if by in (signal.SIG_DFL, signal.default_int_handler)}
+    for each in defaults:
+        signal.signal(each, stop.receive)
+    try:
+        yield stop
+    finally:
+        for each, handler in defaults.items():
+            signal.signal(each, handler)
+
+
+def _end(by: signal.Signals) -> NoReturn:
+    # of all exceptions, asyncio lets only these two pass from every place
+    if by is signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + by)
+
+
+def _write(line: str) -> None:
+    # not print: a handler may run amid a print of the program, whose buffer does not take another one
+    with suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{line}\n".encode())
