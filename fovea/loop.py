@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from fovea.advantages import with_advantages
 from fovea.report.summary import Summary
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, begin_stage, closing, finish, record
+from fovea.run.lifecycle import begin, begin_stage, closing, finish, record, save_and_say
 from fovea.run.rollout_step import record_unscored, roll_out
+from fovea.run.signals import ending_signals
 from fovea.run.state import TrainState
 from fovea.samples import episode_metrics, make_batch
 from fovea.train.base import Needs
@@ -27,12 +28,17 @@ def train(run: Run) -> Summary:
 async def train_in_loop(run: Run) -> Summary:
     """Train as `train` does, on the event loop of an asynchronous program."""
     async with closing(run):
-        state = await begin(run)
-        while state.step < run.config.max_steps:
-            with run.profile(state.step), run.phases("step"):
-                groups, metrics = await take_step(run, state)
-            state = await record(run, state, groups, metrics)
-        return await finish(run, state)
+        with ending_signals() as stop:
+            state = await begin(run)
+            with stop.after_step():
+                while state.step < run.config.max_steps:
+                    with run.profile(state.step), run.phases("step"):
+                        groups, metrics = await take_step(run, state)
+                    state = await record(run, state, groups, metrics)
+                    if stop.received is not None:
+                        await save_and_say(run, state)
+                        break
+            return await finish(run, state)
 
 
 async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:

@@ -233,6 +233,12 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
     await run.checkpoints.save(state.step, run.policy, saved)
 
 
+async def save_and_say(run: Run, state: TrainState) -> None:
+    """Write a checkpoint for a run that is about to end, and print where it can go on."""
+    await save_checkpoint(run, state)
+    run.progress.print(f"saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
+
+
 def _count_shared_images(run: Run) -> int | None:
     """Count test rows whose image is in the training split; TrainError where the settings forbid any."""
     if run.config.evaluate.shared_images == "ignore":

@@ -29,22 +29,22 @@ class Stop:
     """Whether a signal has asked the run to end after the running step."""
 
     received: signal.Signals | None = None
-    _in_step: bool = False
+    _in_steps: bool = False
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """A block, a step and its records, that the first signal lets come to its end; the run ends after it."""
-        self._in_step = True
+        """Context of the steps: the first signal is noted, for the block to end after the running step; then the run ends."""
+        self._in_steps = True
         try:
             yield
         finally:
-            self._in_step = False
+            self._in_steps = False
         if self.received is not None:
             _end(self.received)
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
-        if not self._in_step or self.received is not None:
+        if not self._in_steps or self.received is not None:
             _end(signal.Signals(number))
         self.received = signal.Signals(number)
         _write(f"{self.received.name}: the run ends after this step, when it is saved; a second signal ends it at once")

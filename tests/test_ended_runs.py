@@ -1,0 +1,121 @@
+"""Whole runs, as a user starts them, that signals and second processes come upon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fovea.metrics.log import read_metrics
+from tests.test_runs import SMALL, environment, final_weights, fovea, untimed
+
+ROOT = Path(__file__).parent.parent
+QUICK = [
+    *(x for x in SMALL if not x.startswith("warmup.")),
+    *("warmup=null", "evaluate.image_controls=false", "parity.prompts=0", "log.tensorboard=false"),
+]
+STEPS = 12
+
+
+def arguments(run_dir: Path, *settings: str) -> list[str]:
+    return ["train", "recipes/shapes.yaml", f"run_dir={run_dir}", *QUICK, *settings]
+
+
+@contextmanager
+def going(run_dir: Path, *settings: str, steps: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A run that has taken at least so many steps; killed at the end of the block if it still goes."""
+    command = [*before, sys.executable, "-m", "fovea", *arguments(run_dir, *settings)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(run_dir)) < steps:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the run took too long to get going"
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)], ids=str
+)
+def test_a_signal_lets_the_step_end_and_saves_it(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """The run that goes on from there equals one that was never stopped."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    settings = (f"max_steps={STEPS}", "checkpoint.every_steps=0")
+    with going(stopped, *settings, steps=3) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    taken = len(read_metrics(stopped))
+    assert 3 <= taken < STEPS
+    assert (stopped / "checkpoints" / f"step-{taken}").is_dir()
+    assert f"{number.name}: the run ends after this step" in err
+    assert f"saved at step {taken}; run_dir={stopped} resume=auto goes on from here" in out
+    assert "Traceback" not in err
+    if number is not signal.SIGTERM:
+        return
+    done = fovea(*arguments(whole, *settings))
+    assert done.returncode == 0, done.stderr
+    done = fovea(*arguments(stopped, *settings, "resume=auto"))
+    assert f"resumed at step {taken}" in done.stdout, done.stderr
+    assert untimed(stopped) == untimed(whole)
+    assert final_weights(stopped, STEPS) == final_weights(whole, STEPS)
+
+
+SLOW_REWARD = """\
+import time
+
+def late(task, text, images):
+    time.sleep(0.4)
+    return 0.0
+"""
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    """In a step of ten seconds, whose end it does not wait for."""
+    (tmp_path / "own.py").write_text(SLOW_REWARD)
+    slow = (f"reward={tmp_path / 'own.py'}:late", "max_steps=50", "algorithm.max_groups_without_signal=6")
+    with going(tmp_path / "run", *slow, steps=1) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        while "a second signal ends it at once" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        sent = time.monotonic()
+        process.communicate(timeout=60)
+        assert time.monotonic() - sent < 5
+    assert process.returncode == 143
+    assert len(read_metrics(tmp_path / "run")) == 1
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0"]
+
+
+def test_under_nohup_a_closed_terminal_is_nothing_to_a_run(tmp_path: Path) -> None:
+    with going(tmp_path, f"max_steps={STEPS}", steps=3, before=["nohup"]) as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=120) == 0
+    assert len(read_metrics(tmp_path)) == STEPS
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_second_process_leaves_a_running_run_alone(resume: str, tmp_path: Path) -> None:
+    shared, settings = tmp_path / "shared", (f"max_steps={STEPS}", "checkpoint.every_steps=3")
+    with going(shared, *settings, steps=4) as process:
+        os.kill(process.pid, signal.SIGSTOP)  # held where it is, so that the two certainly meet
+        second = fovea(*arguments(shared, *settings, f"resume={resume}"))
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(timeout=120) == 0
+    assert second.returncode == 2
+    assert f"error: run_dir={shared} is in use by process {process.pid} on host" in second.stderr
+    assert len(second.stderr.strip().splitlines()) == 1
+    assert [row["step"] for row in read_metrics(shared)] == list(range(1, STEPS + 1)), "it has lost no line"
