@@ -1,8 +1,8 @@
 """The lock of a run folder: one process at a time writes into it.
 
-The kernel holds the lock (`flock`) and drops it with its process, however that ends, so that a killed run is in nobody's
-way. The lock file names the owner, for the message to a second process, and for hosts that share a file system whose
-locks do not reach from one to the other.
+The kernel holds the lock (`flock`) and drops it with its process, however that ends, so that a killed run is in
+nobody's way. The lock file names the owner, for the message to a second process, and for hosts that share a file
+system whose locks do not reach from one to the other.
 """
 
 from __future__ import annotations

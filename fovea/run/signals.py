@@ -5,8 +5,8 @@ number (143, 130, 129). A second one, or one outside the steps, where nothing is
 signal that is ignored when the run begins, as SIGHUP is under nohup, stays ignored; handlers that the program has set
 itself stay, too.
 
-This is one process. Ranks of a policy in several processes would have to agree on the last step: `Stop.received` is read
-in one place, after a step, where they can gather it (docs/decisions/014).
+This is one process. Ranks of a policy in several processes would have to agree on the last step: `Stop.received` is
+read in one place, after a step, where they can gather it (docs/decisions/014).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Stop:
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Context of the steps: the first signal is noted, for the block to end after the running step; then the run ends."""
+        """Context of the steps: the first signal is only noted, and the block breaks off after the running step.
+
+        The run ends with the block.
+        """
         self._in_steps = True
         try:
             yield

@@ -48,9 +48,8 @@ def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
 
 
 def test_this_process_cannot_take_it_twice(tmp_path: Path) -> None:
-    with locked(tmp_path):
-        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"), locked(tmp_path):
-            pass
+    with locked(tmp_path), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"), locked(tmp_path):
+        pass
     with locked(tmp_path):
         pass
 
