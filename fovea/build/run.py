@@ -52,6 +52,7 @@ def _make_services(config: Config, environment: Environment | None, folder: Path
     resumed = checkpoints.latest() if config.resume == "auto" else None
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress)
+    progress.print(f"run folder: {folder}")
     progress.stage("making the model")
     graded = make_environment(config, environment)
     environment = graded.environment

@@ -19,6 +19,7 @@ from fovea.cli.errors import one_line_errors
 from fovea.cli.eval import evaluate
 from fovea.cli.export import export
 from fovea.cli.grade import grade
+from fovea.cli.next_commands import after_training
 from fovea.config.base import MAY_CHANGE
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
@@ -94,7 +95,10 @@ def train(
         from fovea.utils.malloc import keep_freed_memory
 
         keep_freed_memory()
-        train_run(build(config))
+        run = build(config)
+        train_run(run)
+        if config.log.progress:
+            typer.echo(after_training(run.folder))
 
 
 @app.command()

@@ -91,7 +91,7 @@ async def pass_parity_gate(run: Run, version: int) -> None:
     run.progress.stage("comparing the log-probs of engine and trainer")
     reading = await gate_reading(run)
     write_parity(run.folder, reading, version)
-    run.progress.print(f"parity gate: {summary_line(reading)}")
+    run.progress.print(summary_line(reading))
     # a push frees the activations that the engine recorded of these completions
     await run.weight_sync.push(version)
     if not reading.passed:

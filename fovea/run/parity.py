@@ -294,16 +294,9 @@ def _likely_fix(reading: ParityReading) -> str:
 
 
 def summary_line(reading: ParityReading) -> str:
-    """One line about a parity result."""
-    parts = (
-        f"{kind.mean_abs:.2g} on average {kind.kind} (at most {kind.worst.gap:.2g}, at {kind.worst.text!r}; "
-        f"k3 {kind.k3:.2g})"
-        for kind in reading.kinds
-    )
-    return (
-        f"log-probs of the {reading.engine} engine and of the trainer differ by {' and '.join(parts)}; "
-        f"the limit is {reading.limit:g}"
-    )
+    """One line about a parity result: the verdict, with the difference that it is about."""
+    verdict = "agree" if reading.passed else "differ"
+    return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}; {PARITY_FILE})"
 
 
 def _json(reading: ParityReading, step: int) -> str:

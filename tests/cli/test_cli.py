@@ -9,7 +9,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -36,10 +36,10 @@ def fovea(*words: str) -> Result:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, train: Callable[[Config], None]) -> None:
-    """A `build` that gives the settings themselves for a run, and this `train`."""
+    """A `build` that makes a run of nothing but its settings and folder, and this `train`."""
     build_module, loop_module = ModuleType("fovea.build.run"), ModuleType("fovea.loop")
-    build_module.build = lambda config: config  # type: ignore[attr-defined]
-    loop_module.train = train  # type: ignore[attr-defined]
+    build_module.build = lambda config: SimpleNamespace(config=config, folder=Path(config.run_dir))  # type: ignore[attr-defined]
+    loop_module.train = lambda run: train(run.config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fovea.build.run", build_module)
     monkeypatch.setitem(sys.modules, "fovea.loop", loop_module)
 
@@ -80,6 +80,17 @@ def test_a_mistake_ends_in_one_line(recipe: str, words: list[str], message: str)
     result = fovea("train", *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {message}\n"
+
+
+def test_a_run_ends_with_commands_to_paste(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, lambda config: None)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/fovea"])
+    assert fovea("train", recipe, "run_dir='runs/my run'").stdout == (
+        "next:\n"
+        "  .venv/bin/fovea eval 'runs/my run' majority --html eval.html\n"
+        "  .venv/bin/fovea export 'runs/my run' --out 'exported/my run'\n"
+    )
+    assert fovea("train", recipe, "log.progress=false").stdout == ""
 
 
 def raise_train_error(config: Config) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fovea.run.parity import KindReading, ParityReading, PromptKind, _reading, parity_failure
+from fovea.run.parity import KindReading, ParityReading, PromptKind, _reading, parity_failure, summary_line
 from tests.run.test_parity import tokens
 
 NEAR = [-1.0, -1.01, -1.02], [-1.0, -1.0, -1.0]
@@ -39,3 +39,9 @@ def test_the_limit_is_on_the_worst_kind(limit: float, passed: bool) -> None:
     for kinds in ((NEAR, FAR), (FAR, NEAR)):
         named = [kind_of(name, each) for name, each in zip(("with images", "without images"), kinds, strict=True)]  # type: ignore[arg-type]
         assert reading_of(*named, limit=limit).passed is passed
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(0.6, "differ"), (0.7, "agree")])
+def test_the_line_of_a_run_says_it_for_people(limit: float, verdict: str) -> None:
+    reading = reading_of(kind_of("with images", FAR), kind_of("without images", NEAR), limit=limit)
+    assert summary_line(reading) == f"engine and trainer {verdict} (0.7, limit {limit:g}; parity.json)"

@@ -1,0 +1,29 @@
+"""The commands that one may want next, as they can be pasted into the shell that the running one was typed in."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def after_training(run: Path) -> str:
+    """Commands for a finished run, a line each."""
+    fovea, folder = typed_command(), shlex.quote(str(run))
+    exported = shlex.quote(str(Path("exported", run.name)))
+    return "\n".join(
+        (
+            "next:",
+            f"  {fovea} eval {folder} majority --html eval.html",
+            f"  {fovea} export {folder} --out {exported}",
+        )
+    )
+
+
+def typed_command() -> str:
+    """The command of this process without its arguments: `fovea`, `.venv/bin/fovea` or `python -m fovea`."""
+    program = sys.argv[0]
+    if Path(program).suffix == ".py":
+        return f"{shlex.quote(sys.executable)} -m fovea"
+    return "fovea" if program == shutil.which("fovea") else shlex.quote(program)
