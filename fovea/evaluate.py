@@ -65,9 +65,7 @@ def evaluate_targets(
     targets = parse_targets(words)
     config = shared_settings(targets, recipe, overrides, trust=trust)
     console = Console()
-    eval_set = EvalSet.of(
-        config, split, lambda reason: console.print(Text(f"not scored, counted as wrong: {reason}", style="dim"))
-    )
+    eval_set = EvalSet.of(config, split)
     results = compare(targets, eval_set, overrides, lambda text: console.print(Text(text, style="dim")), trust=trust)
     metrics = target_metrics(results)
     title = f"{len(results.rows)} {split} rows of {config.environment.name}"
@@ -102,18 +100,15 @@ class EvalSet:
     open_image: OpenImage
 
     @staticmethod
-    def of(config: Config, split: Split, note: Callable[[str], None] = lambda _: None) -> EvalSet:
-        """The rows that a run with these settings evaluates on: `evaluate.dev_size` of dev, else `evaluate.test_size`.
-
-        `note` is told of answers that the grader leaves without a score.
-        """
+    def of(config: Config, split: Split) -> EvalSet:
+        """The rows that a run with these settings evaluates on: `evaluate.dev_size` of dev, else `test_size`."""
         made = make_environment(config)
         tasks = made.environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
         return EvalSet(
             config=config,
             environment=made.environment,
-            grading=made.grading.for_readings(note),
+            grading=made.grading,
             tasks=tasks,
             size=min(size or len(tasks), len(tasks)),
             open_image=make_opener(config.data, Path(config.run_dir)),
@@ -132,7 +127,7 @@ def compare(
     ]
     common = set.intersection(*(set(each.greedy) for each in answers))
     if not common:
-        raise DataError(f"no row could be put to every target; {targets[0].name}: {_first_reason(answers[0])}")
+        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {_first_reason(answers[0])}")
     index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
     rows = [_row(eval_set, index) for index in sorted(index_of.values())]
     return EvalResults(rows=tuple(rows), targets=tuple(answers))
@@ -143,7 +138,7 @@ def _say_of(say: Say, name: str, text: str) -> None:
 
 
 def _first_reason(answers: TargetAnswers) -> str:
-    return next(iter(answers.skipped.values()), "no row was skipped")
+    return next(iter([*answers.skipped.values(), *answers.unscored]), "no row was skipped")
 
 
 def _row(eval_set: EvalSet, index: int) -> EvalRow:
@@ -211,29 +206,48 @@ async def _ask_model(name: str, engine: Engine, source: PromptSource, eval_set: 
     config = eval_set.config
     evaluator = make_evaluator(config, engine, eval_set.environment, eval_set.grading)
     say(f"{eval_set.size} rows, greedy")
-    greedy = _by_id(await evaluator.answers(source, eval_set.size))
+    unscored, later = list[str](), list[str]()
+    greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
     samples: Mapping[str, AnsweredRow] = {}
     if n := config.evaluate.samples_per_prompt:
         say(f"{eval_set.size} rows, {n} answers each at temperature {config.rollout.temperature:g}")
         sampling = rollout_sampling(config)
-        samples = _by_id(await evaluator.answers(source, eval_set.size, sampling=sampling, n=n, seed=config.seed))
-    shuffled, blank = await _controls(evaluator, source, eval_set, say) if config.evaluate.image_controls else ({}, {})
+        answered = await evaluator.answers(
+            source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later
+        )
+        samples = _by_id(answered)
+    shuffled: Mapping[str, AnsweredRow] = {}
+    blank: Mapping[str, AnsweredRow] = {}
+    if config.evaluate.image_controls:
+        shuffled, blank = await _controls(evaluator, source, eval_set, say, later)
+    _say_left_out([*unscored, *later], say)
     return TargetAnswers(
-        name=name, greedy=greedy, samples=samples, shuffled=shuffled, blank=blank, skipped=dict(source.bad_rows)
+        name=name,
+        greedy=greedy,
+        samples=samples,
+        shuffled=shuffled,
+        blank=blank,
+        skipped=dict(source.bad_rows),
+        unscored=tuple(unscored),
     )
 
 
 async def _controls(
-    evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say
-) -> tuple[Mapping[str, AnsweredRow], Mapping[str, AnsweredRow]]:
+    evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
+) -> tuple[dict[str, AnsweredRow], dict[str, AnsweredRow]]:
     """Greedy answers with shuffled images and with blank ones (image ablation); empty where no row has an image."""
     tasks = [task for task in usable_tasks(source, eval_set.size) if task.images]
     if not tasks:
         return {}, {}
     say(f"{len(tasks)} rows with shuffled images, and with blank ones")
     changed = (with_shuffled_images(tasks), with_blank_images(tasks, eval_set.open_image))
-    shuffled, blank = [_by_id(await evaluator.answers(source.with_tasks(each))) for each in changed]
+    shuffled, blank = [_by_id(await evaluator.answers(source.with_tasks(each), unscored=unscored)) for each in changed]
     return shuffled, blank
+
+
+def _say_left_out(unscored: Sequence[str], say: Say) -> None:
+    for reason in unscored:
+        say(f"not scored, left out: {reason}")
 
 
 def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
@@ -252,8 +266,16 @@ async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> Target
     else:
         answer_of = partial(_constant, target.text)
     source = _source(eval_set, _NoRenderer())
-    greedy = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of)
-    return TargetAnswers(name=target.name, greedy=greedy, skipped=dict(source.bad_rows), is_model=False)
+    unscored = list[str]()
+    greedy = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
+    _say_left_out(unscored, say)
+    return TargetAnswers(
+        name=target.name,
+        greedy=greedy,
+        skipped=dict(source.bad_rows),
+        unscored=tuple(unscored),
+        is_model=False,
+    )
 
 
 def _constant(text: str, _task: Task) -> str:

@@ -311,7 +311,7 @@ class Evaluation:
     accuracies: Mapping[str, tuple[float, ...]]
     """Accuracies in 0..1 by kind, one per row."""
     num_unscored: int = 0
-    """Rows that count as wrong because their grader gave no score."""
+    """Rows left out because their grader gave no score."""
 
     @property
     def num_rows(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fovea.config.run import Config
@@ -75,8 +77,14 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     )
 
 
-def make_evaluator(config: Config, engine: Engine, environment: Environment, grading: Grading) -> Evaluator:
-    """Make the evaluator of held-out rows."""
+def make_evaluator(
+    config: Config,
+    engine: Engine,
+    environment: Environment,
+    grading: Grading,
+    note_unscored: Callable[[str], None] = lambda _: None,
+) -> Evaluator:
+    """Make the evaluator of held-out rows; `note_unscored` is told why a row has no score."""
     return Evaluator(
         engine,
         environment,
@@ -84,4 +92,5 @@ def make_evaluator(config: Config, engine: Engine, environment: Environment, gra
         max_new_tokens=config.rollout.max_new_tokens,
         stop=config.rollout.stop,
         batch_size=config.evaluate.batch_size,
+        note_unscored=note_unscored,
     )

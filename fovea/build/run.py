@@ -87,9 +87,7 @@ def _make_services(config: Config, environment: Environment | None, folder: Path
         weight_sync=SharedWeights(worker, engine),
         warmup=make_warmup(config, environment, sources.train, renderer),
         open_image=opener,
-        evaluator=make_evaluator(
-            config, engine, environment, graded.grading.for_readings(partial(record_unscored_answer, folder))
-        ),
+        evaluator=make_evaluator(config, engine, environment, graded.grading, partial(record_unscored_answer, folder)),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([*sinks, profile] if profile else sinks),

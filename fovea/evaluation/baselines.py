@@ -11,7 +11,7 @@ from functools import partial
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError
+from fovea.errors import DataError, UnscoredError
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.types import Task, Turn
@@ -44,16 +44,30 @@ def majority_answers(environment: Environment, train: Sequence[Task]) -> Callabl
 
 
 async def baseline_answers(
-    environment: Environment, grading: Grading, source: PromptSource, size: int | None, answer_of: Callable[[Task], str]
+    environment: Environment,
+    grading: Grading,
+    source: PromptSource,
+    size: int | None,
+    answer_of: Callable[[Task], str],
+    *,
+    unscored: list[str] | None = None,
 ) -> dict[str, AnsweredRow]:
-    """The answers of `answer_of` to each of the first `size` rows, scored as a model's would be."""
+    """The answers of `answer_of` to each of the first `size` rows, scored as a model's would be.
+
+    A row with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised.
+    """
     size = min(size or len(source), len(source))
     found: dict[str, AnsweredRow] = {}
     for start in range(0, size, _ROWS_PER_CHUNK):
         tasks = _tasks(source, range(start, min(start + _ROWS_PER_CHUNK, size)))
         answers = await _scored(environment, grading, [(task, answer_of(task)) for task in tasks.values()])
         for (index, task), answer in zip(tasks.items(), answers, strict=True):
-            found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
+            if isinstance(answer, UnscoredError):
+                if unscored is None:
+                    raise answer
+                unscored.append(str(answer))
+            else:
+                found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
     return found
 
 
@@ -63,13 +77,18 @@ def _tasks(source: PromptSource, indices: Iterable[int]) -> dict[int, Task]:
     return {index: task for index, task in read if task is not None}
 
 
-async def _scored(environment: Environment, grading: Grading, said: Sequence[tuple[Task, str]]) -> list[SampledAnswer]:
+async def _scored(
+    environment: Environment, grading: Grading, said: Sequence[tuple[Task, str]]
+) -> list[SampledAnswer | UnscoredError]:
     calls = [asyncio.create_task(_answer(environment, grading, task, text)) for task, text in said]
     return [await call for call in calls]  # in order, so that an error is that of the first row
 
 
-async def _answer(environment: Environment, grading: Grading, task: Task, text: str) -> SampledAnswer:
-    (score,) = await grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=text)]])
+async def _answer(environment: Environment, grading: Grading, task: Task, text: str) -> SampledAnswer | UnscoredError:
+    try:
+        (score,) = await grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=text)]])
+    except UnscoredError as error:
+        return error
     return SampledAnswer(
         text=text,
         reward=score.reward,

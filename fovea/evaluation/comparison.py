@@ -47,6 +47,8 @@ class TargetAnswers:
     """Greedy answers with grey images."""
     skipped: Mapping[int, str] = field(default_factory=dict)
     """Reason by index of the rows that this target could not answer."""
+    unscored: tuple[str, ...] = ()
+    """Reasons why rows were left out whose grader gave no score for this target's greedy answer."""
     is_model: bool = True
     """False for baselines."""
 
@@ -97,6 +99,8 @@ class TargetMetrics:
     image_ablation: ImageAblation | None
     """None where no control was run."""
     rows_skipped: int
+    rows_unscored: int
+    """Rows left out because their grader gave no score."""
 
 
 def target_metrics(results: EvalResults) -> list[TargetMetrics]:
@@ -126,6 +130,7 @@ def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Se
         majority=estimate([majority(answers).accuracy for answers in sampled]) if sampled else None,
         image_ablation=_image_ablation(target, rows) if target.shuffled or target.blank else None,
         rows_skipped=len(target.skipped),
+        rows_unscored=len(target.unscored),
     )
 
 

@@ -25,6 +25,7 @@ def write_json(
         **about,
         "targets": [asdict(each) for each in metrics],
         "skipped": {target.name: _skipped(target) for target in results.targets},
+        "unscored": {target.name: list(target.unscored) for target in results.targets},
         "rows": [_row(row, results.targets) for row in results.rows],
         "settings": settings,
     }

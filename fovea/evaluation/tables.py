@@ -30,12 +30,14 @@ def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
 def _accuracies(metrics: Sequence[TargetMetrics], title: str) -> Table:
     caption = "95 % Wilson intervals over rows; of the difference, paired bootstrap."
     table = Table(title=Text(title), title_justify="left", caption=caption, caption_justify="left")
-    headers = ["accuracy", "n", "skipped"]
+    any_unscored = any(each.rows_unscored for each in metrics)
+    headers = ["accuracy", "n", "skipped", *(["not scored"] if any_unscored else [])]
     if len(metrics) > 1:
         headers += [f"minus {metrics[0].target}", "better on", "worse on"]
     _columns(table, "target", headers)
     for each in metrics:
         cells = [cell(each.accuracy), Text(str(each.accuracy.n)), Text(str(each.rows_skipped))]
+        cells += [Text(str(each.rows_unscored))] if any_unscored else []
         if len(metrics) > 1:
             difference = each.versus_first
             counts = [str(difference.better), str(difference.worse)] if difference else ["", ""]

@@ -146,7 +146,7 @@ def record_unscored(folder: Path, step: int, rollout: Rollout) -> None:
 
 
 def record_unscored_answer(folder: Path, reason: str) -> None:
-    """Append the reason for an unscored answer to a held-out row to unscored.jsonl."""
+    """Append the reason why a held-out row has no score to unscored.jsonl."""
     _write_unscored(folder, [{"step": None, "reason": reason}])
 
 

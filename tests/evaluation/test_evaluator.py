@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fovea.environments.custom.grader import UserGrader
-from fovea.environments.graders.grading import UNSCORED, Grading
+from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import CallThreads
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError, ScoreError
+from fovea.errors import DataError, ScoreError, UnscoredError
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.evaluator import Evaluator
 from fovea.run.lifecycle import begin
@@ -160,13 +159,43 @@ def test_a_baseline_is_scored_by_as_many_calls_as_a_rollout() -> None:
         )
 
 
-def test_rows_without_a_score_are_counted() -> None:
+def test_rows_without_a_score_are_left_out_and_counted() -> None:
     class SomeUnscored(BanditEnvironment):
         def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-            parts = {UNSCORED: 1.0} if task.id.endswith("3") else {}
-            return replace(super().score(task, turns), parts=parts)
+            if task.id.endswith("3"):
+                raise UnscoredError("away")
+            return super().score(task, turns)
 
     engine = BanditEngine()
     engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
-    evaluator = Evaluator(engine, BanditEnvironment(), graded(SomeUnscored()), max_new_tokens=1, stop=(), batch_size=3)
-    assert wait_for(evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10)).num_unscored == 1
+    noted: list[str] = []
+    evaluator = Evaluator(
+        engine,
+        BanditEnvironment(),
+        graded(SomeUnscored()),
+        max_new_tokens=1,
+        stop=(),
+        batch_size=3,
+        note_unscored=noted.append,
+    )
+    source = source_of(BanditEnvironment().tasks("test"))
+    evaluation = wait_for(evaluator.evaluate(source, 10))
+    assert (evaluation.num_rows, evaluation.num_unscored) == (9, 1)
+    assert noted == ["test/3: away"]
+    kept = wait_for(evaluator.answers(source, 10, unscored=[]))
+    assert [row.index for row in kept] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert evaluation.accuracy == sum(row.answers[0].accuracy for row in kept) / 9
+    with pytest.raises(UnscoredError, match=r"^test/3: away"):
+        wait_for(evaluator.answers(source, 10))
+
+
+def test_an_evaluation_in_which_nothing_is_scored_is_an_error() -> None:
+    class Unscored(BanditEnvironment):
+        def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+            raise UnscoredError("away")
+
+    engine = BanditEngine()
+    engine.load_weights({"table": torch.zeros(4, 4)}, 0)
+    evaluator = Evaluator(engine, BanditEnvironment(), graded(Unscored()), max_new_tokens=1, stop=(), batch_size=3)
+    with pytest.raises(ScoreError, match=r"none of the 10 held-out rows could be scored, the last one: test/9: away"):
+        wait_for(evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.limited_calls import LimitedCalls
-from fovea.errors import DataError, ScoreError, UnscoredError
+from fovea.errors import DataError, ScoreError
 from fovea.types import Score, Task, Turn
-
-UNSCORED = "unscored"
-"""The part of a score that stands for a missing one: the answer counts as wrong in a reading, and is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +21,10 @@ class Grading:
     """One for each stage of the curriculum, or one for all; the last one scores held-out rows."""
     calls: LimitedCalls | None = None
     """Limits for graders that wait. None: graders that never wait, awaited in turn without a task or a thread."""
-    note_unscored: Callable[[str], None] | None = None
-    """If set, an answer without a score counts as wrong, and this is told why; else its error is raised."""
 
     def at(self, stage: int) -> Grading:
         """The same with the grader of a stage of the curriculum; 0 is the first."""
         return replace(self, graders=(self.graders[stage],)) if len(self.graders) > 1 else self
-
-    def for_readings(self, note: Callable[[str], None]) -> Grading:
-        """The same for held-out rows, in which an answer without a score counts as wrong, and `note` is told why.
-
-        There is no group to leave out of a reading, and leaving out the row would flatter the model.
-        """
-        return replace(self, note_unscored=note)
 
     def close(self) -> None:
         """Stop the thread in which waiting graders are called."""
@@ -46,8 +34,8 @@ class Grading:
     async def scores(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
         """The scores of several episodes of one task, in their order.
 
-        Raises ScoreError where there is none, UnscoredError where the settings say to leave the group out then, and
-        DataError for a reward that is not finite.
+        Raises ScoreError where there is none, UnscoredError where the settings say to leave the group (of a rollout) or
+        the row (of an evaluation) out then, and DataError for a reward that is not finite.
         """
         if self.calls is None:
             return [await self._score(task, turns) for turns in answers]
@@ -61,11 +49,7 @@ class Grading:
         try:
             score = await (self.calls.score(grader, task, turns) if self.calls else grader.score(task, turns))
         except ScoreError as error:
-            reason = f"{task.id}: {error}"
-            if self.note_unscored is None or not isinstance(error, UnscoredError):
-                raise type(error)(reason) from error
-            self.note_unscored(reason)
-            return Score(reward=0.0, accuracy=0.0, parts={UNSCORED: 1.0})
+            raise type(error)(f"{task.id}: {error}") from error
         if not math.isfinite(score.reward):
             shown = turns[-1].text[:80]
             raise DataError(f"{task.id}: the reward of {shown!r} is {score.reward}; return a finite number")

@@ -147,16 +147,6 @@ def test_what_a_function_raises_is_named_by_its_first_line() -> None:
         score_in_run(own(leaves), TASK, ANSWER)
 
 
-def test_in_readings_an_answer_without_a_score_is_wrong_and_noted() -> None:
-    noted: list[str] = []
-    grading = own(raises, on_failure="drop").for_readings(noted.append)
-    assert score_in_run(grading, TASK, ANSWER) == Score(reward=0, accuracy=0, parts={"unscored": 1})
-    assert noted == ["train/0: mine.py:f raised ValueError: first line"]
-    with pytest.raises(ScoreError, match="raised ValueError: first line; fix it"):
-        score_in_run(own(raises).for_readings(noted.append), TASK, ANSWER)
-    assert len(noted) == 1
-
-
 def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:
     let_go = threading.Event()
     grading = own(lambda task, text, images: let_go.wait(60), timeout_seconds=0.02, on_failure="drop")

@@ -1,0 +1,54 @@
+"""A judge that fails some calls during an evaluation: a real server, and the commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from fovea.cli.main import app
+from tests.chat_server import Endpoint, says
+from tests.environments.files import files, row
+
+ROWS = [row("Describe it.", f"A square, number {number}.", "red") for number in range(6)]
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    served = Endpoint((400, b"refused"), says("Score: 10"))
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+def evaluated(folder: Path, endpoint: Endpoint, on_failure: str) -> Result:
+    judge = {"url": endpoint.url, "model": "m", "max_retries": 0, "max_concurrency": 1, "on_failure": on_failure}
+    environment = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files(folder, ROWS)}
+    plain = json.loads(json.dumps(environment))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"tiny": {}}, "environment": plain}))
+    words = ["eval", "gold", "constant:x", "--recipe", str(folder / "recipe.yaml"), "--json", str(folder / "eval.json")]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "400"})
+
+
+def test_a_failed_call_leaves_its_row_out_and_is_counted(tmp_path: Path, endpoint: Endpoint) -> None:
+    done = evaluated(tmp_path, endpoint, "drop")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"gold: not scored, left out: test/\d: the judge at .* gave no score: status 400", done.output)
+    assert "not scored" in done.output
+    content = json.loads((tmp_path / "eval.json").read_text())
+    assert [len(reasons) for reasons in content["unscored"].values()] == [1, 0]
+    gold, constant = content["targets"]
+    assert (gold["rows_unscored"], constant["rows_unscored"]) == (1, 0)
+    # the row is left out for both, so that they are compared on the same rows
+    assert [(each["accuracy"]["n"], each["accuracy"]["mean"]) for each in (gold, constant)] == [(5, 1.0), (5, 1.0)]
+
+
+def test_a_failed_call_is_an_error_by_default(tmp_path: Path, endpoint: Endpoint) -> None:
+    failed = evaluated(tmp_path, endpoint, "error")
+    assert failed.exit_code == 2, failed.output
+    assert failed.stderr.strip().endswith("fix it, or set environment.judge.on_failure=drop to leave such groups out")
