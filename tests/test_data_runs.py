@@ -159,7 +159,7 @@ def test_by_default_the_first_bad_row_ends_the_run_in_one_line(name: str, tmp_pa
     (tmp_path / name).write_bytes(FILES[name][0])
     rows = [{"problem": "How many?", "answer": "1", "images": [name]}]
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(DataError, match=rf"a.jsonl row 0, image 1 \(.*{name}\): .*; .*, or set data.on_bad_row=skip"):
+    with pytest.raises(DataError, match=rf"a.jsonl line 1, image 1 \(.*{name}\): .*; .*, or set data.on_bad_row=skip"):
         trained(tmp_path, (tmp_path / "a.jsonl", tmp_path / "a.jsonl"))
 
 

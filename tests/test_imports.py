@@ -41,7 +41,7 @@ LATE_IMPORTS = {
     "fovea/cli/export.py": {"export"},
     "fovea/cli/grade.py": {"grade"},
     "fovea/cli/doctor.py": {"check_parity"},
-    "fovea/data/rows.py": {"_dataset"},
+    "fovea/data/rows.py": {"_hub"},
 }
 """Files that may import inside functions, and inside which. The command line starts without
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fovea.build.data import make_access, make_opener
 from fovea.config.run import (
     CaptionEnvironment,
     Config,
+    FileEnvironment,
     Geo3kEnvironment,
     GeoSpotEnvironment,
     OwnEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
 from fovea.environments.custom.grader import UserGrader, score_function
 from fovea.environments.custom.loading import checked_environment, load_environment, load_reward
+from fovea.environments.dataset_tasks import Frames
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
@@ -28,6 +30,7 @@ from fovea.environments.graders.threads import CallThreads
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.zoom import ShapesZoom
 from fovea.environments.vqa import Vqa
+from fovea.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,16 @@ class GradedEnvironment:
     """Stages of the curriculum, one per grader."""
 
 
-def make_environment(config: Config, given: Any = None) -> GradedEnvironment:
+def make_environment(config: Config, given: Any = None, frames: Frames | None = None) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; `reward`, if set, replaces its graders.
 
     A given object with `graders` is an environment of Fovea; any other is treated like a user's class from a file.
+    `frames` replaces the files of the settings.
     """
+    if frames is not None:
+        _check_frames(config, given, frames)
     if given is None:
-        made = named_environment(config)
+        made = named_environment(config, frames)
     elif hasattr(given, "graders"):
         made = own_environment(given)
     else:
@@ -58,11 +64,25 @@ def make_environment(config: Config, given: Any = None) -> GradedEnvironment:
     return replace(made, grading=reward_grading(config, config.reward), stages=Stages())
 
 
-def named_environment(config: Config) -> GradedEnvironment:
+def _check_frames(config: Config, given: Any, frames: Frames) -> None:
+    """Raise ConfigError for rows that no environment would read."""
+    if given is not None:
+        raise ConfigError("both an environment and frames were given; make the environment with the frames, or drop it")
+    if not isinstance(config.environment, FileEnvironment | GeoSpotEnvironment):
+        raise ConfigError(
+            f"frames are rows in place of data files, of which environment.name={config.environment.name} has none; "
+            "choose geo3k, vqa, caption or geospot"
+        )
+    unknown = [str(split) for split in frames if split not in get_args(Split)]
+    if unknown:
+        raise ConfigError(f"frames: no split is called {', '.join(unknown)}; name them {', '.join(get_args(Split))}")
+
+
+def named_environment(config: Config, frames: Frames | None = None) -> GradedEnvironment:
     """Make the environment of `environment.name`."""
     match config.environment:
         case CaptionEnvironment() as settings:
-            return make_caption(config, settings)
+            return make_caption(config, settings, frames)
         case OwnEnvironment() as settings:
             return user_environment(config, load_environment(settings), settings.file)
         case GeoSpotEnvironment() as settings:
@@ -70,11 +90,11 @@ def named_environment(config: Config) -> GradedEnvironment:
                 GeoSpot,  # an optional extra; the module reports its absence
             )
 
-            made: Environment = GeoSpot(settings, make_access(config.data))
+            made: Environment = GeoSpot(settings, make_access(config.data), frames)
         case Geo3kEnvironment() as settings:
-            made = Geo3k(settings, make_access(config.data))
+            made = Geo3k(settings, make_access(config.data), frames)
         case VqaEnvironment() as settings:
-            made = Vqa(settings, make_access(config.data))
+            made = Vqa(settings, make_access(config.data), frames)
         case ShapesZoomEnvironment() as settings:
             made = ShapesZoom(settings, config.seed)
         case settings:
@@ -123,7 +143,7 @@ def reward_limits(config: Config, name: str) -> CallLimits:
     )
 
 
-def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
+def make_caption(config: Config, settings: CaptionEnvironment, frames: Frames | None = None) -> GradedEnvironment:
     """Make the caption environment, with reward model and judge where they are set."""
     from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 
@@ -132,7 +152,7 @@ def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironm
         from fovea.environments.graders.reward_model import RewardScorer
 
         reward_model = RewardScorer(settings.reward_model)
-    caption = Caption(settings, make_access(config.data))
+    caption = Caption(settings, make_access(config.data), frames)
     metrics = CaptionGrader(settings, caption.tasks, reward_model)
     if settings.judge is None:
         return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))

@@ -21,6 +21,7 @@ from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
+from fovea.environments.dataset_tasks import Frames
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
@@ -32,10 +33,11 @@ from fovea.run.folder import open_run_folder
 from fovea.run.rollout_step import TaskStream, record_unscored_answer
 
 
-def build(config: Config, environment: Environment | None = None) -> Run:
+def build(config: Config, environment: Environment | None = None, frames: Frames | None = None) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
-    `environment` replaces that of the settings, for tasks that exist as Python objects (docs/own.md).
+    `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`;
+    `environment` replaces the environment of the settings, for tasks that exist as Python objects (docs/own.md).
     """
     started = perf_counter()
     with ExitStack() as on_failure:
@@ -54,7 +56,7 @@ def _make_services(config: Config, environment: Environment | None, folder: Path
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
     progress.stage("making the model")
-    graded = make_environment(config, environment)
+    graded = make_environment(config, environment, frames)
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
     processor, vlm = load_processor(model), open_vlm(config, model)

@@ -27,15 +27,17 @@ _DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECA
 _SKIP = "or set data.on_bad_row=skip"
 
 
-def image_refs(*cells: object, where: str, folder: str | Path) -> tuple[ImageRef, ...]:
+def image_refs(*cells: object, where: str, folder: str | Path | None) -> tuple[ImageRef, ...]:
     """Return references to the images of a row's cells, numbered from 1 over all cells; BadRowError naming `where`.
 
     A cell is one image or a list of them; None is no image. An image is encoded bytes, also as a numpy array, a
     {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
-    is remote), an http(s) URL, a picture of Pillow's, or RGB values [height, width, 3].
+    is remote), an http(s) URL, a picture of Pillow's, or RGB values [height, width, 3]. `folder` is None for rows of
+    the user's own code, whose paths start at the working directory and may lead anywhere.
     """
     images = [image for cell in cells for image in _listed(cell)]
-    return tuple(_image_ref(image, f"{where}, image {n}", str(folder)) for n, image in enumerate(images, start=1))
+    folder = None if folder is None else str(folder)
+    return tuple(_image_ref(image, f"{where}, image {n}", folder) for n, image in enumerate(images, start=1))
 
 
 def _listed(cell: object) -> Iterator[object]:
@@ -49,7 +51,7 @@ def _listed(cell: object) -> Iterator[object]:
         yield cell
 
 
-def _image_ref(image: object, where: str, folder: str) -> ImageRef:
+def _image_ref(image: object, where: str, folder: str | None) -> ImageRef:
     if isinstance(image, Mapping):
         content = image.get("bytes")
         image = image.get("path") if content is None else content
@@ -59,6 +61,8 @@ def _image_ref(image: object, where: str, folder: str) -> ImageRef:
         image = bytes(image)
     if isinstance(image, bytes | np.ndarray | Image):
         return ImageRef(source=image, where=where)
+    if isinstance(image, os.PathLike):
+        image = os.fspath(image)
     if isinstance(image, str) and image.strip():
         return ImageRef(source=_from_text(image, where, folder), where=where)
     seen = "an empty text" if isinstance(image, str) else f"a value of type {type(image).__name__}"
@@ -68,7 +72,7 @@ def _image_ref(image: object, where: str, folder: str) -> ImageRef:
     )
 
 
-def _from_text(text: str, where: str, folder: str) -> bytes | str:
+def _from_text(text: str, where: str, folder: str | None) -> bytes | str:
     if text.startswith("data:"):
         head = _DATA_URI.match(text)
         if head is None:
@@ -88,9 +92,11 @@ def _unbase64(text: str, where: str) -> bytes:
         raise BadRowError(f"{where}: {problem}; write it again, {_SKIP}", "image_base64") from error
 
 
-def _located(path: str, where: str, folder: str) -> str:
+def _located(path: str, where: str, folder: str | None) -> str:
     if path.startswith(("http://", "https://")):
         return path
+    if folder is None:
+        return path if is_url(path) else os.path.abspath(path)
     inside = _below_url(folder, path) if is_url(folder) else None if is_url(path) else _below_folder(folder, path)
     if inside is None:
         raise BadRowError(

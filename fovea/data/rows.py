@@ -15,14 +15,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 from fovea.data.cells import image_refs
 from fovea.data.fetch import UrlLimits
 from fovea.data.images import is_url
 from fovea.data.readers.base import Table, close_column, listed, near_files
 from fovea.data.readers.folder import ImageFolder, metadata_of
-from fovea.data.readers.frame import InMemory, MemoryTable
+from fovea.data.readers.frame import InMemory, MemoryTable, is_dataset
 from fovea.data.readers.lines import csv_rows, json_array, json_lines
 from fovea.data.readers.parquet import GroupCache, ParquetTable
 from fovea.data.readers.remote import expand, local_copy
@@ -30,7 +30,7 @@ from fovea.errors import DataError, MissingExtraError
 
 __all__ = ["RowAccess", "Rows", "Source", "image_refs", "open_rows"]
 
-Source: TypeAlias = str | InMemory
+Source: TypeAlias = str | os.PathLike[str] | InMemory
 
 FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
@@ -79,17 +79,17 @@ class Rows(Sequence[Mapping[str, object]]):
         return table.row(place)
 
     def where(self, index: int) -> str:
-        """The row's name in error messages: `train.parquet row 12`."""
+        """The row's name in error messages: `train.parquet row 12`, `train.jsonl line 13`."""
         table, place = self._locate(index)
-        return f"{table.name} row {place}"
+        return f"{table.name} {table.place(place)}"
 
     def key(self, index: int) -> str:
         """A unique name of the row, with the full path of its file."""
         table, place = self._locate(index)
-        return f"{table.key} row {place}"
+        return f"{table.key} {table.place(place)}"
 
-    def folder(self, index: int) -> str:
-        """The folder (or the URL of one) to which paths inside the row are relative."""
+    def folder(self, index: int) -> str | None:
+        """The folder (or the URL of one) of the paths inside the row; None where they may lead anywhere."""
         return self._image_root or self._locate(index)[0].folder
 
     def column(self, name: str) -> Iterable[object]:
@@ -110,7 +110,7 @@ def open_rows(
     setting: str = "environment.train_files",
     access: RowAccess | None = None,
 ) -> Rows:
-    """Open the rows of all sources: names, pandas DataFrames or lists of mappings.
+    """Open the rows of all sources: names, paths, or rows in memory (`readers.frame`).
 
     `setting` is the setting that named the sources. `columns` are those that must exist, each with the setting that
     asks for it, so that an error can name it: `[("environment.prompt_key", "problem")]`. Raises DataError for a source
@@ -119,7 +119,7 @@ def open_rows(
     if not sources:
         raise DataError(f"{setting} is empty, so there are no rows; name at least one file")
     opener = _Opener(access or RowAccess(), setting)
-    tables = [table for source in sources for table in opener.tables(source)]
+    tables = [table for place, source in enumerate(sources) for table in opener.tables(source, place)]
     for table in tables:
         _check_columns(table, columns)
     if not any(len(table) for table in tables):
@@ -134,9 +134,14 @@ class _Opener:
     access: RowAccess
     setting: str
 
-    def tables(self, source: Source) -> list[Table]:
-        if not isinstance(source, str):
-            return [MemoryTable(source, f"{self.setting} (from Python)")]
+    def tables(self, source: Source, place: int) -> list[Table]:
+        """The tables of one source, the `place`-th of its setting."""
+        if isinstance(source, str | os.PathLike):
+            return self._named(os.fspath(source))
+        name = f"{self.setting}[{place}] (from Python)"
+        return [self._hub().DatasetTable(source, name, None) if is_dataset(source) else MemoryTable(source, name)]
+
+    def _named(self, source: str) -> list[Table]:
         if is_url(source):
             return [self._remote(url) for url in expand(source, self.setting)]
         path = Path(source).expanduser()
@@ -170,7 +175,7 @@ class _Opener:
 
     def _dataset(self, name: str, split: str | None) -> Table:
         try:
-            hub = importlib.import_module("fovea.data.readers.hub")
+            hub = self._hub()
         except ModuleNotFoundError as error:
             if error.name != "datasets":
                 raise
@@ -180,6 +185,10 @@ class _Opener:
             ) from error
         table: Table = hub.open_dataset(name, split, self.setting)
         return table
+
+    def _hub(self) -> Any:
+        """The reader of Hugging Face data sets, which needs an optional package."""
+        return importlib.import_module("fovea.data.readers.hub")
 
     def _remote(self, url: str) -> Table:
         _check_format(url, self.setting)
@@ -222,6 +231,9 @@ class RemoteTable:
 
     def row(self, index: int) -> dict[str, object]:
         return self._table.row(index)
+
+    def place(self, index: int) -> str:
+        return self._table.place(index)
 
     def column(self, name: str) -> Iterable[object]:
         return self._table.column(name)

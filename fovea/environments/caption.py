@@ -22,7 +22,7 @@ from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import IMAGE_MARK, plain_answer
-from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
+from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks, Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.cider import IDF_ROWS, CiderD, words_of
 from fovea.errors import DataError
@@ -48,8 +48,8 @@ class TextScorer(Protocol):
 class Caption(Environment):
     """The environment `caption`; see `config.CaptionEnvironment`."""
 
-    def __init__(self, config: CaptionEnvironment, access: RowAccess | None = None) -> None:
-        self._files = FileTasks(config, access, read_answer=first_caption)
+    def __init__(self, config: CaptionEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
+        self._files = FileTasks(config, access, frames, read_answer=first_caption)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)

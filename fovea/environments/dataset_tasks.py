@@ -16,8 +16,7 @@ from typing import TypeAlias
 from fovea.config.run import FileEnvironment
 from fovea.data.order import LazyTasks, Place
 from fovea.data.readers.base import listed
-from fovea.data.readers.frame import InMemory
-from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
+from fovea.data.rows import RowAccess, Rows, Source, image_refs, open_rows
 from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import (
     Texts,
@@ -37,6 +36,8 @@ IMAGE_KEYS = ("images", "image")
 KIND = "all"
 
 Row: TypeAlias = Mapping[str, object]
+Frames: TypeAlias = Mapping[Split, Source]
+"""Rows of the splits that the user's own code hands in, mostly in memory already."""
 ReadAnswer: TypeAlias = Callable[[object, str], str]
 """A function of a cell, and of the words by which an error names the row, to the true answer."""
 
@@ -44,19 +45,19 @@ ReadAnswer: TypeAlias = Callable[[object, str], str]
 class FileTasks:
     """The tasks of an environment's files; an environment has one and adds its grader.
 
-    `frames` holds rows that are in memory already, in place of the files of `train_files` and `test_files`.
+    `frames` replaces the files that the settings name for a split.
     """
 
     def __init__(
         self,
         settings: FileEnvironment,
-        access: RowAccess | None = None,
+        access: RowAccess,
+        frames: Frames | None = None,
         *,
         read_answer: ReadAnswer = plain_answer,
-        frames: Mapping[Split, InMemory] | None = None,
     ) -> None:
         self._settings = settings
-        self._access = access or RowAccess()
+        self._access = access
         self._read_answer = read_answer
         self._frames = frames or {}
 
@@ -93,7 +94,7 @@ class FileTasks:
         named += [("kind_key", settings.kind_key), ("image_key", settings.image_key)]
         named += [("image_keys", key) for key in images]
         columns = [(f"environment.{name}", key) for name, key in named if key is not None]
-        sources = [self._frames[split]] if split in self._frames else files
+        sources: Sequence[Source] = [self._frames[split]] if split in self._frames else files
         rows = open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
         if settings.prompt_key is None and not set(PROMPT_KEYS) & set(rows.columns):
             raise DataError(

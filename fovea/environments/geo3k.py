@@ -10,13 +10,12 @@ split too (172 of 601 rows): accuracy on these rows is on new questions, not on 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fovea.config.run import Geo3kEnvironment
-from fovea.data.readers.frame import InMemory
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
-from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.dataset_tasks import FileTasks, Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.types import Message, Score, Task, Turn
@@ -25,13 +24,8 @@ from fovea.types import Message, Score, Task, Turn
 class Geo3k(Environment):
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
-    def __init__(
-        self,
-        config: Geo3kEnvironment,
-        access: RowAccess | None = None,
-        frames: Mapping[Split, InMemory] | None = None,
-    ) -> None:
-        self._files = FileTasks(config, access, frames=frames)
+    def __init__(self, config: Geo3kEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
+        self._files = FileTasks(config, access, frames)
         self._think_tags = config.think_tags
         self.graders = (Geo3kGrader(config),)
 

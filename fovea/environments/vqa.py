@@ -15,7 +15,7 @@ from fovea.config.run import VqaEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
-from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.dataset_tasks import FileTasks, Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy, spelled
 from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter
@@ -27,9 +27,9 @@ _LETTER = re.compile(r"\(?([A-Z])\)?\.?")
 class Vqa(Environment):
     """The environment `vqa`; see `config.VqaEnvironment`."""
 
-    def __init__(self, config: VqaEnvironment, access: RowAccess | None = None) -> None:
+    def __init__(self, config: VqaEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
         self._config = config
-        self._files = FileTasks(config, access, read_answer=majority_answer)
+        self._files = FileTasks(config, access, frames, read_answer=majority_answer)
         self.graders = (VqaGrader(config),)
 
     def tasks(self, split: Split) -> Sequence[Task]:

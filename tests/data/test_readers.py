@@ -71,6 +71,18 @@ def as_list(_: Path) -> object:
     return ROWS
 
 
+def as_columns(_: Path) -> object:
+    return {name: [row[name] for row in ROWS] for name in ROWS[0]}
+
+
+def as_dataset(_: Path) -> object:
+    return datasets.Dataset.from_list(ROWS)
+
+
+def as_path(path: Path) -> object:
+    return Path(as_jsonl(path))
+
+
 def as_saved_dataset(path: Path) -> str:
     datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
     return str(path / "saved")
@@ -95,7 +107,7 @@ def opened(source: object, tmp_path: Path, **access: object) -> Rows:
     "make",
     [
         *(as_parquet, as_jsonl, as_json, as_lines_called_json, as_csv, as_tsv),
-        *(as_frame, as_list, as_saved_dataset, as_saved_splits, as_in_a_bucket),
+        *(as_frame, as_list, as_columns, as_dataset, as_path, as_saved_dataset, as_saved_splits, as_in_a_bucket),
     ],
 )
 def test_every_form_gives_the_same_rows(make: Callable[[Path], object], tmp_path: Path) -> None:
@@ -105,7 +117,61 @@ def test_every_form_gives_the_same_rows(make: Callable[[Path], object], tmp_path
     assert list(rows.column("n")) == ["0", "1", "2"]
     assert dict(rows[-1]) == ROWS[2]
     assert len({rows.key(n) for n in range(3)}) == 3
-    assert rows.where(1).endswith(" row 1")
+    assert rows.where(1).endswith((" row 1", " line 2", " line 3"))
+
+
+@pytest.mark.parametrize("make", [as_jsonl, as_lines_called_json, as_csv, as_tsv])
+def test_a_row_is_named_by_its_line_in_an_editor(make: Callable[[Path], str], tmp_path: Path) -> None:
+    """Lines of a file with a header, empty lines and a row of two lines, as `open` counts them."""
+    path = Path(make(tmp_path))
+    rows = opened(str(path), tmp_path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for index, text in enumerate(["plain", "with ", "]}[{"]):
+        word, number = rows.where(index).split()[-2:]
+        assert word == "line"
+        assert text in lines[int(number) - 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (7, r"of type int holds no rows that can be read; give a pandas DataFrame, a datasets.Dataset, a list"),
+        ((row for row in ROWS), "of type generator holds no rows that can be read"),
+        (["a question"], "row 0 is of type str, not a mapping of columns to cells; write it as"),
+        ({"n": [1, 2], "text": ["one"]}, "lists of equal length, but are: n 2, text 1; correct them"),
+        ({"n": 1}, "lists of equal length, but are: n no list; correct them"),
+        ([], "holds no rows"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+            "with the splits train was given; give one",
+        ),
+    ],
+)
+def test_an_object_that_holds_no_rows(source: object, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=problem) as error:
+        opened(source, tmp_path)
+    assert str(error.value).startswith("environment.train_files")
+    assert "\n" not in str(error.value)
+
+
+def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths from the user's own code may lead anywhere, unless `data.image_root` says where images are."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "here").mkdir()
+    picture = Image.new("RGB", (4, 4), "red")
+    picture.save(tmp_path / "far" / "x.png")
+    monkeypatch.chdir(tmp_path / "here")
+    cells = [tmp_path / "far" / "x.png", str(tmp_path / "far" / "x.png"), "../far/x.png", picture]
+    for source in ([{"image": cell} for cell in cells], pd.DataFrame({"image": cells})):
+        rows = opened(source, tmp_path)
+        for index in range(len(cells)):
+            (ref,) = image_refs(rows[index]["image"], where="w", folder=rows.folder(index))
+            assert open_image(ref, max_mib=1, max_megapixels=1).getpixel((0, 0)) == (255, 0, 0)
+        rooted = opened(source, tmp_path, image_root=str(tmp_path / "far"))
+        (ref,) = image_refs("x.png", where="w", folder=rooted.folder(0))
+        assert ref.source == str(tmp_path / "far" / "x.png")
+        with pytest.raises(BadRowError, match="leads out of"):
+            image_refs("../here/x.png", where="w", folder=rooted.folder(0))
 
 
 def test_several_files_patterns_and_a_frame_together(tmp_path: Path) -> None:
@@ -119,7 +185,7 @@ def test_several_files_patterns_and_a_frame_together(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe({"/glob/2.jsonl": b'{"n": 2}\n', "/glob/1.jsonl": b'{"n": 1}\n'})
     rows = opened("memory://glob/*.jsonl", tmp_path)
     assert [row["n"] for row in rows] == [1, 2]
-    assert rows.where(1) == "2.jsonl row 0"
+    assert rows.where(1) == "2.jsonl line 1"
 
 
 def bad_rows(rows: Rows) -> dict[int, str]:
@@ -138,7 +204,7 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
     rows = opened(str(tmp_path / "a.jsonl"), tmp_path)
     assert list(bad_rows(rows)) == [1, 2, 3, 4]
     assert all(error.startswith("row_unreadable: ") for error in bad_rows(rows).values())
-    assert "a.jsonl row 2: cannot be read (a JSON list, not an object" in bad_rows(rows)[2]
+    assert "a.jsonl line 3: cannot be read (a JSON list, not an object" in bad_rows(rows)[2]
     (tmp_path / "b.json").write_text('[{"n": 1}, "text", {"n": 2}, {"n": 3,}, 7, [8], {"n": [{"x": "]"}]}]')
     rows = opened(str(tmp_path / "b.json"), tmp_path)
     assert list(bad_rows(rows)) == [1, 3, 4, 5]
@@ -198,7 +264,7 @@ def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
             {"image": "cat.png", "text": "A cat?"},
             {"image": None, "text": "No picture"},
         ]
-        assert rows.where(0) == "train/metadata.csv row 0"
+        assert rows.where(0) == "train/metadata.csv line 2"
         assert list(rows.column("image")) == ["cat.png", None]
         (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
         assert open_image(ref, max_mib=1, max_megapixels=1).getpixel((0, 0)) == (1, 2, 3)
@@ -267,7 +333,7 @@ def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"none.jsonl: the server answers 404 Not Found; correct the address, or"):
             opened(f"{site.url}/none.jsonl", tmp_path, url_limits=limits)
         rows = opened(url, tmp_path, url_limits=limits)
-        assert rows.where(1) == "rows.jsonl row 1"
+        assert rows.where(1) == "rows.jsonl line 2"
         (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
         assert ref.source == f"{site.url}/data/pictures/a%20b.png"
         for row in (1, 2):

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.config.run import CaptionEnvironment, Config, RewardModel
 from fovea.data.images import open_image
+from fovea.data.rows import RowAccess
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade
 from fovea.environments.graders.cider import CiderD
 from fovea.environments.graders.reward_model import RewardScorer
@@ -35,7 +36,7 @@ def settings_of(folder: Path, rows: Sequence[dict[str, object]] = ROWS, **more: 
 
 
 def caption(config: CaptionEnvironment, scorer: RewardScorer | None = None) -> tuple[Caption, list[CaptionGrader]]:
-    environment = Caption(config)
+    environment = Caption(config, RowAccess())
     return environment, [CaptionGrader(config, environment.tasks, scorer)]
 
 
@@ -65,7 +66,7 @@ def test_all_references_count(tmp_path: Path) -> None:
     assert scored(graders, task, "one cat lies here and sleeps").reward == 1
     assert captions[0] == environment.target(task)
     with pytest.raises(DataError, match="the answer is"):
-        Caption(settings_of(tmp_path, [row("Describe it.", [None])])).tasks("test")[0]
+        Caption(settings_of(tmp_path, [row("Describe it.", [None])]), RowAccess()).tasks("test")[0]
 
 
 def test_an_answer_that_is_a_list_is_all_references(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fovea.build.environment import stages_of as stages_of_environment
 from fovea.config import run as config
 from fovea.data.order import LazyTasks, Order, levels_of
+from fovea.data.rows import RowAccess
 from fovea.environments.curriculum import Curriculum, Stage, Stages
 from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.graders.grading import Grading
@@ -54,7 +55,7 @@ def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:
 
 
 def geospot() -> Stages:
-    return stages_of_environment(GeoSpot(config.GeoSpotEnvironment(train_files=("a",), test_files=("b",))))
+    return stages_of_environment(GeoSpot(config.GeoSpotEnvironment(train_files=("a",), test_files=("b",)), RowAccess()))
 
 
 def test_geospot_goes_through_its_stages_by_step() -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from fovea.config.loading import load_config
 from fovea.config.run import Geo3kEnvironment
 from fovea.data.order import kinds_of, place_of
+from fovea.data.rows import RowAccess
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.geo3k import Geo3k
 from fovea.errors import BadRowError, ConfigError, DataError
@@ -29,7 +30,7 @@ def settings(**changes: object) -> Geo3kEnvironment:
 
 
 def tasks_of(rows: list[dict[str, object]], **changes: object) -> FileTasks:
-    return FileTasks(settings(**changes), frames={"train": rows, "test": rows})
+    return FileTasks(settings(**changes), RowAccess(), {"train": rows, "test": rows})
 
 
 def said(files: FileTasks, task: Task) -> list[tuple[str, str]]:
@@ -107,16 +108,16 @@ def test_kinds_come_from_a_column() -> None:
 
 def test_a_row_has_one_place_in_dev_and_test(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"problem": "?", "answer": "{n}"}}\n' for n in range(5)))
-    files = FileTasks(settings(test_files=(str(tmp_path / "a.jsonl"),)))
+    files = FileTasks(settings(test_files=(str(tmp_path / "a.jsonl"),)), RowAccess())
     dev, test = place_of(files.tasks("dev"), 1), place_of(files.tasks("test"), 2)
     assert dev == test
     assert test is not None
-    assert test.where == "a.jsonl row 2"
+    assert test.where == "a.jsonl line 3"
 
 
 def test_a_frame_is_a_data_set() -> None:
     frame = pd.DataFrame({"problem": ["<image>One?", "Two?"], "answer": [1, 2.5], "image": [PICTURE, None]})
-    environment = Geo3k(settings(), frames={"train": frame, "test": frame})
+    environment = Geo3k(settings(), RowAccess(), {"train": frame, "test": frame})
     first, second = environment.tasks("train")
     assert (first.answer, len(first.images)) == ("1.0", 1)
     assert (second.answer, second.images) == ("2.5", ())
@@ -127,7 +128,7 @@ def test_a_frame_is_a_data_set() -> None:
     [
         ({"answer": "1"}, "prompt_empty"),
         ({"problem": "?"}, "answer_missing"),
-        ({"problem": "?", "answer": float("nan")}, "answer_kind"),
+        ({"problem": "?", "answer": float("inf")}, "answer_kind"),
         ({"problem": "?", "answer": True}, "answer_kind"),
         ({"problem": [], "answer": "1"}, "prompt_role"),
         ({"problem": [{"role": "user", "content": [{"type": "audio"}]}], "answer": "1"}, "prompt_kind"),
@@ -203,8 +204,8 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     """A broken row costs nothing until its turn comes."""
     lines = [json.dumps({"problem": "?", "answer": "1"}), "{broken"]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    tasks = FileTasks(settings(train_files=(str(tmp_path / "a.jsonl"),))).tasks("train")
+    tasks = FileTasks(settings(train_files=(str(tmp_path / "a.jsonl"),)), RowAccess()).tasks("train")
     assert len(tasks) == 2
     assert tasks[0].answer == "1"
-    with pytest.raises(BadRowError, match=r"a.jsonl row 1: cannot be read"):
+    with pytest.raises(BadRowError, match=r"a.jsonl line 2: cannot be read"):
         tasks[1]

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from fovea.config.run import Geo3kEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
+from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.geo3k import Geo3k, grade
 from fovea.errors import DataError
@@ -37,7 +38,7 @@ def row(problem: object = "<image>Find x.", answer: object = "12", num_images: i
 def geo3k(folder: Path, rows: list[dict[str, object]], **settings: object) -> Geo3k:
     pq.write_table(pa.Table.from_pylist(rows), folder / "test.parquet")
     files = (str(folder / "test.parquet"),)
-    return Geo3k(Geo3kEnvironment.model_validate({"train_files": files, "test_files": files, **settings}))
+    return Geo3k(Geo3kEnvironment.model_validate({"train_files": files, "test_files": files, **settings}), RowAccess())
 
 
 def parts_of(environment: Environment, task: Task) -> list[tuple[str, list[str]]]:
@@ -263,7 +264,7 @@ def test_gold_answers_of_the_real_data_score_full_marks(
     if not all(file.exists() for file in files):
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
     config = {"train_files": (str(files[0]),), "test_files": (str(files[1]),), **settings}
-    environment = Geo3k(Geo3kEnvironment.model_validate(config))
+    environment = Geo3k(Geo3kEnvironment.model_validate(config), RowAccess())
     splits: tuple[Split, ...] = ("train", "test")
     for split, expected in zip(splits, num_rows, strict=True):
         tasks = environment.tasks(split)
@@ -279,7 +280,7 @@ def test_images_of_the_real_data_open() -> None:
     file = SHARED / "fixture_test.parquet"
     if not file.exists():
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
-    environment = Geo3k(Geo3kEnvironment(train_files=(str(file),), test_files=(str(file),)))
+    environment = Geo3k(Geo3kEnvironment(train_files=(str(file),), test_files=(str(file),)), RowAccess())
     for task in environment.tasks("test"):
         for ref in task.images:
             assert min(open_image(ref, max_mib=32, max_megapixels=64).size) > 50

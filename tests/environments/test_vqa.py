@@ -12,6 +12,7 @@ from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.config.run import Config, VqaEnvironment
 from fovea.data.order import kinds_of
+from fovea.data.rows import RowAccess
 from fovea.environments.vqa import Vqa
 from fovea.errors import BadRowError
 from fovea.loop import train
@@ -39,7 +40,7 @@ ROWS = [
 
 
 def vqa(folder: Path, rows: list[dict[str, object]], **settings: object) -> Vqa:
-    return Vqa(VqaEnvironment.model_validate({"name": "vqa", **files(folder, rows, **settings)}))
+    return Vqa(VqaEnvironment.model_validate({"name": "vqa", **files(folder, rows, **settings)}), RowAccess())
 
 
 def score(environment: Vqa, task: Task, text: str) -> Score:

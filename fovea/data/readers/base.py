@@ -11,7 +11,7 @@ from fovea.errors import BadRowError
 
 
 class Table(Protocol):
-    """The rows of one file, each read on access; rows count from 0, as in pandas."""
+    """The rows of one file, each read on access by its index from 0."""
 
     @property
     def name(self) -> str:
@@ -24,8 +24,11 @@ class Table(Protocol):
         ...
 
     @property
-    def folder(self) -> str:
-        """The folder, or the URL of one, to which paths inside the rows are relative."""
+    def folder(self) -> str | None:
+        """The folder, or the URL of one, that paths inside the rows are relative to and must not leave.
+
+        None for rows of the user's own code, whose paths may lead anywhere.
+        """
         ...
 
     @property
@@ -35,6 +38,10 @@ class Table(Protocol):
 
     def row(self, index: int) -> dict[str, object]:
         """Read one row; BadRowError where it alone cannot be read."""
+        ...
+
+    def place(self, index: int) -> str:
+        """The row as messages name it: `line 3` as an editor counts lines, else `row 2` as pandas counts rows."""
         ...
 
     def column(self, name: str) -> Iterable[object]:

@@ -34,6 +34,9 @@ class ImageFolder:
     def row(self, index: int) -> dict[str, object]:
         return {shown_as(column): cell for column, cell in self._table.row(index).items()}
 
+    def place(self, index: int) -> str:
+        return self._table.place(index)
+
     def column(self, name: str) -> Iterable[object]:
         return self._table.column(next((own for own, shown in self._names.items() if shown == name), name))
 

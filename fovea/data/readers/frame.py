@@ -1,13 +1,13 @@
-"""Rows in memory: a pandas DataFrame or a list of mappings."""
+"""Rows in memory, handed in from Python: a pandas DataFrame, a list of mappings, or a mapping of columns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
-from fovea.data.readers.base import column_by_rows
+from fovea.data.readers.base import listed
+from fovea.errors import DataError
 
 
 class Frame(Protocol):
@@ -22,42 +22,105 @@ class Frame(Protocol):
     def __len__(self) -> int: ...
 
 
-InMemory: TypeAlias = Frame | Sequence[Mapping[str, object]]
+class HubDataset(Protocol):
+    """The part of a `datasets.Dataset` by which it is known; the package need not be installed."""
+
+    @property
+    def column_names(self) -> Any: ...
+
+    def with_format(self, type: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+InMemory: TypeAlias = Frame | HubDataset | Sequence[Mapping[str, object]] | Mapping[str, Sequence[object]]
 
 
 def is_frame(source: object) -> TypeGuard[Frame]:
-    """Whether a source is a DataFrame rather than a sequence of mappings."""
+    """Whether a source is a DataFrame."""
     return hasattr(source, "iloc") and hasattr(source, "columns")
 
 
+def is_dataset(source: object) -> TypeGuard[HubDataset]:
+    """Whether a source is one split of a Hugging Face data set."""
+    is_split = not isinstance(source, Mapping) and hasattr(source, "__len__")
+    return is_split and hasattr(source, "column_names") and hasattr(source, "with_format")
+
+
+class _Cells(NamedTuple):
+    """The columns of rows in memory, their number, and the cell of a column and a row."""
+
+    columns: Sequence[str]
+    num_rows: int
+    cell: Callable[[int, int], object]
+    """A function of the column's place and the row's."""
+
+
 class MemoryTable:
-    """Rows in memory as a table; paths in them are relative to the working directory."""
+    """Rows in memory as a table; DataError for a source that holds no rows of named cells."""
+
+    folder = None
 
     def __init__(self, source: InMemory, name: str) -> None:
-        self._source = source
         self.name = self.key = name
-        self.folder = str(Path.cwd())
-        self.columns: Sequence[str] = _columns(source)
+        self.columns, self._num_rows, self._cell = _cells(source, name)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return self._num_rows
 
     def row(self, index: int) -> dict[str, object]:
-        if is_frame(self._source):
-            cells = [self._source.iloc[index, place] for place in range(len(self.columns))]
-            return {name: _plain(cell) for name, cell in zip(self.columns, cells, strict=True)}
-        assert isinstance(self._source, Sequence)
-        return dict(self._source[index])
+        cells = {name: self._cell(place, index) for place, name in enumerate(self.columns)}
+        return {name: _plain(cell) for name, cell in cells.items() if cell is not _ABSENT}
+
+    def place(self, index: int) -> str:
+        return f"row {index}"
 
     def column(self, name: str) -> Iterable[object]:
-        return column_by_rows(self, name)
+        place = self.columns.index(name)
+        cells = (self._cell(place, index) for index in range(len(self)))
+        return (None if cell is _ABSENT else _plain(cell) for cell in cells)
 
 
-def _columns(source: InMemory) -> list[str]:
+_ABSENT = object()
+"""The cell of a column that this row does not have."""
+
+
+def _cells(source: object, name: str) -> _Cells:
     if is_frame(source):
-        return [str(name) for name in source.columns]
-    assert isinstance(source, Sequence)
-    return list(dict.fromkeys(name for row in source for name in row))
+        frame = source
+        return _Cells([str(column) for column in frame.columns], len(frame), lambda place, row: frame.iloc[row, place])
+    if isinstance(source, Mapping):
+        return _cells_of_columns(source, name)
+    if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+        return _cells_of_rows(source, name)
+    raise DataError(
+        f"{name}: an object of type {type(source).__name__} holds no rows that can be read; give a pandas DataFrame, a "
+        "datasets.Dataset, a list of mappings, a mapping of columns, or the path of a file"
+    )
+
+
+def _cells_of_columns(source: Mapping[Any, Any], name: str) -> _Cells:
+    if any(is_dataset(value) for value in source.values()):
+        raise DataError(f"{name}: a data set with the splits {listed([*map(str, source)])} was given; give one of them")
+    lengths = {key: len(cells) for key, cells in source.items() if hasattr(cells, "__len__")}
+    if len(lengths) < len(source) or len(set(lengths.values())) > 1:
+        seen = listed([f"{key} {lengths.get(key, 'no list')}" for key in source])
+        raise DataError(
+            f"{name}: the columns of a mapping must be lists of equal length, but are: {seen}; correct them"
+        )
+    cells = list(source.values())
+    return _Cells([*map(str, source)], next(iter(lengths.values()), 0), lambda place, row: cells[place][row])
+
+
+def _cells_of_rows(source: Sequence[Any], name: str) -> _Cells:
+    for index, row in enumerate(source):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{name} row {index} is of type {type(row).__name__}, not a mapping of columns to cells; write it as "
+                "{'image': ..., 'question': ..., 'answer': ...}"
+            )
+    keys = list(dict.fromkeys(key for row in source for key in row))
+    return _Cells([*map(str, keys)], len(source), lambda place, row: source[row].get(keys[place], _ABSENT))
 
 
 def _plain(cell: Any) -> object:

@@ -20,7 +20,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 class DatasetTable:
     """One split of a data set, with rows as in Arrow: an image is a {bytes, path} struct."""
 
-    def __init__(self, dataset: datasets.Dataset, name: str, folder: str) -> None:
+    def __init__(self, dataset: datasets.Dataset, name: str, folder: str | None) -> None:
         self.name = self.key = name
         self.folder = folder
         self._dataset = dataset.with_format("arrow")
@@ -32,6 +32,9 @@ class DatasetTable:
     def row(self, index: int) -> dict[str, object]:
         row: dict[str, object] = self._dataset[index : index + 1].to_pylist()[0]
         return row
+
+    def place(self, index: int) -> str:
+        return f"row {index}"
 
     def column(self, name: str) -> Iterable[object]:
         for batch in self._dataset.select_columns([name]).iter(batch_size=1000):

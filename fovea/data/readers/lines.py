@@ -1,12 +1,13 @@
 """JSONL, JSON and CSV files, mapped into memory with an index of their rows; a row is parsed on access.
 
-The index takes 16 bytes per row. A broken row is a bad row and does not affect the others.
+The index takes 24 bytes per row. A broken row is a bad row and does not affect the others.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import mmap
 import re
@@ -19,8 +20,8 @@ import numpy as np
 from fovea.data.readers.base import column_by_rows, first_line
 from fovea.errors import BadRowError, DataError
 
-ByteRange: TypeAlias = tuple[int, int]
-"""The first byte of a row and the first byte after it."""
+RowBytes: TypeAlias = tuple[int, int, int]
+"""The first byte of a row, the first byte after it, and the line on which it begins, from 1; 0 for no line."""
 Parse: TypeAlias = Callable[[bytes], dict[str, object]]
 
 _BOM = b"\xef\xbb\xbf"
@@ -34,10 +35,10 @@ _MAX_CELL_BYTES = 1 << 28
 class ByteRangeTable:
     """The rows of one file, as byte ranges that are parsed on access."""
 
-    def __init__(self, path: Path, ranges: Iterable[ByteRange], parse: Parse, columns: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, ranges: Iterable[RowBytes], parse: Parse, columns: Sequence[str] = ()) -> None:
         self.name, self.folder, self.key = path.name, str(path.parent), str(path.resolve())
         self._bytes = _mapped(path)
-        self._ranges = np.fromiter((offset for each in ranges for offset in each), dtype=np.int64).reshape(-1, 2)
+        self._ranges = np.fromiter((offset for each in ranges for offset in each), dtype=np.int64).reshape(-1, 3)
         self._parse = parse
         self.columns: Sequence[str] = columns or self._keys_of_first_rows()
 
@@ -45,16 +46,20 @@ class ByteRangeTable:
         return len(self._ranges)
 
     def row(self, index: int) -> dict[str, object]:
-        start, end = self._ranges[index]
+        start, end, _ = self._ranges[index]
         try:
             return self._parse(self._bytes[start:end])
         # UnicodeDecodeError and JSONDecodeError are ValueErrors
         except (ValueError, RecursionError, csv.Error) as error:
             raise BadRowError(
-                f"{self.name} row {index}: cannot be read ({first_line(error)}); correct it, or set "
+                f"{self.name} {self.place(index)}: cannot be read ({first_line(error)}); correct it, or set "
                 "data.on_bad_row=skip",
                 "row_unreadable",
             ) from error
+
+    def place(self, index: int) -> str:
+        line = self._ranges[index][2]
+        return f"line {line}" if line else f"row {index}"
 
     def column(self, name: str) -> Iterable[object]:
         return column_by_rows(self, name)
@@ -87,7 +92,7 @@ def csv_rows(path: Path, setting: str) -> ByteRangeTable:
     """Open a comma-separated file (*.tsv: tab-separated) with a header line; cells are strings, empty ones None."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     ranges = _csv_ranges(path, delimiter, setting)
-    start, end = next(ranges, (0, 0))
+    start, end, _ = next(ranges, (0, 0, 1))
     names = _csv_cells(_mapped(path)[start:end], delimiter)
 
     def parse(content: bytes) -> dict[str, object]:
@@ -106,17 +111,19 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _line_ranges(content: mmap.mmap | bytes) -> Iterator[ByteRange]:
+def _line_ranges(content: mmap.mmap | bytes) -> Iterator[RowBytes]:
     start = len(_BOM) if content[: len(_BOM)] == _BOM else 0
-    while start < len(content):
+    for line in itertools.count(1):
+        if start >= len(content):
+            return
         end = content.find(b"\n", start)
         end = len(content) if end < 0 else end
         if content[start:end].strip():
-            yield start, end
+            yield start, end, line
         start = end + 1
 
 
-def _object_ranges(content: mmap.mmap | bytes, path: Path, setting: str) -> Iterator[ByteRange]:
+def _object_ranges(content: mmap.mmap | bytes, path: Path, setting: str) -> Iterator[RowBytes]:
     """The elements of the outermost list; anything else than a comma between them is a row as well, a bad one."""
     depth = start = end = 0
     for mark in _JSON_MARKS.finditer(content):
@@ -125,12 +132,12 @@ def _object_ranges(content: mmap.mmap | bytes, path: Path, setting: str) -> Iter
             continue
         if depth == 1:
             if content[end : mark.start()].strip(b" \t\r\n,"):
-                yield end, mark.start()
+                yield end, mark.start(), 0
             start = mark.start()
         depth += 1 if sign in b"[{" else -1
         if depth == 1:
             if sign in b"]}":
-                yield start, mark.end()
+                yield start, mark.end(), 0
             end = mark.end()
     if depth:
         raise DataError(
@@ -145,7 +152,7 @@ def _json_object(content: bytes) -> dict[str, object]:
     return row
 
 
-def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[ByteRange]:
+def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[RowBytes]:
     """The records of a CSV file; a record spans several lines while a quote is open."""
     csv.field_size_limit(_MAX_CELL_BYTES)
     with path.open("rb") as file:
@@ -159,14 +166,14 @@ def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[ByteRange]
                 yield line.decode("latin-1")  # one character per byte; the cells are decoded by their reader
 
         records = csv.reader(lines(), delimiter=delimiter)
-        last = start, end
+        last, line = slice(start, end), 1
         try:
             for record in records:
                 if record:
-                    last = start, end
-                    yield last
-                start = end
-            _check_quotes_end(_mapped(path)[slice(*last)], delimiter)
+                    last = slice(start, end)
+                    yield start, end, line
+                start, line = end, records.line_num + 1
+            _check_quotes_end(_mapped(path)[last], delimiter)
         except csv.Error as error:
             raise DataError(
                 f"{setting}: {path} is no CSV file that can be read ({first_line(error)}); write it again, for "

@@ -82,6 +82,9 @@ class ParquetTable:
             raise BadRowError(f"{problem}; correct it, or set data.on_bad_row=skip", "row_unreadable") from error
         return row
 
+    def place(self, index: int) -> str:
+        return f"row {index}"
+
     def column(self, name: str) -> Iterable[object]:
         for batch in self._file.iter_batches(columns=[name], use_threads=False):
             yield from batch.column(0).to_pylist()

@@ -14,11 +14,11 @@ import numpy as np
 from fovea.config.run import GeoSpotEnvironment
 from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
-from fovea.data.readers.frame import InMemory
-from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
+from fovea.data.rows import RowAccess, Rows, Source, image_refs, open_rows
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.dataset_prompts import bad_row
+from fovea.environments.dataset_tasks import Frames
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, grade_answer, place_of
@@ -32,16 +32,10 @@ _SKIP = "or set data.on_bad_row=skip"
 class GeoSpot(Environment):
     """The environment `geospot`; see `config.GeoSpotEnvironment`."""
 
-    def __init__(
-        self,
-        config: GeoSpotEnvironment,
-        access: RowAccess | None = None,
-        *,
-        frames: Mapping[Split, InMemory] | None = None,
-    ) -> None:
-        """`frames` holds rows that are in memory already, in place of the files of `train_files` and `test_files`."""
+    def __init__(self, config: GeoSpotEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
+        """`frames` replaces the files that the settings name for a split."""
         self._config = config
-        self._access = access or RowAccess()
+        self._access = access
         self._frames = frames or {}
         stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
@@ -90,7 +84,7 @@ class GeoSpot(Environment):
         names = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
         wanted = [(f"environment.{name}", getattr(self._config, name)) for name in names]
         columns = [(name, key) for name, key in wanted if key is not None]
-        sources = [self._frames[split]] if split in self._frames else files
+        sources: Sequence[Source] = [self._frames[split]] if split in self._frames else files
         return open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
 
     def _task(self, split: Split, rows: Rows, index: int) -> Task:

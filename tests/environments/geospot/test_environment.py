@@ -17,6 +17,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config, GeoSpotEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of, levels_of
+from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
@@ -46,7 +47,9 @@ def png() -> bytes:
 def geospot(folder: Path, rows: list[dict[str, object]], **settings: object) -> GeoSpot:
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     files = (str(folder / "rows.parquet"),)
-    return GeoSpot(GeoSpotEnvironment.model_validate({"train_files": files, "test_files": files, **settings}))
+    return GeoSpot(
+        GeoSpotEnvironment.model_validate({"train_files": files, "test_files": files, **settings}), RowAccess()
+    )
 
 
 def check_gold(environment: GeoSpot, tasks: list[Task]) -> None:
@@ -61,7 +64,7 @@ def check_gold(environment: GeoSpot, tasks: list[Task]) -> None:
 
 def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) -> None:
     environment: Environment = GeoSpot(
-        GeoSpotEnvironment(train_files=(str(maps[0]),), test_files=(str(maps[1]),), level_key="level")
+        GeoSpotEnvironment(train_files=(str(maps[0]),), test_files=(str(maps[1]),), level_key="level"), RowAccess()
     )
     assert isinstance(environment, GeoSpot)
     train_tasks, test_tasks = list(environment.tasks("train")), list(environment.tasks("test"))
@@ -89,7 +92,7 @@ def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_pa
 def test_gold_answers_of_photos_score_full_marks() -> None:
     if not OSV5M.exists():
         pytest.skip(f"the shared photos are not here ({OSV5M})")
-    environment = GeoSpot(GeoSpotEnvironment(train_files=(str(OSV5M),), test_files=(str(OSV5M),)))
+    environment = GeoSpot(GeoSpotEnvironment(train_files=(str(OSV5M),), test_files=(str(OSV5M),)), RowAccess())
     tasks = list(environment.tasks("test"))
     assert len(tasks) == 24
     check_gold(environment, tasks)
