@@ -12,7 +12,7 @@ import torch
 
 from fovea.build.data import make_opener, make_order, make_sources
 from fovea.build.engine import make_engine, make_evaluator, make_tape
-from fovea.build.environment import make_environment
+from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.model import locate_model, open_vlm
 from fovea.build.outputs import make_profile, make_sinks, model_table, peak_tflops
 from fovea.build.policy import make_policy, make_warmup
@@ -42,12 +42,12 @@ def build(config: Config, environment: Environment | None = None, frames: Frames
     started = perf_counter()
     with ExitStack() as on_failure:
         folder = on_failure.enter_context(open_run_folder(Path(config.run_dir), config))
-        run = _make_services(config, environment, folder, started)
+        run = _make_services(config, make_environment(config, environment, frames), folder, started)
         # from here on it is the run that closes its folder
         return replace(run, held=on_failure.pop_all())
 
 
-def _make_services(config: Config, environment: Environment | None, folder: Path, started: float) -> Run:
+def _make_services(config: Config, graded: GradedEnvironment, folder: Path, started: float) -> Run:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
@@ -56,7 +56,6 @@ def _make_services(config: Config, environment: Environment | None, folder: Path
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
     progress.stage("making the model")
-    graded = make_environment(config, environment, frames)
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
     processor, vlm = load_processor(model), open_vlm(config, model)
