@@ -65,6 +65,10 @@ def _walk(section: type[Section], path: str, variant: str = "", may: bool = Fals
         for inner in sections:
             choice = f"{key}.{NAME}={inner.model_fields[NAME].default}" if variants else variant
             yield from _walk(inner, f"{key}.", choice, may_change)
+    for alias, names in section.aliases.items():
+        first = section.model_fields[names[0]]
+        type_, doc = type_text(first.annotation, first.metadata), f"Sets {' and '.join(names)}."
+        yield variant, Setting(f"{path}{alias}", type_, "unset", doc, may)
 
 
 def _doc(section: type[Section], field: FieldInfo) -> str:

@@ -18,6 +18,7 @@ from fovea.config.algorithm_parts import (
     Rloo,
     SapoLoss,
 )
+from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
 from fovea.config.papers import DEFAULTS_OF
 from fovea.config.run import Algorithm, Config, Model
@@ -117,6 +118,17 @@ def test_clip_epsilon_sets_both_bounds() -> None:
     assert settings("algorithm.loss.clip_epsilon=0.1").algorithm.loss == ClippedLoss(clip_low=0.1, clip_high=0.1)
     with pytest.raises(ConfigError, match="clip_epsilon stands for clip_low and clip_high, which are set beside it"):
         settings("algorithm.loss={clip_epsilon: 0.1, clip_low: 0.2}")
+
+
+def test_clip_epsilon_is_listed_like_any_setting() -> None:
+    listed = describe("algorithm.loss.clip_epsilon")
+    assert {setting.doc for setting in listed} == {
+        "[algorithm.loss.name=clip | gspo | cispo] Sets clip_low and clip_high."
+    }
+    with pytest.raises(
+        ConfigError, match=r"clip_epsilon: a setting of algorithm\.loss\.name=clip \| cispo \| gspo only"
+    ):
+        settings("algorithm.loss={name: sapo, clip_epsilon: 0.1}")
 
 
 @pytest.mark.parametrize(
