@@ -125,8 +125,10 @@ class Train(Section):
     """Peak learning rate of AdamW."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
+    adam_eps: PositiveFloat = 1e-8
+    """Term that AdamW adds to its denominator."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay of AdamW, of all weights but norms and biases."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping: largest global norm."""
     max_skipped_updates: NonNegativeInt = 3

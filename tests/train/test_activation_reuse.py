@@ -202,7 +202,8 @@ def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]
     steps: list[dict[str, torch.Tensor]] = []
     adamw, parameters = pair.policy._optimizer._adamw, trainable_parameters(pair.vlm)
     # with its usual epsilon Adam turns the rounding of a gradient near 0 into a step as long as any
-    adamw.param_groups[0]["eps"] = 1.0
+    for group in adamw.param_groups:
+        group["eps"] = 1.0
     adamw.register_step_pre_hook(
         lambda *_: steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
     )

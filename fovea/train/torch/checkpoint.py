@@ -57,9 +57,20 @@ def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], opti
     copy_weights(saved, parameters)
     try:
         state = torch.load(folder / f"{name}_optimizer.pt", weights_only=True, map_location="cpu")
-        optimizer.load_state_dict(_sharded(state, list(parameters.values())))
+        _keep_settings(state, optimizer)
+        # torch numbers parameters by its groups
+        numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.load_state_dict(_sharded(state, numbered))
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
+
+
+def _keep_settings(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Put the optimizer's own settings in place of saved ones: those of the run may change on resume."""
+    own = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in state["param_groups"]] != [group["params"] for group in own]:
+        raise ValueError("its parameters are in other groups")
+    state["param_groups"] = own
 
 
 def _on_first(tensor: Tensor, ranks: Ranks) -> Tensor:

@@ -31,7 +31,10 @@ class Optimizer:
         self._max_steps = max_steps
         self._masters = MasterWeights(parameters)
         self._adamw = make_adamw(
-            list(self._masters.by_name.values()), betas=train.betas, weight_decay=train.weight_decay
+            list(self._masters.by_name.values()),
+            betas=train.betas,
+            eps=train.adam_eps,
+            weight_decay=train.weight_decay,
         )
 
     def set_rate(self, step: int) -> float:
@@ -78,9 +81,18 @@ class Optimizer:
         self._masters.write_back()
 
 
-def make_adamw(parameters: Sequence[Tensor], *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a learning rate of 0, to be set before every step."""
-    return torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
+def make_adamw(
+    parameters: Sequence[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a learning rate of 0, to be set before every step.
+
+    Matrices decay, LoRA's two and a value head's among them. Vectors do not: they are biases, and scales of norms,
+    which decay would draw to 0.
+    """
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
