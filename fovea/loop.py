@@ -54,7 +54,7 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
         )
     await run.engine.sleep()
     with phases("logprobs"):
-        batch = await run.policy.annotate(batch, Needs.of(config.algorithm))
+        batch = await run.policy.annotate(batch, Needs.of(config.algorithm, dropout=config.model.has_dropout))
     with phases("advantages"):
         batch, advantages = with_advantages(batch, config.algorithm, state.kl_coef)
     with phases("update"):

@@ -60,7 +60,9 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     device, settings = next(vlm.parameters()).device, config.rollout.engine
     if not isinstance(vlm, VLM):
         return None
-    if settings.reuse_gib == 0 or config.train.gradient_checkpointing or device.type != "cpu":
+    # outputs of a rollout are without dropout
+    off = settings.reuse_gib == 0 or config.train.gradient_checkpointing or config.model.has_dropout
+    if off or device.type != "cpu":
         return None
     narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
     inexact = settings.decode_weights != "exact"

@@ -13,7 +13,7 @@ from fovea.errors import ConfigError
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
-from fovea.models.trainable import freeze_lm_head, lora_layers, trainable_parameters, value_parameters
+from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_parameters
 from fovea.run.warmup import Warmup
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
@@ -31,8 +31,9 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
 
     On several `ranks` every process calls this with the same model, which is sharded in place.
     """
-    # with LoRA, switching the adapters off gives the reference, unless a warm-up has trained them before RL begins
-    adapters_off_is_the_start = bool(lora_layers(vlm)) and config.warmup is None
+    # with LoRA, switching the adapters off gives the reference, unless they did something before RL began
+    lora = config.model.lora
+    adapters_off_is_the_start = lora is not None and lora.adapter is None and config.warmup is None
     needs_copy = config.algorithm.kl is not None and not adapters_off_is_the_start
     critic = config.algorithm.critic
     reference = copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None

@@ -28,6 +28,7 @@ from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, ModelError
+from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
@@ -39,8 +40,6 @@ from fovea.types import Weights
 
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 CONSTANT = "constant:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -251,13 +250,22 @@ def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
     assert merged is network, "peft merged the adapter into another network"
 
 
+def _without_first_adapter(config: Config) -> Config:
+    """The settings without the adapter that training started from: a checkpoint holds the one it became."""
+    lora = config.model.lora
+    if lora is None or lora.adapter is None:
+        return config
+    model = config.model.model_copy(update={"lora": lora.model_copy(update={"adapter": None})})
+    return config.model_copy(update={"model": model})
+
+
 def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = (), *, trust: bool = False) -> OpenedModel:
     """Load the model of a run with the weights of one of its checkpoints.
 
     Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
     """
     file = target.run / CONFIG_FILE
-    config = load_config([file], overrides)
+    config = _without_first_adapter(load_config([file], overrides))
     model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
     vlm = open_vlm(config, model)
     left_out = load_trained(target.folder, vlm)

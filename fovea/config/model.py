@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Tree
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+ALL_LINEAR = "all-linear"
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -82,10 +84,34 @@ class Lora(Section):
     """Rank of every adapter."""
     alpha: PositiveInt = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that an update drops, drawn once for each token of a packed row, and so once for a
+    prompt that completions share; every other pass runs without."""
     targets: tuple[str, ...] = LANGUAGE_LINEARS
-    """Names of the linear layers of the language model that get an adapter."""
+    """Names of the linear layers of the language model that get an adapter; all-linear: every one of them."""
     exclude: tuple[str, ...] = ()
-    """Layers with one of these words in their path get none; the vision tower never does."""
+    """Regular expressions; a layer with a match anywhere in its path gets none, and the vision tower never does."""
+    adapter: str | None = None
+    """Folder of an adapter in peft's format (safetensors) that training starts from, with this rank, alpha and these
+    layers; default: one that changes nothing yet."""
+
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given; a text for a list is short for a list of one."""
+        lists = ("targets", "exclude")
+        given = {key: (value,) if key in lists and isinstance(value, str) else value for key, value in given.items()}
+        return super().completed(given)
+
+    @model_validator(mode="after")
+    def _expressions(self) -> Lora:
+        for pattern in self.exclude:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"model.lora.exclude: {pattern} is no regular expression ({error}); escape what stands for itself"
+                ) from error
+        return self
 
 
 class Model(Section):
@@ -148,6 +174,11 @@ class Model(Section):
             return self.path
         assert self.tiny is not None
         return f"tiny {self.tiny.family}"
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether an update drops inputs of adapters."""
+        return self.lora is not None and self.lora.dropout > 0
 
     @property
     def trains_vision(self) -> bool:

@@ -29,6 +29,7 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
 from fovea.export.check import Reloaded, check, make_probe
 from fovea.export.model_card import REPOSITORY_ID, Card, model_card
+from fovea.models.adapter_files import ADAPTER_WEIGHTS, PARTS, tensor_name
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.save import save_network
@@ -163,9 +164,9 @@ def write_adapter(folder: Path, model: OpenedModel) -> None:
         inference_mode=True,
     ).save_pretrained(str(folder))
     tensors = {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[ADAPTER].weight.detach().cpu().contiguous()
+        tensor_name(name, part): getattr(layer, part)[ADAPTER].weight.detach().cpu().contiguous()
         for name, layer in layers.items()
-        for part in ("lora_A", "lora_B")
+        for part in PARTS
     }
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 

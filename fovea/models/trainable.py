@@ -5,6 +5,7 @@ LoRA (Hu et al., arXiv 2106.09685) is peft's. Its adapters are injected into the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from fovea.config.model import ALL_LINEAR
 from fovea.config.run import Lora, Model
 from fovea.errors import ConfigError, TrainError
+from fovea.models.adapter_files import load_adapter
 from fovea.models.modules import family_of_network, language_model, vision_modules
 from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash
@@ -39,27 +42,50 @@ def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
 
 def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
     """Add adapters to the linear layers that `lora.targets` names, and freeze everything else."""
-    language = f"{family_of_network(network).language_path}."
-    targets = [
-        name
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear)
-        # not the head: it is often tied to the embedding, and the engine would use that weight without the adapter
-        and name.startswith(language)
-        and name.rsplit(".", 1)[-1] in lora.targets
-        and not any(word in name for word in lora.exclude)
-    ]
-    unmatched = set(lora.targets) - {name.rsplit(".", 1)[-1] for name in targets}
-    if unmatched:
-        raise ConfigError(
-            f"model.lora.targets: {', '.join(sorted(unmatched))} with exclude={list(lora.exclude)} matches no linear "
-            "layer of the language model; leave model.lora.targets out to adapt all of them"
-        )
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=_adapted_layers(network, lora),
+        lora_dropout=lora.dropout,
+        bias="none",
+    )
     network.requires_grad_(False)
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, network, adapter_name=ADAPTER)
+    # new modules are in training mode, whatever the network is in: dropout
+    network.train(network.training)
+    if lora.adapter is not None:
+        load_adapter(lora_layers(network), lora, ADAPTER)
+
+
+def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
+    """Paths of the linear layers that get an adapter; ConfigError for a target or an exclusion without any layer."""
+    language = f"{family_of_network(network).language_path}."
+    linears = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    unused = [pattern for pattern in lora.exclude if not any(re.search(pattern, name) for name in linears)]
+    if unused:
+        example = next(name for name in linears if name.startswith(language))
+        raise ConfigError(
+            f"model.lora.exclude: {', '.join(unused)} matches no linear layer, such as {example}; correct it, or "
+            "remove it"
+        )
+    # not the head: it is often tied to the embedding, and the engine would use that weight without the adapter
+    named = [name for name in linears if name.startswith(language)]
+    if ALL_LINEAR not in lora.targets:
+        named = [name for name in named if _leaf(name) in lora.targets]
+    chosen = [name for name in named if not any(re.search(pattern, name) for pattern in lora.exclude)]
+    unmatched = set(lora.targets) - {ALL_LINEAR} - {_leaf(name) for name in named}
+    if unmatched or not chosen:
+        raise ConfigError(
+            f"model.lora.targets: {', '.join(sorted(unmatched or lora.targets))} with exclude={list(lora.exclude)} "
+            "matches no linear layer of the language model; leave model.lora.targets out to adapt all of them"
+        )
+    return chosen
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def recompute_activations(network: PreTrainedModel) -> None:

@@ -32,6 +32,10 @@ class TrainedLinears:
     recorded: LinearOutputs | None = None
 
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
+        if any(map(drops_inputs, self.modules)):
+            assert self.recorded is None, "outputs that were recorded without dropout"
+            # peft's own forward: a mask for each of these layers, and for each token of the row
+            return tuple(module(x_NE) for module in self.modules)
         factors = [factors_of(module) for module in self.modules]
         recorded = None
         if self.recorded is not None:
@@ -65,6 +69,11 @@ def factors_of(module: Any) -> Factors:
     down: Any = module.lora_A[ADAPTER]
     up: Any = module.lora_B[ADAPTER]
     return Factors(base.weight, base.bias, down.weight, up.weight, float(module.scaling[ADAPTER]))
+
+
+def drops_inputs(module: Any) -> bool:
+    """True for a layer whose adapter drops some of its inputs: `model.lora.dropout`, in updates only."""
+    return isinstance(module, LoraLinear) and module.training and isinstance(module.lora_dropout[ADAPTER], nn.Dropout)
 
 
 def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:

@@ -20,15 +20,16 @@ class Needs:
     values: bool = False
 
     @staticmethod
-    def of(algorithm: Algorithm) -> Needs:
+    def of(algorithm: Algorithm, *, dropout: bool = False) -> Needs:
         """The inputs that need a pass before the update; those that the update recomputes anyway are left out.
 
         Left out are old log-probs where the first step is on-policy, and reference log-probs where the KL term is off.
+        With `dropout` the update recomputes none: what it scores is not the policy that sampled.
         """
         return Needs(
             # with one optimizer step per epoch the first epoch passes over every sample before the weights change, so
             # its own log-probs are the old ones
-            old_logprobs=algorithm.minibatches > 1 or algorithm.needs_old_logprobs,
+            old_logprobs=algorithm.minibatches > 1 or algorithm.needs_old_logprobs or dropout,
             reference_logprobs=algorithm.kl is not None,
             values=algorithm.critic is not None,
         )

@@ -126,7 +126,7 @@ def test_clip_epsilon_is_listed_like_any_setting() -> None:
         "[algorithm.loss.name=clip | gspo | cispo] Sets clip_low and clip_high."
     }
     with pytest.raises(
-        ConfigError, match=r"clip_epsilon: a setting of algorithm\.loss\.name=clip \| cispo \| gspo only"
+        ConfigError, match=r"clip_epsilon: a setting of algorithm\.loss\.name=clip \| gspo \| cispo only"
     ):
         settings("algorithm.loss={name: sapo, clip_epsilon: 0.1}")
 

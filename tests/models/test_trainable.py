@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from pydantic import ValidationError
 
 from fovea.config.run import Lora, Model, TinyModel
 from fovea.errors import ConfigError
+from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import (
+    ADAPTER,
     adapters_off,
     choose_trainable,
     count_parameters,
     lora_layers,
     merged_weights,
+    recompute_activations,
     trainable_parameters,
 )
 from fovea.models.vlm import VLM
@@ -122,3 +128,85 @@ def test_the_head_gets_no_adapter(parts: TinyParts) -> None:
 def test_the_vision_tower_gets_no_adapter_whatever_is_excluded(parts: TinyParts) -> None:
     with_lora(parts, exclude=[])
     assert not any(".visual." in name for name in lora_layers(parts.network))
+
+
+def adapted(parts: TinyParts) -> set[str]:
+    return set(lora_layers(parts.network))
+
+
+def test_all_linear_is_every_linear_layer_of_the_language_model(parts: TinyParts) -> None:
+    """As peft's own: all but the head."""
+    with_lora(parts, rank=2, targets="all-linear")
+    linears = {name for name, module in tiny(parts.network.config.model_type).network.named_modules()
+               if isinstance(module, torch.nn.Linear)}  # fmt: skip
+    assert adapted(parts) == {name for name in linears if "language_model" in name}
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left_out"),
+    [
+        (r"layers\.(0|2)\.self_attn", r"\.(0|2)\.self_attn"),
+        ([r"down_proj$", ".*visual.*"], "down_proj"),
+        (["layers.1."], r"\.1\."),
+    ],
+)
+def test_exclude_takes_regular_expressions(exclude: object, left_out: str) -> None:
+    all_of_them, some = tiny("qwen3_vl"), tiny("qwen3_vl")
+    with_lora(all_of_them)
+    with_lora(some, exclude=exclude)
+    assert adapted(some) < adapted(all_of_them)
+    assert adapted(some) == {name for name in adapted(all_of_them) if not re.search(left_out, name)}
+
+
+def test_an_exclusion_that_excludes_nothing_is_refused(parts: TinyParts) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.exclude: layer\\\.0 matches no linear layer, such as model"):
+        with_lora(parts, exclude=[r"layer\.0"])
+    with pytest.raises(ValidationError, match="is no regular expression"):
+        Lora.model_validate({"exclude": ["*layers"]})
+
+
+class OneMask(torch.nn.Dropout):
+    """Drops the same inputs of all tokens, so that two forward passes may cut and order the tokens as they like."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        kept = torch.rand(x.shape[-1], generator=torch.Generator().manual_seed(x.shape[-1])) >= self.p
+        return x * kept / (1 - self.p)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_pefts_and_of_updates_alone(checkpointing: bool) -> None:
+    """Values and gradients of peft's layers in transformers' own forward."""
+    ours, theirs, without = (tiny("qwen3_vl") for _ in range(3))
+    for parts in (ours, theirs, without):
+        parts.network.eval()
+        with_lora(parts, rank=4, dropout=0.0 if parts is without else 0.3)
+    if checkpointing:
+        recompute_activations(ours.network)
+    torch.testing.assert_close(logprobs(ours), logprobs(without), atol=1e-6, rtol=0)
+    row = pack_row(ours.processor.family, mixed_prompts(ours), random_completions([(4, 6), (3,), (5,)]), CPU)
+    found = []
+    for parts, kind in ((ours, VLM), (theirs, PlainVLM)):
+        model = kind(parts.network).train()
+        for layer in lora_layers(parts.network).values():
+            assert isinstance(layer.lora_dropout[ADAPTER], torch.nn.Dropout)
+            layer.lora_dropout[ADAPTER] = OneMask(0.3)
+        scores = model(row, temperature=1.0, chunk_tokens=100)
+        scores.logprobs_A.sum().backward()
+        gradients = {name: x.grad for name, x in trainable_parameters(parts.network).items()}
+        found.append((scores.logprobs_A.detach(), gradients))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
+    assert (found[0][0] - logprobs(without)).abs().max() > 1e-3
+
+
+def test_a_group_shares_the_mask_of_its_prompt() -> None:
+    """Equal completions of one prompt differ by their own tokens' masks alone: the first token's inputs are shared."""
+    parts = tiny("qwen3_vl")
+    with_lora(parts, rank=4, dropout=0.5)
+    ids = random_completions([(4,)])[0][0]
+    row = pack_row(parts.processor.family, mixed_prompts(parts)[:1], [[ids, ids]], CPU)
+    with torch.no_grad():
+        first, second = VLM(parts.network).train()(row, temperature=1.0, chunk_tokens=100).logprobs_A.split(4)
+    assert first[0] == second[0]
+    assert (first[1:] != second[1:]).all()

@@ -39,6 +39,7 @@ from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.backward import Backward
 from fovea.train.torch.checkpoint import TRAINABLE, VALUE, load_counts, load_reference, save_counts, save_reference
 from fovea.train.torch.critic import Critic
+from fovea.train.torch.dropout import dropout_seed
 from fovea.train.torch.forward import Scorer, in_batch_order
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.ranks import ALONE, Ranks
@@ -175,13 +176,14 @@ class TorchPolicy:
         # groups that the update leaves out need log-probs for the comparison with the engine only
         left_out = self.logprobs(Batch(groups=batch.left_out)) if self._is_plain_step else None
         self._train_mode(True)
-        for epoch in range(self._algorithm.ppo_epochs):
-            went_through = self._epoch(epoch, batch, stats)
-            if epoch == 0 and not given and stats.logprobs:
-                # computed before the only step so far, so these are the old log-probs of later epochs
-                batch = with_old_logprobs(batch, stats.logprobs)
-            if not went_through:
-                break
+        with dropout_seed(self._steps, self._ranks, next(self._vlm.parameters()).device):
+            for epoch in range(self._algorithm.ppo_epochs):
+                went_through = self._epoch(epoch, batch, stats)
+                if epoch == 0 and not given and stats.logprobs:
+                    # computed before the only step so far, so these are the old log-probs of later epochs
+                    batch = with_old_logprobs(batch, stats.logprobs)
+                if not went_through:
+                    break
         self._train_mode(False)
         self._steps += 1
         self._count_skipped(stats.not_finite)

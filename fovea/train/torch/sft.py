@@ -14,6 +14,7 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
 from fovea.train.packing import pack_row
+from fovea.train.torch.dropout import dropout_seed
 from fovea.train.torch.forward import dummy_prompt
 from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
 from fovea.train.torch.ranks import ALONE, Ranks
@@ -21,6 +22,7 @@ from fovea.train.torch.sharding import shards_tower
 
 MAX_GRAD_NORM = 1.0
 BETAS = (0.9, 0.95)
+EPS = 1e-8
 WEIGHT_DECAY = 0.01
 
 
@@ -34,7 +36,9 @@ class SupervisedTrainer:
         parameters = trainable_parameters(vlm)
         self._parameters = list(parameters.values())
         self._masters = MasterWeights(parameters)
-        self._optimizer = make_adamw(list(self._masters.by_name.values()), betas=BETAS, weight_decay=WEIGHT_DECAY)
+        self._optimizer = make_adamw(
+            list(self._masters.by_name.values()), betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+        )
         self._steps = 0
 
     def update(self, pairs: Sequence[Pair]) -> float:
@@ -51,7 +55,8 @@ class SupervisedTrainer:
         set_learning_rate(self._optimizer, rate)
         self._vlm.train()
         self._optimizer.zero_grad(set_to_none=True)
-        part = self._loss(pairs)
+        with dropout_seed(self._steps, self._ranks, self._parameters[0].device):
+            part = self._loss(pairs)
         # summed before the check, so that all ranks raise or none
         loss: float = sum(self._ranks.gather(float(part.detach())))
         if not math.isfinite(loss):

@@ -1,0 +1,103 @@
+"""Reads a LoRA adapter from a folder in peft's format into the adapters of a network: safetensors, never a pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fovea.config.run import Lora
+from fovea.errors import ConfigError, ModelError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PARTS = ("lora_A", "lora_B")
+COMPARED = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+OF_TRAINING = {"lora_dropout", "init_lora_weights"}
+WITHOUT_EFFECT = COMPARED | DESCRIPTIVE | OF_TRAINING
+"""Keys of an adapter's config that are compared elsewhere or do not change what its tensors mean."""
+
+
+def tensor_name(layer: str, part: str) -> str:
+    """The name of an adapter's matrix (`lora_A`, `lora_B`) in peft's file, by the layer's path in the network."""
+    return f"base_model.model.{layer}.{part}.weight"
+
+
+@torch.no_grad()
+def load_adapter(layers: Mapping[str, LoraLayer], lora: Lora, adapter_name: str) -> None:
+    """Copy the tensors of the folder `lora.adapter` into these LoRA layers, by their paths in the network.
+
+    ConfigError where rank, alpha or layers of the settings are not the folder's; ModelError for a folder that cannot
+    be read, or for a variant of LoRA that Fovea does not train.
+    """
+    folder = Path(lora.adapter or "")
+    _check_config(folder, lora)
+    saved, wanted = _tensors(folder), {}
+    for layer, module in layers.items():
+        for part in PARTS:
+            wanted[tensor_name(layer, part)] = getattr(module, part)[adapter_name].weight
+    if saved.keys() != wanted.keys():
+        first = min(saved.keys() ^ wanted.keys())
+        side = "lacks" if first in wanted else "has"
+        names = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in saved})
+        raise ConfigError(
+            f"model.lora.adapter={folder} {side} {first}, unlike model.lora.targets and exclude; the folder adapts "
+            f"{', '.join(names)}: set model.lora.targets=[{','.join(names)}] and an exclude that fits"
+        )
+    for name, target in wanted.items():
+        if saved[name].shape != target.shape:
+            raise ModelError(
+                f"{folder}: {name} is {list(saved[name].shape)} and the model's layer needs {list(target.shape)}; the "
+                "adapter is of another model: give that as model.path"
+            )
+        target.copy_(saved[name])
+
+
+def _check_config(folder: Path, lora: Lora) -> None:
+    """Raise unless the folder's config says the same as the settings, and nothing that they cannot say."""
+    config = _config(folder)
+    for key, ours, name in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
+        if config.get(key) != ours:
+            raise ConfigError(
+                f"model.lora.{name}={ours}, but the adapter in {folder} has {config.get(key)}; set "
+                f"model.lora.{name}={config.get(key)}"
+            )
+    plain = LoraConfig().to_dict()
+    for key in sorted(config.keys() - WITHOUT_EFFECT):
+        # whatever a later peft adds is refused too, unless it is off
+        if config[key] and config[key] != getattr(plain.get(key), "value", plain.get(key)):
+            raise ModelError(
+                f"{folder}/{ADAPTER_CONFIG}: {key}={config[key]} is a variant of LoRA that Fovea does not train; merge "
+                "the adapter into its base with peft (merge_and_unload), and give the result as model.path"
+            )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.lora.adapter={folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that peft or "
+            "`fovea export --adapter-only` wrote"
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder}/{ADAPTER_CONFIG} holds no mapping; give a folder that peft wrote")
+    return config
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"model.lora.adapter={folder}: {ADAPTER_WEIGHTS} cannot be read ({error}); save the adapter with peft's "
+            "save_pretrained(safe_serialization=True): other formats are not read, since they can run code"
+        ) from error

@@ -1,0 +1,135 @@
+"""A folder in peft's format, written by peft, as the start of training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from fovea.build.model import make_vlm, open_vlm
+from fovea.build.policy import make_policy
+from fovea.build.targets import find_checkpoint, open_checkpoint
+from fovea.config.loading import dump_config
+from fovea.config.run import Config, Lora, Model, TinyModel
+from fovea.errors import ConfigError, FoveaError, ModelError
+from fovea.models.tiny import TinyParts
+from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.vlm import VLM
+from fovea.train.packing import pack_row
+from tests.policies import make_batch
+from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
+
+
+def logprobs(parts: TinyParts) -> torch.Tensor:
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
+    with torch.no_grad():
+        return VLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+
+
+def pefts(folder: Path, **settings: object) -> torch.Tensor:
+    """Save an adapter by peft as its users do; returns the log-probs of its model."""
+    parts = tiny("qwen3_vl")
+    modules = r".*language_model.*\.(q_proj|down_proj)"
+    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": modules, **settings})  # type: ignore[arg-type]
+    wrapped = get_peft_model(parts.network, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    wrapped.save_pretrained(str(folder))
+    return logprobs(parts)
+
+
+def started_from(folder: Path, **lora: object) -> TinyParts:
+    settings = {"adapter": str(folder), "rank": 4, "alpha": 12, "targets": ["q_proj", "down_proj"], **lora}
+    parts = tiny("qwen3_vl")
+    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora.model_validate(settings)), seed=0)
+    return parts
+
+
+def test_training_starts_from_pefts_adapter(tmp_path: Path) -> None:
+    expected = pefts(tmp_path)
+    parts = started_from(tmp_path)
+    torch.testing.assert_close(logprobs(parts), expected, atol=1e-6, rtol=0)
+    assert all(".lora_" in name for name in trainable_parameters(parts.network))
+
+
+def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path) -> None:
+    """Not the model with its adapters off: a KL term would pull back what the adapter had learnt."""
+    pefts(tmp_path)
+    lora = {"adapter": str(tmp_path), "rank": 4, "alpha": 12, "targets": ["q_proj", "down_proj"]}
+    config = Config.model_validate({"model": {"tiny": {}, "lora": lora}, "algorithm": {"kl": "loss"}})
+    policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network))
+    batch = make_batch(tiny("qwen3_vl"))
+    for start, reference in zip(policy.logprobs(batch), policy.reference_logprobs(batch), strict=True):
+        np.testing.assert_allclose(reference, start, atol=1e-6)
+
+
+def test_a_checkpoint_opens_without_the_folder_it_started_from(tmp_path: Path) -> None:
+    pefts(tmp_path / "adapter")
+    base = save(tiny("qwen3_vl"), tmp_path / "base")
+    lora = {"adapter": str(tmp_path / "adapter"), "rank": 4, "alpha": 12, "targets": ["q_proj", "down_proj"]}
+    config = Config.model_validate({"model": {"path": str(base), "lora": lora}})
+    policy = make_policy(config, open_vlm(config, config.model))
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    policy.save(folder)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    shutil.rmtree(tmp_path / "adapter")
+    opened = dict(open_checkpoint(find_checkpoint(folder)).weights())
+    for name, weight in policy.weights():
+        assert torch.equal(opened[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("lora", "error", "message"),
+    [
+        ({"rank": 8}, ConfigError, r"model\.lora\.rank=8, but the adapter in .* has 4; set model\.lora\.rank=4"),
+        ({"alpha": 8}, ConfigError, r"set model\.lora\.alpha=12"),
+        ({"targets": ["q_proj"]}, ConfigError, r"set model\.lora\.targets=\[down_proj,q_proj\]"),
+        ({"exclude": [r"layers\.0"]}, ConfigError, r"has base_model\.model\..*layers\.0"),
+    ],
+)
+def test_settings_that_are_not_the_folders(lora: dict[str, object], error: type, message: str, tmp_path: Path) -> None:
+    pefts(tmp_path)
+    with pytest.raises(error, match=message):
+        started_from(tmp_path, **lora)
+
+
+def test_variants_of_lora_are_refused(tmp_path: Path) -> None:
+    """peft's own folder of another variant: its tensors have the same names, and mean something else."""
+    pefts(tmp_path, use_rslora=True)
+    with pytest.raises(ModelError, match="use_rslora=True is a variant of LoRA that Fovea does not train"):
+        started_from(tmp_path)
+
+
+def test_an_adapter_of_another_model(tmp_path: Path) -> None:
+    pefts(tmp_path)
+    parts = tiny("qwen3_vl", hidden_size=96)
+    lora = Lora(adapter=str(tmp_path), rank=4, alpha=12, targets=("q_proj", "down_proj"))
+    with pytest.raises(
+        ModelError, match=r"is \[.*\] and the model's layer needs \[.*\]; the adapter is of another model"
+    ):
+        choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
+
+
+def test_pickles_and_rubbish_are_never_read(tmp_path: Path) -> None:
+    pefts(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    torch.save({}, tmp_path / "adapter_model.bin")
+    whole = weights.read_bytes()
+    for damaged in (None, b"", whole[: len(whole) // 2]):
+        weights.unlink(missing_ok=True)
+        if damaged is not None:
+            weights.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
+            started_from(tmp_path)
+    for config in ("", "[]", json.dumps({"r": "four"})):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(FoveaError):
+            started_from(tmp_path)
