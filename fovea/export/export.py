@@ -17,7 +17,6 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 
 from fovea.build.targets import (
-    ADAPTER_WEIGHTS,
     RECIPE_FILE,
     CheckpointTarget,
     OpenedModel,
