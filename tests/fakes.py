@@ -232,7 +232,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         )
 
     checkpoints = Checkpoints(folder, keep=2)
-    resumed = checkpoints.latest() if resume else None
+    resumed = checkpoints.resume() if resume else None
     train = source("train")
     return Run(
         config=config,

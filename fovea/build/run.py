@@ -51,7 +51,7 @@ def _make_services(config: Config, graded: GradedEnvironment, folder: Path, star
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
-    resumed = checkpoints.latest() if config.resume == "auto" else None
+    resumed = checkpoints.resume() if config.resume == "auto" else None
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")

@@ -27,13 +27,13 @@ from fovea.config.loading import load_config
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ConfigError, DataError, ModelError
 from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.models.trainable import merged_weights
-from fovea.run.checkpoint import Checkpoints
+from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, read_checkpoint
 from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.checkpoint import is_policy_state, load_trained
 from fovea.types import Weights
@@ -126,6 +126,7 @@ def find_checkpoint(folder: Path) -> CheckpointTarget:
             raise ConfigError(
                 f"{folder}: no {CONFIG_FILE} in {run}, where that of its run should be; move it back there"
             )
+        _check_whole(folder, run)
         return CheckpointTarget(name=str(folder), folder=folder, run=run)
     newest = Checkpoints(folder, keep=1).latest() if (folder / CONFIG_FILE).is_file() else None
     if newest is None:
@@ -133,7 +134,19 @@ def find_checkpoint(folder: Path) -> CheckpointTarget:
             f"{folder}: neither a run with a checkpoint, nor a checkpoint, nor a model folder with a config.json; "
             "give one of these"
         )
+    if newest.passed_over:
+        raise DataError(f"{newest.passed_over[0]} is damaged; name {newest.folder} for the checkpoint before it")
     return CheckpointTarget(name=f"{folder} step {newest.step}", folder=newest.folder, run=folder)
+
+
+def _check_whole(checkpoint: Path, run: Path) -> None:
+    """DataError where a checkpoint is damaged, with one of its run that is not."""
+    try:
+        read_checkpoint(checkpoint)
+    except DamagedCheckpointError as error:
+        whole = Checkpoints(run, keep=1).latest()
+        assert whole is not None, "no checkpoints, but one is damaged"
+        raise DataError(f"{error}; name {whole.folder} instead, which is whole") from error
 
 
 def _base_of(adapter: Path) -> str:

@@ -1,16 +1,20 @@
-"""Checkpoints of a run: `checkpoints/step-N/` is complete or absent, never half."""
+"""Checkpoints of a run: `checkpoints/step-N/` is complete or absent, never half, and damage to one is found.
+
+What was damaged later, by a disk or by hand, does not match its manifest: a run resumes from the checkpoint before it.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fovea.errors import DataError, broken_checkpoint
+from fovea.errors import DataError
+from fovea.run.manifest import damage, write_manifest
 from fovea.train.base import Policy
 from fovea.utils.files import atomic_folder
 
@@ -26,6 +30,8 @@ class Checkpoint:
     """RL steps taken."""
     state: Mapping[str, Any]
     """State of the run besides the policy: data order, accuracies, seconds."""
+    passed_over: tuple[Path, ...] = ()
+    """Later checkpoints, which are damaged; newest first."""
 
 
 class _Saved(dict[str, Any]):
@@ -40,6 +46,10 @@ class _Saved(dict[str, Any]):
             f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it; resume the "
             "run with that version, or start anew with another run_dir"
         )
+
+
+class DamagedCheckpointError(DataError):
+    """A checkpoint whose files are not those that were written."""
 
 
 class Checkpoints:
@@ -57,26 +67,55 @@ class Checkpoints:
         with atomic_folder(final) as folder:
             await policy.save(folder)
             (folder / STATE).write_text(json.dumps({"step": step, **state}))
+            write_manifest(folder)
         for old in self._folders()[: -self._keep]:
             _delete(old)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint; DataError when it cannot be read."""
-        folders = self._folders()
-        if not folders:
-            return None
-        try:
-            written = (folders[-1] / STATE).read_text()
-            state = json.loads(written, object_hook=partial(_Saved, folders[-1]))
-            return Checkpoint(folder=folders[-1], step=state.pop("step"), state=state)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{folders[-1]}: {broken_checkpoint(error)}") from error
+        """The newest checkpoint that is whole; None before the first, DataError when all are damaged."""
+        damaged: list[DamagedCheckpointError] = []
+        folders = self._folders()[::-1]
+        for folder in folders:
+            try:
+                return replace(read_checkpoint(folder), passed_over=tuple(folders[: len(damaged)]))
+            except DamagedCheckpointError as error:
+                damaged.append(error)
+        if damaged:
+            raise DataError(f"{damaged[0]}, and no checkpoint before it is whole; start anew in another run_dir")
+        return None
+
+    def resume(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, for a run to go on from; clears away what is in the way of its saves.
+
+        Later checkpoints, which are damaged, are renamed `step-N.damaged`; remains of interrupted saves and deletions
+        are deleted. Only for the process that holds the lock of the run folder.
+        """
+        for remains in (*self._root.glob(".step-*.partial"), *self._root.glob(".step-*.deleted")):
+            shutil.rmtree(remains)
+        found = self.latest()
+        for folder in found.passed_over if found else ():
+            aside = folder.with_name(f"{folder.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        return found
 
     def _folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         # other names, such as a copy that the user made, are not ours to delete
         found = (folder for folder in self._root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
         return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; DamagedCheckpointError where its files are not those that were written."""
+    problem = damage(folder)
+    if problem is not None:
+        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {problem}")
+    state = json.loads((folder / STATE).read_text(), object_hook=partial(_Saved, folder))
+    step = state.pop("step")
+    if folder.name != f"step-{step}":
+        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
+    return Checkpoint(folder=folder, step=step, state=state)
 
 
 def _delete(folder: Path) -> None:

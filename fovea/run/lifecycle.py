@@ -68,6 +68,8 @@ async def _resumed(run: Run) -> TrainState:
     stream.curriculum.restore(saved["curriculum"])
     stream.order.weigh_levels(stream.curriculum.level_weights)
     state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
+    for damaged in run.resumed.passed_over:
+        run.progress.print(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
     _report_changed_schedule(run, saved["max_steps"])
     await run.weight_sync.push(state.step)

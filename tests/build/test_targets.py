@@ -23,6 +23,7 @@ from fovea.config.loading import dump_config
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError
 from fovea.models.load import load_network
+from fovea.run.manifest import write_manifest
 from tests.tiny_models import tiny
 
 TINY = {"model": {"tiny": {}}}
@@ -35,6 +36,7 @@ def make_run(folder: Path, steps: tuple[int, ...] = (2, 10), **settings: object)
         checkpoint.mkdir(parents=True)
         (checkpoint / "trainable.safetensors").touch()
         (checkpoint / "state.json").write_text(json.dumps({"step": step}))
+        write_manifest(checkpoint)
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(Config.model_validate(TINY | settings)))
     return folder
@@ -117,6 +119,7 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
 LOAD = """
 from fovea.config.run import Model
 from fovea.models.load import load_network
+from fovea.run.manifest import write_manifest
 for revision in (None, "v1"):
     network = load_network(Model(path="org/tiny", revision=revision))
     print(float(network.lm_head.weight.double().sum()))
