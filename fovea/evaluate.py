@@ -20,7 +20,7 @@ from fovea.build.targets import Baseline, OpenedModel, Target, open_model, parse
 from fovea.cluster.local import SharedWeights
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
-from fovea.data.images import OpenImage
+from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
@@ -97,7 +97,7 @@ class EvalSet:
     grading: Grading
     tasks: Sequence[Task]
     size: int
-    open_image: OpenImage
+    open_image: ImageOpener
 
     @staticmethod
     def of(config: Config, split: Split) -> EvalSet:
@@ -284,6 +284,11 @@ def _constant(text: str, _task: Task) -> str:
 
 class _NoRenderer:
     """Stands in for a renderer with baselines, which need no token ids."""
+
+    def fewest_tokens(self, messages: Sequence[Message], where: str = "") -> int:
+        raise AssertionError(
+            f"baselines render no prompts, but {where} asked for the length of {len(messages)} messages"
+        )
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")

@@ -85,6 +85,9 @@ def graded(environment: BanditEnvironment) -> Grading:
 class BanditRenderer:
     """Renderer with one token per prompt: the number of its answer."""
 
+    def fewest_tokens(self, _messages: Sequence[Message], where: str = "") -> int:
+        return 1
+
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
         return Prompt(token_ids_L=np.array([token]), unexpanded_ids_U=np.array([token]))

@@ -11,8 +11,8 @@ from tests.tiny_models import save, tiny
 DRIVER = """
 import asyncio, sys
 from pathlib import Path
-from PIL import Image
 from fovea.config.run import Model, ShapesEnvironment
+from fovea.data.images import ImageOpener
 from fovea.environments.shapes.environment import Shapes
 from fovea.loop import take_step
 from fovea.models.processor import load_processor
@@ -22,7 +22,7 @@ from tests.fakes import bandit_run
 
 folder = Path(sys.argv[1])
 environment = Shapes(ShapesEnvironment(train_size=4, dev_size=4, test_size=4), 0)
-renderer = Renderer(load_processor(Model(path=str(folder / "model"))), lambda ref: Image.fromarray(ref.source))
+renderer = Renderer(load_processor(Model(path=str(folder / "model"))), ImageOpener(max_mib=1, max_megapixels=1))
 prompts = [renderer.prompt(environment.prompt(task)) for task in environment.tasks("train")]
 assert all(prompt.images for prompt in prompts)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fovea.config.run import TinyModel
+from fovea.data.images import ImageOpener
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts, make_tiny
 from fovea.types import ImageRef, Message, Prompt
@@ -25,9 +25,8 @@ def image(seed: int, height: int = 48, width: int = 48) -> ImageRef:
     return ImageRef(source=values)
 
 
-def from_array(ref: ImageRef) -> Image.Image:
-    assert isinstance(ref.source, np.ndarray)
-    return Image.fromarray(ref.source)
+from_array = ImageOpener(max_mib=1, max_megapixels=4)
+"""Opens images that are arrays."""
 
 
 def user(*parts: str | ImageRef) -> list[Message]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fovea.config.run import Config, Data
 from fovea.data.bad_rows import BadRows
 from fovea.data.fetch import FetchedFiles, UrlLimits
-from fovea.data.images import OpenImage, open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import Order, kinds_of, levels_of
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
@@ -30,11 +30,10 @@ def url_limits(settings: Data) -> UrlLimits:
     )
 
 
-def make_opener(settings: Data, folder: Path) -> OpenImage:
-    """Make the function that opens images, with a cache of fetched files in the run folder."""
+def make_opener(settings: Data, folder: Path) -> ImageOpener:
+    """Make the opener of images, with a cache of fetched files in the run folder."""
     fetch = FetchedFiles(folder / "images", settings.url_cache_gib, partial(remote_image, limits=url_limits(settings)))
-    return partial(
-        open_image,
+    return ImageOpener(
         max_mib=settings.max_image_mib,
         max_megapixels=settings.max_image_megapixels,
         convert=settings.convert_images,

@@ -14,8 +14,9 @@ import struct
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,17 @@ Fetch: TypeAlias = Callable[[str, str], bytes]
 """A function from a URL, and the name of the image in errors, to the content there."""
 OpenImage: TypeAlias = Callable[[ImageRef], Image.Image]
 """A function that opens an image: `open_image` with its limits bound, or a stand-in."""
+Size: TypeAlias = tuple[int, int]
+"""Width and height of an image in pixels."""
+
+
+class OpensImages(Protocol):
+    """`ImageOpener`, or a stand-in."""
+
+    def __call__(self, ref: ImageRef) -> Image.Image: ...
+
+    def size(self, ref: ImageRef) -> Size: ...
+
 
 # Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -92,14 +104,55 @@ def open_image(
     if isinstance(ref.source, Image.Image):
         with _broken_is_bad(ref.where):
             return _checked(ref.source, b"", ref.where, max_megapixels, convert)
-    if isinstance(ref.source, str):
-        where = f"{ref.where} ({ref.source[:200]})"
-        content = fetch(ref.source, where) if is_url(ref.source) else _read(ref.source, where, max_mib)
-    else:
-        where, content = ref.where, ref.source
-    check_bytes(len(content), where, max_mib)
-    with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+    where, content = _content(ref, max_mib, fetch)
+    with _header(content, where) as image:
         return _checked(image, content, where, max_megapixels, convert)
+
+
+def _content(ref: ImageRef, max_mib: float, fetch: Fetch) -> tuple[str, bytes]:
+    """The name of an encoded image in errors, and the content of its file."""
+    assert isinstance(ref.source, str | bytes), f"{ref.where} is {type(ref.source).__name__}, which is not encoded"
+    where, content = ref.where, ref.source
+    if isinstance(content, str):
+        where = f"{ref.where} ({content[:200]})"
+        content = fetch(content, where) if is_url(content) else _read(content, where, max_mib)
+    check_bytes(len(content), where, max_mib)
+    return where, content
+
+
+@contextmanager
+def _header(content: bytes, where: str) -> Iterator[Image.Image]:
+    """An image whose header alone is read."""
+    with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        yield image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOpener:
+    """`open_image` with its limits bound, and the size that an image says it has."""
+
+    max_mib: float
+    max_megapixels: float
+    convert: Collection[Conversion] = ()
+    fetch: Fetch = no_fetch
+
+    def __call__(self, ref: ImageRef) -> Image.Image:
+        return open_image(
+            ref, max_mib=self.max_mib, max_megapixels=self.max_megapixels, convert=self.convert, fetch=self.fetch
+        )
+
+    def size(self, ref: ImageRef) -> Size:
+        """The size in an image's header, of which no pixel is decoded; BadRowError as for `open_image`."""
+        if isinstance(ref.source, np.ndarray):
+            _check_values(ref.source, ref.where, self.max_megapixels)
+            return ref.source.shape[1], ref.source.shape[0]
+        if isinstance(ref.source, Image.Image):
+            _check_pixels(*ref.source.size, ref.where, self.max_megapixels)
+            return ref.source.size
+        where, content = _content(ref, self.max_mib, self.fetch)
+        with _header(content, where) as image:
+            _check_pixels(*image.size, where, self.max_megapixels)
+            return image.size
 
 
 def is_url(path: str) -> bool:
@@ -112,6 +165,11 @@ def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
 
 
 def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> Image.Image:
+    _check_values(values, where, max_megapixels)
+    return Image.fromarray(np.ascontiguousarray(values))
+
+
+def _check_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> None:
     if values.dtype != np.uint8 or values.ndim != 3 or values.shape[2] != 3:
         raise _refused(
             where,
@@ -121,7 +179,6 @@ def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -
         )
     height, width = values.shape[:2]
     _check_pixels(width, height, where, max_megapixels)
-    return Image.fromarray(np.ascontiguousarray(values))
 
 
 def _read(path: str, where: str, max_mib: float) -> bytes:

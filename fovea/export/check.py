@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image, fromarray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fovea.build.targets import OpenedModel
 from fovea.config.run import Model
+from fovea.data.images import ImageOpener
 from fovea.errors import ModelError
 from fovea.models.load import DTYPES
 from fovea.models.plain import plain_logprobs
@@ -52,17 +52,13 @@ def make_probe(processor: Processor, settings: Model) -> Probe:
     """A probe with a noise image of fixed seed."""
     # no multiple of the patch size, so that the image processor has to resize and its settings are tested too
     noise = np.random.default_rng(0).integers(0, 256, (*PROBE_SIDES_PX, 3), dtype=np.uint8)
-    renderer = Renderer(processor, _from_array, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
+    opener = ImageOpener(max_mib=1, max_megapixels=1)  # of which the noise needs neither
+    renderer = Renderer(processor, opener, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
     message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
     return Probe(
         prompt=renderer.prompt([message], where="the probe"),
         token_ids_T=np.asarray(renderer.target(PROBE_ANSWER), dtype=np.int64),
     )
-
-
-def _from_array(ref: ImageRef) -> Image:
-    assert isinstance(ref.source, np.ndarray), "the probe's picture is an array"
-    return fromarray(ref.source)
 
 
 @torch.no_grad()

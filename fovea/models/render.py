@@ -6,13 +6,14 @@ or an image processor to a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.data.images import OpenImage
+from fovea.data.images import OpensImages
 from fovea.errors import BadRowError
 from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage
@@ -27,7 +28,7 @@ class Renderer:
     def __init__(
         self,
         processor: Processor,
-        open_image: OpenImage,
+        open_image: OpensImages,
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
@@ -40,6 +41,15 @@ class Renderer:
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._mark_id = token_id(processor.tokenizer, processor.family.image_token)
+
+    def fewest_tokens(self, messages: Sequence[Message], where: str = "the prompt") -> int:
+        """The tokens of a prompt, or a lower bound of them, from its text and the headers of its images alone.
+
+        No image is decoded or processed. BadRowError if the prompt cannot be rendered.
+        """
+        self._check_no_marks(messages, where)
+        images = _images(messages)
+        return len(self._ids(self.text(messages))) - len(images) + sum(map(self._fewest_visual_tokens, images))
 
     def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
         """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.
@@ -62,9 +72,8 @@ class Renderer:
 
     def _tokenized(self, text: str, messages: Sequence[Message]) -> Prompt:
         """Token ids of a text that the chat template made of the messages, with their images."""
-        images = [self._process(part) for message in messages for part in message.parts if isinstance(part, ImageRef)]
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids_U = np.asarray(ids, dtype=np.int64)
+        images = [self._process(ref) for ref in _images(messages)]
+        ids_U = np.asarray(self._ids(text), dtype=np.int64)
         return Prompt(token_ids_L=self._expand(ids_U, images), unexpanded_ids_U=ids_U, images=tuple(images))
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -78,8 +87,7 @@ class Renderer:
 
     def target(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer to imitate, with the end token."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return (*ids, int(self._tokenizer.eos_token_id))
+        return (*self._ids(text), int(self._tokenizer.eos_token_id))
 
     def token_text(self, index: int) -> str:
         """Text of one token; a special token is written out, such as <|im_end|>."""
@@ -87,15 +95,19 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _fewest_visual_tokens(self, ref: ImageRef) -> int:
+        size = self._open_image.size(ref)
+        with _refusals_named(ref.where):
+            return self._family.fewest_tokens(self._image_processor, size, self._image_options)
+
     def _process(self, ref: ImageRef) -> PromptImage:
         image = self._open_image(ref)
-        try:
+        with _refusals_named(ref.where):
             out = self._image_processor(images=[image], return_tensors="np", **self._image_options)
-        except ValueError as error:
-            raise BadRowError(
-                f"{ref.where}: the image processor refuses it ({error}); fix the row, or set data.on_bad_row=skip",
-                "image_shape",
-            ) from error
         return self._family.prompt_image(out)
 
     def _expand(self, ids_U: NDArray[np.int64], images: Sequence[PromptImage]) -> NDArray[np.int64]:
@@ -127,6 +139,22 @@ class Renderer:
                     "the row, or set data.on_bad_row=skip",
                     "prompt_special_token",
                 )
+
+
+@contextmanager
+def _refusals_named(where: str) -> Iterator[None]:
+    """Turn the image processor's ValueError into BadRowError."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRowError(
+            f"{where}: the image processor refuses it ({error}); fix the row, or set data.on_bad_row=skip",
+            "image_shape",
+        ) from error
+
+
+def _images(messages: Sequence[Message]) -> list[ImageRef]:
+    return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
 
 
 def _part(part: str | ImageRef) -> dict[str, Any]:

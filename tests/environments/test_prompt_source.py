@@ -24,6 +24,9 @@ class PixelRenderer:
     def __init__(self) -> None:
         self.rendered = 0
 
+    def fewest_tokens(self, _messages: Sequence[Message], where: str = "") -> int:
+        return 0
+
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
         question = str(messages[0].parts[0])
         if question == "bad":

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from fovea.config.run import ShapesEnvironment
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.shapes.environment import Shapes
 from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
@@ -85,9 +85,7 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls_and_counts() -> None:
     images = [ImageRef(source=np.full((8, 8, 3), 7, dtype=np.uint8)), ImageRef(source="nowhere.png", where="row 1")]
     tasks = [Task(id=str(index), question="q", answer="a", images=(ref,)) for index, ref in enumerate(images)]
 
-    def careful_opener(ref: ImageRef) -> Image.Image:
-        return open_image(ref, max_mib=1, max_megapixels=1)
-
+    careful_opener = ImageOpener(max_mib=1, max_megapixels=1)
     renderer = Renderer(tiny("qwen3_vl").processor, careful_opener)
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image, ImageFile
 from transformers.processing_utils import ProcessorMixin
 
-from fovea.errors import DataError
+from fovea.config.run import ShapesEnvironment
+from fovea.data.images import ImageOpener
+from fovea.environments.prompt_source import PromptSource
+from fovea.environments.shapes.environment import Shapes
+from fovea.errors import BadRowError, DataError
 from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
-from fovea.types import ImageRef, Message
+from fovea.types import ImageRef, Message, Task
 from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user
 
 PROCESSORS = {
@@ -128,3 +135,41 @@ def test_a_limit_beyond_the_models_own_other_limit_holds(limit: dict[str, int], 
         .tensors["image_grid_thw"]
     )
     assert (grid[1] * 8, grid[2] * 8) == (side, side)
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+@pytest.mark.parametrize("limits", [{}, {"min_pixels": 96 * 96}, {"max_pixels": 40 * 40}])
+def test_tokens_are_counted_before_images_are_processed(family: str, limits: dict[str, int]) -> None:
+    """The count by sizes is that of the processed prompt, for sizes that are rounded up, down and to the limits."""
+    render = Renderer(tiny(family).processor, from_array, **limits)
+    for chat in CHATS.values():
+        assert render.fewest_tokens(chat) == render.prompt(chat).num_tokens
+    for seed, size in enumerate([(1, 100), (17, 23), (200, 333), (333, 200), (56, 56), (640, 20)]):
+        one = user(image(seed, *size), "How many?")
+        assert render.fewest_tokens(one) == render.prompt(one).num_tokens
+
+
+def test_a_row_over_its_limit_is_refused_before_any_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight small files that decode and process to gigabytes."""
+    file = io.BytesIO()
+    Image.new("RGB", (4000, 4000), "blue").save(file, "PNG")
+    assert len(file.getvalue()) < 100_000
+    images = tuple(ImageRef(source=file.getvalue()) for _ in range(8))
+    task = Task(id="row 7", question="How many?", answer="1", images=images)
+    opener = ImageOpener(max_mib=1, max_megapixels=64)
+    source = PromptSource(
+        [task],
+        Shapes(ShapesEnvironment(), 0),
+        Renderer(tiny("qwen3_vl").processor, opener, max_pixels=2**24),
+        max_prompt_tokens=2048,
+        on_bad_row="error",
+        cache_gib=0,
+    )
+
+    def decoded(_: ImageFile.ImageFile) -> None:
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decoded)
+    with pytest.raises(BadRowError, match=r"row 7: the prompt has \d+ tokens, images included") as error:
+        source.get(0)
+    assert error.value.reason == "prompt_too_long"

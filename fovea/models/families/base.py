@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from fovea.data.images import Size
 from fovea.models.families.layer import LayerModules
 from fovea.models.flops import Work
 from fovea.models.vision.features import ImageFeatures
@@ -84,6 +85,13 @@ class ModelFamily(Protocol):
 
     def image_options(self, image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> Mapping[str, Any]:
         """Arguments of the image processor; ConfigError for a limit that the family does not support."""
+        ...
+
+    def fewest_tokens(self, image_processor: Any, size: Size, options: Mapping[str, Any]) -> int:
+        """Visual tokens of an image of this size in pixels, or a lower bound of them, before it is processed.
+
+        `options` are those of `image_options`. ValueError for a shape that the image processor refuses.
+        """
         ...
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:

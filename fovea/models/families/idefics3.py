@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
+from fovea.data.images import Size
 from fovea.errors import ConfigError
 from fovea.models.families.base import FastPath
 from fovea.models.flops import VisionWork, Work, text_work
@@ -78,6 +79,12 @@ class Idefics3:
                 "model.min_pixels, model.max_pixels: Idefics 3 makes tiles of one size of every image; leave them out"
             )
         return {"return_row_col_info": True}
+
+    def fewest_tokens(self, image_processor: Any, size: Size, _options: Mapping[str, Any]) -> int:
+        width, height = size
+        # 0 for an image that stays whole; the tokens around the tiles are not counted
+        tiles, _, _ = image_processor.get_number_of_image_patches(height, width)
+        return max(int(tiles), 1) * self.tile_tokens
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
         pixels = np.ascontiguousarray(processed[PIXELS][0], dtype=np.float32)

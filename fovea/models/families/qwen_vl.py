@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from fovea.data.images import Size
 from fovea.models.families.base import FastPath
 from fovea.models.families.layer import LayerModules
 from fovea.models.flops import VisionWork, Work, text_work
@@ -67,6 +68,12 @@ class QwenVL(ABC):
 
     def image_options(self, image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         return {"size": pixel_limits(image_processor.size, min_pixels, max_pixels)}
+
+    def fewest_tokens(self, image_processor: Any, size: Size, options: Mapping[str, Any]) -> int:
+        width, height = size
+        limits = {"min_pixels": options["size"]["shortest_edge"], "max_pixels": options["size"]["longest_edge"]}
+        patches: int = image_processor.get_number_of_image_patches(height, width, limits)
+        return patches // self.merge_size**2
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
         pixels_NC = np.ascontiguousarray(processed[PIXELS], dtype=np.float32)

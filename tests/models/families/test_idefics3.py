@@ -187,3 +187,14 @@ def test_a_qwen_runs_by_the_plain_path_on_request(tmp_path: Path) -> None:
         train(build(run_settings(tmp_path / path, tmp_path, **model)))
         rewards.append(read_metrics(tmp_path / path)[0]["reward"])
     assert rewards[0] == rewards[1]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("size", [(20, 20), (48, 130), (300, 40), (97, 64)])
+def test_the_count_by_size_never_exceeds_the_prompt(splits: bool, size: tuple[int, int], tmp_path: Path) -> None:
+    """It counts the visual tokens, and leaves out those around the tiles of an image."""
+    render = renderer(save_idefics3(tmp_path, splits=splits))
+    chat = user(image(1, *size), "How many?")
+    prompt = render.prompt(chat)
+    assert render.fewest_tokens(chat) == len(prompt.unexpanded_ids_U) - 1 + prompt.images[0].num_tokens
+    assert render.fewest_tokens(chat) < prompt.num_tokens
