@@ -7,9 +7,7 @@ the settings of the evaluation, with another `model.path`.
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,6 @@ from fovea.build.environment import make_environment
 from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.build.trust import check_trust
 from fovea.config.loading import load_config
-from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError, ModelError
@@ -37,11 +34,11 @@ from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, read_check
 from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.checkpoint import is_policy_state, load_trained
 from fovea.types import Weights
+from fovea.utils.local_path import is_hub_id, near_folder
 
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""
 CONSTANT = "constant:"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +94,17 @@ def parse_target(word: str) -> Target:
     folder = Path(word)
     if folder.is_dir():
         return _folder_target(word, folder)
-    if not HUB_ID.fullmatch(word) or word.startswith("."):
-        raise ConfigError(
-            f"{word}: no such folder; a target is a run, a checkpoint, a model folder, a hub id such as "
-            f"Qwen/Qwen3-VL-2B-Instruct, or one of the baselines majority, gold and {CONSTANT}TEXT"
-        )
-    runs = [str(config.parent) for config in folder.parent.glob(f"*/{CONFIG_FILE}")]
-    for near in difflib.get_close_matches(word, runs, n=1, cutoff=CLOSE_ENOUGH):
-        raise ConfigError(f"{word}: no such run; did you mean {near}?")
     path, _, revision = word.partition("@")
-    return ModelTarget(name=word, path=path, revision=revision or None)
+    if is_hub_id(path):
+        return ModelTarget(name=word, path=path, revision=revision or None)
+    near = near_folder(folder.expanduser())
+    fix = (
+        f"did you mean {near}?"
+        if near
+        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, or one of the "
+        f"baselines majority, gold and {CONSTANT}TEXT"
+    )
+    raise ConfigError(f"{word}: no such folder; {fix}")
 
 
 def _folder_target(word: str, folder: Path) -> Target:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
+from fovea.utils.local_path import is_hub_id, near_folder
 
 # an index may name pickles, which torch refuses, and a config a package that is not installed
 UNREADABLE: tuple[type[Exception], ...] = (
@@ -53,11 +54,12 @@ def check_folder(path: str, revision: str | None) -> None:
             "model.revision=null"
         )
     if not folder.is_dir():
-        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-            raise ModelError(
-                f"model.path={path}: no such folder; give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
-            )
-        return
+        if is_hub_id(path):
+            return
+        # answered here and not by transformers, which would ask the hub for half a minute first
+        near = near_folder(folder.expanduser())
+        fix = f"did you mean {near}?" if near else "give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
+        raise ModelError(f"model.path={path}: no such folder; {fix}")
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model.path={path}: the folder has no config.json; give the folder that holds the model's files"

@@ -65,13 +65,16 @@ def test_baselines_and_hub_ids() -> None:
             parse_target(word)
 
 
-def test_a_name_beside_runs_of_ours_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_below_a_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the form of one, and would be asked for at the hub."""
     make_run(tmp_path / "runs" / "shapes")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^runs/shaeps: no such run; did you mean runs/shapes\?$"):
-        parse_target("runs/shaeps")
-    assert parse_target("runs/qwen3-vl-2b").path == "runs/qwen3-vl-2b", "nothing near it is a run"
+    for word in ("runs/shaeps", "runs/shaeps/checkpoints/step-2", "./runs/shaeps", "rums/shapes/checkpoints"):
+        near = "runs" if word.startswith("rums") else "runs/shapes"
+        with pytest.raises(ConfigError, match=rf"^{word}: no such folder; did you mean {near}\?$"):
+            parse_target(word)
+    with pytest.raises(ConfigError, match=r"^runs/qwen3-vl-2b: no such folder; a target is a run"):
+        parse_target("runs/qwen3-vl-2b")
     assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
 
 
