@@ -7,8 +7,11 @@
 * All other exceptions propagate: nothing outside this module catches `Exception`.
 """
 
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 
@@ -87,6 +90,22 @@ def first_line(error: BaseException) -> str:
     """Type and first line of an exception, such as `ValueError: bad length`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def raised(error: BaseException) -> str:
+    """What code of the user's raised, and where, such as `raised ValueError: bad length at mine.py:12`."""
+    return f"raised {first_line(error)}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's, which is neither of this package nor of an installed one."""
+    theirs = [Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+    for frame in reversed(extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in theirs):
+            shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+            return f" at {shown}:{frame.lineno}"
+    return ""
 
 
 def broken_checkpoint(error: Exception) -> str:

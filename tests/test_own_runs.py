@@ -106,6 +106,19 @@ def score(task, text, images):
 """
 
 
+def test_a_broken_reward_ends_a_run_before_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("fovea.build.run.locate_model", load)
+    Path("broken.py").write_text("def score(task, text, images):\n    return task.anwser\n", encoding="utf-8")
+    with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError: .* at broken\.py:2; fix it"):
+        build(load_config([], [*SMALL, *SHAPES, "reward=broken.py:score"]))
+    Path("broken.py").write_text("def score(task, text, images):\n    return images\n", encoding="utf-8")
+    with pytest.raises(ScoreError, match=r"broken\.py:score returned .* no number"):
+        build(load_config([], [*SMALL, *SHAPES, "reward=broken.py:score"]))
+
+
 def test_a_reward_that_fails_is_counted_and_listed() -> None:
     Path("fails.py").write_text(FAILS, encoding="utf-8")
     own = ["reward=fails.py:score", "reward_on_failure=drop", "rollout.prompts_per_step=3", "max_steps=2"]
@@ -116,7 +129,10 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     assert by_step == [row["groups/unscored"] for row in rows]
     assert sum(by_step) > 0
     assert any(entry["step"] is None for entry in listed), "a reading met a failure too"
-    assert all(re.search(r"/\d+: fails\.py:score raised ValueError: call \d+ fails$", x["reason"]) for x in listed)
+    assert all(
+        re.search(r"/\d+: fails\.py:score raised ValueError: call \d+ fails at fails\.py:8$", x["reason"])
+        for x in listed
+    )
     assert all(row["reward/image_1/seen"] == 0.5 for row in rows)
     records = [record for step in read_samples(Path("run")).values() for record in step]
     answers = [answer for record in records for answer in record.answers]
@@ -126,7 +142,8 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
 
 
 def test_a_reward_that_fails_ends_the_run_by_name() -> None:
-    Path("fails.py").write_text("def score(task, text, images): return float('nan')", encoding="utf-8")
+    code = "def score(task, text, images): return 1 if task.answer in text else float('nan')"
+    Path("fails.py").write_text(code, encoding="utf-8")
     run = build(load_config([], [*SMALL, *SHAPES, "reward=fails.py:score"]))
     with pytest.raises(ScoreError, match=r"^test/\d+: fails\.py:score returned nan, which is not finite; fix it"):
         train(run)

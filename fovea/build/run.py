@@ -16,6 +16,7 @@ from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.model import locate_model, open_vlm
 from fovea.build.outputs import make_profile, make_sinks, model_table, peak_tflops
 from fovea.build.policy import make_policy, make_warmup
+from fovea.build.trial_score import try_reward
 from fovea.cluster.local import LocalPolicy, SharedWeights
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
@@ -55,6 +56,7 @@ def _make_services(config: Config, graded: GradedEnvironment, folder: Path, star
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
+    try_reward(graded)
     progress.stage("making the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)

@@ -101,8 +101,8 @@ def parse_target(word: str) -> Target:
     fix = (
         f"did you mean {near}?"
         if near
-        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, or one of the "
-        f"baselines majority, gold and {CONSTANT}TEXT"
+        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, or one of "
+        f"the baselines majority, gold and {CONSTANT}TEXT"
     )
     raise ConfigError(f"{word}: no such folder; {fix}")
 

@@ -109,8 +109,12 @@ def test_a_folder_that_cannot_be_loaded_says_why(which: str, message: str, tmp_p
 def test_a_mistyped_folder_is_answered_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "Qwen3-VL-2B-Instruct").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for path in ("models/Qwen3-VL-2B-Instuct", "./models/Qwen3-VL-2B-Instrut", f"{tmp_path}/models/Qwen-VL-2B-Instruct"):
-        with pytest.raises(ModelError, match="no such folder; did you mean .*models/Qwen3-VL-2B-Instruct"):
+    for path in (
+        "models/Qwen3-VL-2B-Instuct",
+        "./models/Qwen3-VL-2B-Instrut",
+        f"{tmp_path}/models/Qwen-VL-2B-Instruct",
+    ):
+        with pytest.raises(ModelError, match=r"no such folder; did you mean .*models/Qwen3-VL-2B-Instruct"):
             load_processor(Model(path=path))
     for path in ("models/other", "Qwen3-VL", "~/nowhere/at/all"):
         with pytest.raises(ModelError, match="no such folder; give a model folder or a hub id"):

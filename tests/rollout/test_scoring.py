@@ -129,14 +129,16 @@ def test_a_group_that_cannot_be_scored_is_left_out_and_named() -> None:
     unscored: list[str] = []
     groups = collected(slow_grading(slow), Ticking(), unscored)
     assert [group.episodes[0].task.id for group in groups] == ["train/0", "train/2", "train/4"]
-    assert sorted(unscored) == [f"train/{n}: slow raised KeyError: 'away'" for n in (1, 3)]
+    assert [text.partition(" at ")[0] for text in sorted(unscored)] == [
+        f"train/{n}: slow raised KeyError: 'away'" for n in (1, 3)
+    ]
 
 
 def test_without_a_list_or_with_another_error_it_raises() -> None:
-    with pytest.raises(UnscoredError, match=r"^train/1: slow raised KeyError: 'away'$"):
+    with pytest.raises(UnscoredError, match=r"^train/1: slow raised KeyError: 'away' at .*test_scoring\.py:\d+$"):
         collected(slow_grading(Slow(KeyError("away"), bad=("train/1",))), Ticking())
     with pytest.raises(
-        ScoreError, match=r"^train/1: slow raised KeyError: 'broken'; fix it, or set reward_on_failure="
+        ScoreError, match=r"^train/1: slow raised KeyError: 'broken' at .*; fix it, or set reward_on_failure="
     ):
         collected(slow_grading(Slow(KeyError("broken"), bad=("train/1",)), "error"), Ticking(), [])
 
@@ -153,7 +155,8 @@ def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:
     train(with_grading(run, slow_grading(slow)))
     assert [row["groups/unscored"] for row in read_metrics(tmp_path)] == [1, 1]
     noted = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert noted == [{"step": step, "reason": "train/2: slow raised KeyError: 'away'"} for step in (0, 1)]
+    assert [each["step"] for each in noted] == [0, 1]
+    assert all(each["reason"].startswith("train/2: slow raised KeyError: 'away' at ") for each in noted)
 
 
 def test_a_step_in_which_nothing_is_scored_stops_the_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.threads import CallThreads
-from fovea.errors import DataError, first_line, named
+from fovea.errors import DataError, named, raised
 from fovea.types import Message, Task, Turn
 
 
@@ -59,7 +59,7 @@ class UserEnvironment(Environment):
             return answers
 
     def _named(self, method: str, where: str) -> AbstractContextManager[None]:
-        return named(lambda error: DataError(f"{where}: {self._name}.{method} raised {first_line(error)}; fix it"))
+        return named(lambda error: DataError(f"{where}: {self._name}.{method} {raised(error)}; fix it"))
 
 
 def user_graders(user: Any, stages: Stages, name: str) -> tuple[UserGrader, ...]:

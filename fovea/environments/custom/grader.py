@@ -16,7 +16,7 @@ from fovea.data.images import OpenImage
 from fovea.environments.custom.loading import RewardFunction
 from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.threads import CallThreads
-from fovea.errors import first_line, named
+from fovea.errors import named, raised
 from fovea.types import ImageRef, Score, Task, Turn
 
 REWARD, ACCURACY, IMAGE_PARTS = "reward", "accuracy", "image_parts"
@@ -47,7 +47,7 @@ class UserGrader:
         return await self._threads.run(lambda: self._function(task, turns))
 
     async def _awaited(self, task: Task, turns: Sequence[Turn]) -> object:
-        with named(lambda error: NoScoreError(f"raised {first_line(error)}")):
+        with named(lambda error: NoScoreError(raised(error))):
             returned = self._function(task, turns)
             assert inspect.isawaitable(returned), self._function
             return await returned

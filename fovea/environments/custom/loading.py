@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from PIL.Image import Image
 
 from fovea.config.run import OwnEnvironment
-from fovea.errors import ConfigError, FoveaError, first_line, result_or_error
+from fovea.errors import ConfigError, FoveaError, raised, result_or_error
 from fovea.types import Task
 
 RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
@@ -92,7 +92,7 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
     if isinstance(error, FoveaError):
         raise error
     if error is not None:
-        raise ConfigError(f"environment={settings.file} cannot be made: it raised {first_line(error)}; fix it")
+        raise ConfigError(f"environment={settings.file} cannot be made: it {raised(error)}; fix it")
     return instance
 
 
@@ -121,7 +121,7 @@ def _imported(path: Path, setting: str) -> ModuleType:
     sys.modules[name] = module  # data classes look their module up there
     _, error = result_or_error(lambda: loader.exec_module(module))
     if error is not None:
-        raise ConfigError(f"{setting}: {path} cannot be imported: it raised {first_line(error)}; fix it") from error
+        raise ConfigError(f"{setting}: {path} cannot be imported: it {raised(error)}; fix it") from error
     return module
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from threading import Thread
 
 from fovea.environments.graders.base import NoScoreError
-from fovea.errors import ScoreError, first_line, result_or_error
+from fovea.errors import ScoreError, raised, result_or_error
 
 MAX_LATE_CALLS = 8
 
@@ -38,7 +38,7 @@ class CallThreads:
             self._note_late(thread)
             raise
         if error is not None:
-            raise NoScoreError(f"raised {first_line(error)}") from error
+            raise NoScoreError(raised(error)) from error
         return result
 
     def _note_late(self, thread: Thread) -> None:
