@@ -6,7 +6,7 @@ Nothing is downloaded: the tokenizer is trained on the texts of the task.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
+MAX_TEXT_CHARS = 2_000
+"""Start of each text that a tokenizer is trained on: the time of a merge grows with the square of a word's length."""
+MAX_CORPUS_CHARS = 2_000_000
+"""Characters of all texts together that a tokenizer is trained on."""
 MERGE = 2
 MODEL_CLASS = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
@@ -92,7 +96,7 @@ def save_tiny(parts: TinyParts, folder: Path) -> None:
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE tokenizer, trained on `corpus`; any text can be encoded."""
+    """Byte-level BPE tokenizer, trained on the starts of the texts of `corpus`; any text can be encoded."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -106,8 +110,15 @@ def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTo
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(["user\n", "assistant\n", "system\n", *corpus], trainer)
+    bpe.train_from_iterator(["user\n", "assistant\n", "system\n", *_bounded(corpus)], trainer)
     return with_chat_tokens(bpe)
+
+
+def _bounded(corpus: Iterable[str]) -> Iterator[str]:
+    left_chars = MAX_CORPUS_CHARS
+    for text in corpus:
+        yield (start := text[: min(MAX_TEXT_CHARS, left_chars)])
+        left_chars -= len(start)
 
 
 def with_chat_tokens(bpe: Tokenizer) -> PreTrainedTokenizerFast:
