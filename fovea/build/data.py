@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from fovea.config.run import Config, Data
 from fovea.data.bad_rows import BadRows
+from fovea.data.failed_hosts import FailedHosts
 from fovea.data.fetch import FetchedFiles, UrlLimits
 from fovea.data.images import ImageOpener
 from fovea.data.order import Order, kinds_of, levels_of
@@ -30,9 +31,13 @@ def url_limits(settings: Data) -> UrlLimits:
     )
 
 
-def make_opener(settings: Data, folder: Path) -> ImageOpener:
-    """Make the opener of images, with a cache of fetched files in the run folder."""
-    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, partial(remote_image, limits=url_limits(settings)))
+def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lambda _: None) -> ImageOpener:
+    """Make the opener of images, with a cache of fetched files in the run folder.
+
+    `note` is told of a host that no longer answers.
+    """
+    read = FailedHosts(partial(remote_image, limits=url_limits(settings)), settings.url_host_pause_seconds, note)
+    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, read)
     return ImageOpener(
         max_mib=settings.max_image_mib,
         max_megapixels=settings.max_image_megapixels,

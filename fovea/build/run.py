@@ -61,7 +61,7 @@ def _make_services(config: Config, graded: GradedEnvironment, folder: Path, star
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
     processor, vlm = load_processor(model), open_vlm(config, model)
-    opener = make_opener(config.data, folder)
+    opener = make_opener(config.data, folder, progress.print)
     renderer = Renderer(processor, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)

@@ -83,6 +83,8 @@ class Data(Section):
     """Time limit for one image, redirects included."""
     url_retries: MayChange[NonNegativeInt] = 2
     """Further tries where the server is busy, broken or unreachable."""
+    url_host_pause_seconds: MayChange[NonNegativeFloat] = 60.0
+    """Time for which a host that failed for three images in a row is not asked again; 0: ask it for every image."""
     allow_private_addresses: bool = False
     """Allow image URLs that resolve to this machine or its private network."""
     url_cache_gib: MayChange[NonNegativeFloat] = 8.0
@@ -214,6 +216,9 @@ class Parity(Section):
     """Training prompts that are sampled from and scored again, with and without their images; 0: no check."""
     max_new_tokens: PositiveInt = 32
     """Longest completion of the check (at most rollout.max_new_tokens)."""
+    max_search_seconds: PositiveFloat = 300.0
+    """Time for finding training rows that can be used, which is long where images come from hosts that do not answer;
+    the check goes on with those found by then."""
     max_abs_logprob_diff: PositiveFloat = 0.1
     """Largest mean absolute difference; above it, with or without images, the run stops."""
 

@@ -110,7 +110,13 @@ async def measure_parity(run: Run) -> ParityReading:
 async def gate_reading(run: Run) -> ParityReading:
     """Compare log-probs of engine and trainer on the same tokens, at their current weights."""
     return await read_parity(
-        run.config, run.engine, run.policy, run.sources.train, run.environment, token_text=run.token_text
+        run.config,
+        run.engine,
+        run.policy,
+        run.sources.train,
+        run.environment,
+        token_text=run.token_text,
+        say=run.progress.stage,
     )
 
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,22 +26,17 @@ from fovea.algorithms.kl import k3
 from fovea.config.run import Config
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.errors import DataError
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import request_seed
+from fovea.run.parity_rows import PromptKind, usable_prompts
 from fovea.run.rollout_step import training_sampling
 from fovea.train.base import Needs, Policy
-from fovea.types import Batch, Completion, ImageRef, Message, Request, Sample, SampleGroup, Sampling
+from fovea.types import Batch, Completion, Request, Sample, SampleGroup, Sampling
 from fovea.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
 SAMPLES_PER_PROMPT = 2
 """Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
-MAX_ROWS_TRIED = 1000
-"""Training rows that are tried before giving up on bad ones."""
-"""Suffix of the engine's name where it decodes in 8 bits."""
-
-PromptKind = Literal["with images", "without images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +112,15 @@ async def read_parity(
     environment: Environment,
     *,
     token_text: Callable[[int], str],
+    say: Callable[[str], None],
 ) -> ParityReading:
-    """Sample completions from the engine, and compare their log-probs with the policy's."""
-    drawn = await _draw(engine, config, _prompts(source, environment, config.parity.prompts))
+    """Sample completions from the engine, and compare their log-probs with the policy's.
+
+    `say` is told of rows that cannot be used.
+    """
+    settings = config.parity
+    prompts = usable_prompts(source, environment, settings.prompts, max_seconds=settings.max_search_seconds, say=say)
+    drawn = await _draw(engine, config, prompts)
     annotated = await policy.annotate(_batch(drawn), Needs(old_logprobs=True))
     scored = iter(annotated.samples)
     tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
@@ -185,36 +185,6 @@ async def _draw(engine: Engine, config: Config, prompts: Sequence[tuple[PromptKi
         return _Drawn(kind=kind, prompted=prompted, completions=await engine.generate(request))
 
     return await asyncio.gather(*(one(index, *each) for index, each in enumerate(prompts)))
-
-
-def _prompts(source: PromptSource, environment: Environment, num_rows: int) -> list[tuple[PromptKind, PromptedTask]]:
-    """Prompts of the first usable training rows, with and without their images."""
-    prompts = list[tuple[PromptKind, PromptedTask]]()
-    rows, index, last_error = 0, -1, ""
-    for index in range(min(len(source), MAX_ROWS_TRIED)):
-        try:
-            task = source.tasks[index]
-            whole, bare = source.render(task), source.render(task, without_images(environment.prompt(task)))
-        except DataError as error:
-            # not reported here: the run reports bad rows when its data order comes to them
-            last_error = str(error)
-            continue
-        prompts += [("with images", whole)] if whole.prompt.images else []
-        prompts.append(("without images", bare))
-        rows += 1
-        if rows == num_rows:
-            break
-    if not prompts:
-        raise DataError(f"none of the first {index + 1} training rows can be used, the last one: {last_error}")
-    return prompts
-
-
-def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages without their images."""
-    return tuple(
-        replace(message, parts=tuple(part for part in message.parts if not isinstance(part, ImageRef)))
-        for message in messages
-    )
 
 
 def _sampling(config: Config) -> Sampling:

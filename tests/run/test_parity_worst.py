@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fovea.run.parity import KindReading, ParityReading, PromptKind, _reading, parity_failure, summary_line
+from fovea.run.parity import KindReading, ParityReading, _reading, parity_failure, summary_line
+from fovea.run.parity_rows import PromptKind
 from tests.run.test_parity import tokens
 
 NEAR = [-1.0, -1.01, -1.02], [-1.0, -1.0, -1.0]
