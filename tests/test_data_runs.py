@@ -40,6 +40,7 @@ PHOTOS = ["environment.level_key=null", "curriculum.level_weights=[]", "curricul
 def trained(folder: Path, files: tuple[Path, Path], *settings: str, recipe: str = "geo3k") -> Summary:
     own = [f"run_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
     own += [f"environment.train_files=['{files[0]}']", f"environment.test_files=['{files[1]}']"]
+    own += ["environment.dev_files=null"]
     return train(build(load_config([ROOT / "recipes" / f"{recipe}.yaml"], [*SMALL, *own, *settings])))
 
 

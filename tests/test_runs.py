@@ -210,6 +210,7 @@ def test_two_grpo_steps_on_real_geometry(tmp_path: Path) -> None:
         f"run_dir={run_dir}",
         f"environment.train_files=[{GEO3K / 'fixture_train.parquet'}]",
         f"environment.test_files=[{GEO3K / 'fixture_test.parquet'}]",
+        "environment.dev_files=null",
         "model.path=null",
         "model.tiny={}",
         "model.dtype=float32",

@@ -22,7 +22,7 @@ from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
 from fovea.environments.custom.grader import UserGrader, score_function
 from fovea.environments.custom.loading import checked_environment, load_environment, load_reward
-from fovea.environments.dataset_tasks import Frames
+from fovea.environments.file_splits import Frames
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls

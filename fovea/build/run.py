@@ -22,7 +22,7 @@ from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
-from fovea.environments.dataset_tasks import Frames
+from fovea.environments.file_splits import Frames
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor

@@ -128,15 +128,25 @@ def _report(name: str, files: Iterable[Path], *beside: str) -> None:
     held_out = by_split.get("test", by_split.get("validation"))
     if "train" not in by_split or held_out is None:
         return
+    default = Path("data", name)  # of the recipe
     settings = [
         f"'environment.{split}_files=[{file}]'"
         for split, file in (("train", by_split["train"]), ("test", held_out))
-        if file != Path("data", name, f"{split}.parquet")  # the default in the recipe
+        if file != default / f"{split}.parquet"
     ]
+    if name == "geo3k":
+        settings += _dev_setting(by_split.get("validation"), held_out, default / "validation.parquet")
     typer.echo(f"train on them: {' '.join(['fovea train', f'recipes/{name}.yaml', *settings])}", err=True)
     if beside:
         words = ["fovea train", f"recipes/{name}.yaml", *beside, *settings]
         typer.echo(f"on a CPU, with a tiny model: {' '.join(words)}", err=True)
+
+
+def _dev_setting(written: Path | None, held_out: Path, default: Path) -> list[str]:
+    """The setting of dev rows, which the recipe takes from the validation split; none where that is right."""
+    if written is None or written == held_out:
+        return ["environment.dev_files=null"]
+    return [] if written == default else [f"'environment.dev_files=[{written}]'"]
 
 
 def _print(files: Iterable[Path]) -> list[Path]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fovea.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from fovea.config.splits import SplitFiles
 
 
 class GeoSpotWeights(Section):
@@ -29,14 +30,10 @@ class GeoSpotWeights(Section):
         return self
 
 
-class GeoSpotEnvironment(Section):
+class GeoSpotEnvironment(SplitFiles):
     """Where was this picture taken? Country, region, city and coordinates, asked for in stages (see `curriculum`)."""
 
     name: Literal["geospot"] = "geospot"
-    train_files: tuple[str, ...]
-    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
-    test_files: tuple[str, ...]
-    """Rows held out; half of them serve as dev readings while training, all as the final test."""
     image_key: str | None = None
     """Column of the picture; default: image, or image_url where there is no such column."""
     country_key: str = "country"

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fovea.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.curriculum import GeoSpotEnvironment
+from fovea.config.splits import SplitFiles
 
 Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
 """Environments whose answers can be graded offline."""
@@ -76,13 +77,9 @@ class ShapesZoomEnvironment(ShapesEnvironment):
     name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
 
 
-class FileEnvironment(Section):
+class FileEnvironment(SplitFiles):
     """Rows in files of your own (docs/data.md)."""
 
-    train_files: tuple[str, ...]
-    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
-    test_files: tuple[str, ...]
-    """Rows held out; half of them serve as dev readings while training, all as the final test."""
     prompt_key: str | None = None
     """Column of the question, a text or messages; default: problem, prompt, question, conversations or messages."""
     answer_key: str | None = None

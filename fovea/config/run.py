@@ -38,6 +38,7 @@ from fovea.config.environments import (
     VqaEnvironment,
 )
 from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.splits import SplitFiles
 
 # part of the tree, from files of their own
 __all__ = [
@@ -309,7 +310,21 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1; set "
             "rollout.samples_per_prompt=2 or more"
         )
+    yield from _without_dev(config)
     yield from _too_short(config)
+
+
+def _without_dev(config: Config) -> Iterator[str]:
+    """Readings of dev rows where the environment has none."""
+    environment, evaluate = config.environment, config.evaluate
+    if not isinstance(environment, SplitFiles) or environment.has_dev:
+        return
+    if config.warmup is not None or evaluate.every_steps:
+        reader = f"evaluate.every_steps={evaluate.every_steps}" if evaluate.every_steps else "the stop rule of warmup"
+        yield (
+            f"environment.dev_share=0 leaves no dev rows, but {reader} reads them; set environment.dev_files, or a "
+            "share such as environment.dev_share=0.05"
+        )
 
 
 def _too_short(config: Config) -> Iterator[str]:

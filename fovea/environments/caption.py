@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, cast
 
 from PIL.Image import Image
 from sacrebleu.metrics.bleu import BLEU
@@ -22,7 +21,8 @@ from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import IMAGE_MARK, plain_answer
-from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks, Frames
+from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
+from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.cider import IDF_ROWS, CiderD, words_of
 from fovea.errors import DataError
@@ -74,6 +74,7 @@ class CaptionGrader:
         self._config = config
         self._tasks = tasks
         self._reward_model = reward_model
+        self._cider_of_split: dict[str, CiderD] = {}
         self._lock = Lock()
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
@@ -109,16 +110,12 @@ class CaptionGrader:
         return cell if isinstance(cell, list | tuple) else None
 
     def _cider(self, task: Task) -> CiderD:
+        """CIDEr-D with the document frequencies of the task's own split: test rows must not steer a dev reading."""
+        split = task.id.partition("/")[0]
         with self._lock:
-            return self._train_cider if task.id.startswith("train/") else self._test_cider
-
-    @cached_property
-    def _train_cider(self) -> CiderD:
-        return CiderD(self._reference_sets("train"))
-
-    @cached_property
-    def _test_cider(self) -> CiderD:
-        return CiderD(self._reference_sets("test"))
+            if split not in self._cider_of_split:
+                self._cider_of_split[split] = CiderD(self._reference_sets(cast(Split, split)))
+            return self._cider_of_split[split]
 
     def _reference_sets(self, split: Split) -> Iterator[list[str]]:
         tasks = self._tasks(split)

@@ -10,7 +10,6 @@ Where no setting names a column, it is the first of these that the row has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TypeAlias
 
 from fovea.config.run import FileEnvironment
@@ -27,6 +26,7 @@ from fovea.environments.dataset_prompts import (
     plain_answer,
     texts_of,
 )
+from fovea.environments.file_splits import FileSplits, Frames
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Task
 
@@ -36,8 +36,6 @@ IMAGE_KEYS = ("images", "image")
 KIND = "all"
 
 Row: TypeAlias = Mapping[str, object]
-Frames: TypeAlias = Mapping[Split, Source]
-"""Rows of the splits that the user's own code hands in, mostly in memory already."""
 ReadAnswer: TypeAlias = Callable[[object, str], str]
 """A function of a cell, and of the words by which an error names the row, to the true answer."""
 
@@ -59,16 +57,15 @@ class FileTasks:
         self._settings = settings
         self._access = access
         self._read_answer = read_answer
-        self._frames = frames or {}
+        self._splits = FileSplits(settings, self._open, self._image_columns, frames)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The rows of a split; dev is every other test row."""
-        rows = self.train_rows if split == "train" else self.test_rows
-        indices = range(0, len(rows), 2) if split == "dev" else range(len(rows))
-        kinds = self._kinds(rows)
+        """The rows of a split."""
+        part = self._splits.of(split)
+        rows, kinds = part.rows, self._kinds(part.rows)
         return LazyTasks(
             lambda index: self._task(split, rows, index, kinds[index] if kinds else KIND),
-            indices,
+            part.indices,
             kind_of=lambda index: kinds[index] if kinds else KIND,
             place_of=lambda index: Place(rows.key(index), rows.where(index)),
         )
@@ -79,22 +76,13 @@ class FileTasks:
         history = self._question(task.row, key, task.id)[:-1] if key else []
         return interleaved(self._framed([*history, ("user", task.question)]), task.images, task.id)
 
-    @cached_property
-    def train_rows(self) -> Rows:
-        return self._open("train", self._settings.train_files)
-
-    @cached_property
-    def test_rows(self) -> Rows:
-        return self._open("test", self._settings.test_files)
-
-    def _open(self, split: Split, files: Sequence[str]) -> Rows:
+    def _open(self, split: Split, sources: Sequence[Source]) -> Rows:
         settings = self._settings
         images = settings.image_keys or ()
         named = [("prompt_key", settings.prompt_key), ("answer_key", settings.answer_key)]
         named += [("kind_key", settings.kind_key), ("image_key", settings.image_key)]
         named += [("image_keys", key) for key in images]
         columns = [(f"environment.{name}", key) for name, key in named if key is not None]
-        sources: Sequence[Source] = [self._frames[split]] if split in self._frames else files
         rows = open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
         if settings.prompt_key is None and not set(PROMPT_KEYS) & set(rows.columns):
             raise DataError(
@@ -102,6 +90,10 @@ class FileTasks:
                 f"The columns are {listed(rows.columns)}; set environment.prompt_key to one of them"
             )
         return rows
+
+    def _image_columns(self, rows: Rows) -> list[str]:
+        named = self._settings.image_keys if self._settings.image_key is None else (self._settings.image_key,)
+        return [key for key in (IMAGE_KEYS if named is None else named) if key in rows.columns]
 
     def _kinds(self, rows: Rows) -> list[str] | None:
         key = self._settings.kind_key

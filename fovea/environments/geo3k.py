@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from fovea.config.run import Geo3kEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
-from fovea.environments.dataset_tasks import FileTasks, Frames
+from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.types import Message, Score, Task, Turn

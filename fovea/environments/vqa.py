@@ -15,7 +15,8 @@ from fovea.config.run import VqaEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
-from fovea.environments.dataset_tasks import FileTasks, Frames
+from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy, spelled
 from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter

@@ -26,7 +26,8 @@ PICTURE = Image.new("RGB", (4, 4))
 
 
 def settings(**changes: object) -> Geo3kEnvironment:
-    return Geo3kEnvironment.model_validate({"train_files": ("a",), "test_files": ("a",), **changes})
+    """Settings whose training rows are all trained on, unless `changes` say otherwise."""
+    return Geo3kEnvironment.model_validate({"train_files": ("a",), "test_files": ("a",), "dev_share": 0, **changes})
 
 
 def tasks_of(rows: list[dict[str, object]], **changes: object) -> FileTasks:
@@ -103,16 +104,16 @@ def test_kinds_come_from_a_column() -> None:
     files = tasks_of(rows, kind_key="type")
     assert list(kinds_of(files.tasks("train"))) == ["count", "colour", "all", "3"]
     assert [task.kind for task in files.tasks("test")] == ["count", "colour", "all", "3"]
-    assert [task.kind for task in files.tasks("dev")] == ["count", "all"]
 
 
-def test_a_row_has_one_place_in_dev_and_test(tmp_path: Path) -> None:
+def test_a_row_keeps_its_place_when_it_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"problem": "?", "answer": "{n}"}}\n' for n in range(5)))
-    files = FileTasks(settings(test_files=(str(tmp_path / "a.jsonl"),)), RowAccess())
-    dev, test = place_of(files.tasks("dev"), 1), place_of(files.tasks("test"), 2)
-    assert dev == test
-    assert test is not None
-    assert test.where == "a.jsonl line 3"
+    files = FileTasks(settings(train_files=(str(tmp_path / "a.jsonl"),), dev_share=0.2), RowAccess())
+    (dev,) = files.tasks("dev")
+    place = place_of(files.tasks("dev"), 0)
+    assert place is not None
+    assert (place.where, dev.id) == (f"a.jsonl line {int(dev.answer) + 1}", f"dev/{dev.answer}")
+    assert sorted([*(task.answer for task in files.tasks("train")), dev.answer]) == list("01234")
 
 
 def test_a_frame_is_a_data_set() -> None:

@@ -38,7 +38,8 @@ def row(problem: object = "<image>Find x.", answer: object = "12", num_images: i
 def geo3k(folder: Path, rows: list[dict[str, object]], **settings: object) -> Geo3k:
     pq.write_table(pa.Table.from_pylist(rows), folder / "test.parquet")
     files = (str(folder / "test.parquet"),)
-    return Geo3k(Geo3kEnvironment.model_validate({"train_files": files, "test_files": files, **settings}), RowAccess())
+    config = {"train_files": files, "test_files": files, "dev_share": 0, **settings}
+    return Geo3k(Geo3kEnvironment.model_validate(config), RowAccess())
 
 
 def parts_of(environment: Environment, task: Task) -> list[tuple[str, list[str]]]:
@@ -110,15 +111,15 @@ def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None
     assert opened.getpixel((0, 0)) == (1, 2, 3)
 
 
-def test_dev_is_every_other_test_row(tmp_path: Path) -> None:
-    environment = geo3k(tmp_path, [row(answer=str(n)) for n in range(5)])
+def test_dev_has_rows_of_its_own(tmp_path: Path) -> None:
+    """Of the files that are named; test rows stay out of it."""
+    pq.write_table(pa.Table.from_pylist([row(answer="7"), row(answer="8")]), tmp_path / "validation.parquet")
+    rows = [row(answer=str(n)) for n in range(5)]
+    environment = geo3k(tmp_path, rows, dev_files=(str(tmp_path / "validation.parquet"),))
     assert [task.answer for task in environment.tasks("test")] == list("01234")
-    assert [(task.id, task.answer) for task in environment.tasks("dev")] == [
-        ("dev/0", "0"),
-        ("dev/2", "2"),
-        ("dev/4", "4"),
-    ]
-    assert list(kinds_of(environment.tasks("dev"))) == ["all"] * 3
+    assert [(task.id, task.answer) for task in environment.tasks("dev")] == [("dev/0", "7"), ("dev/1", "8")]
+    assert list(kinds_of(environment.tasks("dev"))) == ["all"] * 2
+    assert len(environment.tasks("train")) == 5
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_gold_answers_of_the_real_data_score_full_marks(
     files = [SHARED / f"{one}.parquet" for one in names]
     if not all(file.exists() for file in files):
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
-    config = {"train_files": (str(files[0]),), "test_files": (str(files[1]),), **settings}
+    config = {"train_files": (str(files[0]),), "test_files": (str(files[1]),), "dev_share": 0, **settings}
     environment = Geo3k(Geo3kEnvironment.model_validate(config), RowAccess())
     splits: tuple[Split, ...] = ("train", "test")
     for split, expected in zip(splits, num_rows, strict=True):

@@ -48,9 +48,8 @@ def score(environment: Vqa, task: Task, text: str) -> Score:
 
 
 def test_question_types_are_kinds(tmp_path: Path) -> None:
-    tasks = vqa(tmp_path, [{**one, "answer": str(one["answer"])} for one in ROWS], kind_key="question_type").tasks(
-        "train"
-    )
+    rows = [{**one, "answer": str(one["answer"])} for one in ROWS]
+    tasks = vqa(tmp_path, rows, kind_key="question_type").tasks("test")
     assert list(kinds_of(tasks)) == ["attribute", "counting", "existence", "statement"] * 3
     assert [task.kind for task in tasks] == list(kinds_of(tasks))
 
@@ -133,7 +132,9 @@ def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int
     file = SHARED / f"{name}.parquet"
     if not file.exists():
         pytest.skip(f"the shared VQA rows are not here ({SHARED})")
-    settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "kind_key": "question_type"}
+    settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "kind_key": "question_type"} | {
+        "dev_share": 0
+    }
     made = make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": settings}))
     environment = made.environment
     tasks = environment.tasks("train")

@@ -7,7 +7,6 @@ is empty is not asked for; only the country must be there, because every stage a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from fovea.data.rows import RowAccess, Rows, Source, image_refs, open_rows
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.dataset_prompts import bad_row
-from fovea.environments.dataset_tasks import Frames
+from fovea.environments.file_splits import FileSplits, Frames
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, grade_answer, place_of
@@ -26,6 +25,7 @@ from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 
 KIND = "all"
+IMAGE_KEYS = ("image", "image_url")
 _SKIP = "or set data.on_bad_row=skip"
 
 
@@ -36,7 +36,7 @@ class GeoSpot(Environment):
         """`frames` replaces the files that the settings name for a split."""
         self._config = config
         self._access = access
-        self._frames = frames or {}
+        self._splits = FileSplits(config, self._open, self._image_columns, frames)
         stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
             for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
@@ -47,13 +47,13 @@ class GeoSpot(Environment):
         self.default_starts = STARTS
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        rows = self._train_rows if split == "train" else self._test_rows
-        indices = range(0, len(rows), 2) if split == "dev" else range(len(rows))
+        part = self._splits.of(split)
+        rows = part.rows
         key = self._config.level_key
         levels = None if key is None else list(rows.column(key))
         return LazyTasks(
             lambda index: self._task(split, rows, index),
-            indices,
+            part.indices,
             kind_of=lambda _: KIND,
             level_of=None if levels is None else lambda index: str(levels[index]),
             place_of=lambda index: RowPlace(rows.key(index), rows.where(index)),
@@ -72,20 +72,18 @@ class GeoSpot(Environment):
             lines |= {"Latitude": _degrees(place.at.lat), "Longitude": _degrees(place.at.lon)}
         return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
 
-    @cached_property
-    def _train_rows(self) -> Rows:
-        return self._open("train", self._config.train_files)
-
-    @cached_property
-    def _test_rows(self) -> Rows:
-        return self._open("test", self._config.test_files)
-
-    def _open(self, split: Split, files: Sequence[str]) -> Rows:
+    def _open(self, split: Split, sources: Sequence[Source]) -> Rows:
         names = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
         wanted = [(f"environment.{name}", getattr(self._config, name)) for name in names]
         columns = [(name, key) for name, key in wanted if key is not None]
-        sources: Sequence[Source] = [self._frames[split]] if split in self._frames else files
         return open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
+
+    def _image_columns(self, rows: Rows) -> list[str]:
+        return [key for key in self._image_keys if key in rows.columns]
+
+    @property
+    def _image_keys(self) -> Sequence[str]:
+        return IMAGE_KEYS if self._config.image_key is None else (self._config.image_key,)
 
     def _task(self, split: Split, rows: Rows, index: int) -> Task:
         row, where = rows[index], rows.where(index)
@@ -106,8 +104,7 @@ class GeoSpot(Environment):
         )
 
     def _image(self, row: Mapping[str, object], where: str) -> object:
-        keys = [self._config.image_key] if self._config.image_key is not None else ["image", "image_url"]
-        key = next((key for key in keys if key in row), None)
+        key = next((key for key in self._image_keys if key in row), None)
         if key is None:
             raise DataError(
                 f"{where}: no column image or image_url among {', '.join(row)}; set environment.image_key to one"

@@ -38,7 +38,7 @@ def fetched(source: Path, out: Path, *options: str) -> Result:
 
 
 def check_gold(train: Path, held_out: Path) -> list[int]:
-    files = [f"environment.train_files=[{train}]", f"environment.test_files=[{held_out}]"]
+    files = [f"environment.train_files=[{train}]", f"environment.test_files=[{held_out}]", "environment.dev_files=null"]
     made = make_environment(load_config([ROOT / "recipes" / "geo3k.yaml"], files))
     environment = made.environment
     splits: tuple[Split, ...] = ("train", "test")
@@ -56,6 +56,8 @@ def test_a_copy_of_the_hub_is_written_as_it_is(tmp_path: Path) -> None:
     assert result.stdout.split() == [str(tmp_path / "out" / name) for name in names]
     for place, name in enumerate(names):
         assert pq.read_table(tmp_path / "out" / name).to_pylist() == ROWS[place:]
+    assert f"'environment.dev_files=[{tmp_path / 'out' / 'validation.parquet'}]'" in result.stderr
+    # the rows share one image, so that none of the three is held out
     assert check_gold(tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet") == [3, 1]
 
 
@@ -98,7 +100,8 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     result = fetched(copy, tmp_path / "out", "--split", "train", "--split", "validation")
     assert result.exit_code == 0, result.output
-    assert f"'environment.test_files=[{tmp_path / 'out' / 'validation.parquet'}]'" in result.stderr
+    settings = f"'environment.test_files=[{tmp_path / 'out' / 'validation.parquet'}]' environment.dev_files=null"
+    assert settings in result.stderr, "test rows must not steer"
 
 
 def test_rows_of_another_layout_are_refused(tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ def test_the_real_rows_are_written_and_score_full_marks(tmp_path: Path) -> None:
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
     result = fetched(SHARED, tmp_path, "--split", "train", "--split", "validation")
     assert result.exit_code == 0, result.output
-    assert check_gold(tmp_path / "train.parquet", tmp_path / "validation.parquet") == [2101, 300]
+    assert check_gold(tmp_path / "train.parquet", tmp_path / "validation.parquet") == [2101 - 105, 300]
     one, other = (pq.read_table(folder / "validation.parquet").to_pylist() for folder in (SHARED, tmp_path))
     for before, after in zip(one, other, strict=True):
         assert [image["bytes"] for image in before["images"]] == [image["bytes"] for image in after["images"]]
