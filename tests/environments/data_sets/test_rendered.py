@@ -51,6 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(recipe: str, folder: Path, *overrides: str) -> Config:
     files = [f"environment.{split}_files=[{folder / f'{split}.parquet'}]" for split in SPLITS]
+    files += [f"environment.dev_files=[{folder / 'test.parquet'}]"]  # all training rows are trained on
     recipes = [ROOT / "recipes" / f"{recipe}.yaml", ROOT / "recipes" / "tiny.yaml"]
     return load_config(recipes, [*files, *overrides])
 

@@ -18,7 +18,7 @@ from fovea.config.run import Config, GeoSpotEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of, levels_of
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, Split
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.geospot.rendered import _spots, write_maps
@@ -38,6 +38,9 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_maps(tmp_path_factory.mktemp("maps"), num_rows=40, seed=0, image_side_px=64)
 
 
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+
+
 def png() -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (40, 40), (1, 2, 3)).save(buffer, "PNG")
@@ -47,9 +50,8 @@ def png() -> bytes:
 def geospot(folder: Path, rows: list[dict[str, object]], **settings: object) -> GeoSpot:
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     files = (str(folder / "rows.parquet"),)
-    return GeoSpot(
-        GeoSpotEnvironment.model_validate({"train_files": files, "test_files": files, **settings}), RowAccess()
-    )
+    config = {"train_files": files, "test_files": files, "dev_share": 0, **settings}
+    return GeoSpot(GeoSpotEnvironment.model_validate(config), RowAccess())
 
 
 def check_gold(environment: GeoSpot, tasks: list[Task]) -> None:
@@ -67,9 +69,9 @@ def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) ->
         GeoSpotEnvironment(train_files=(str(maps[0]),), test_files=(str(maps[1]),), level_key="level"), RowAccess()
     )
     assert isinstance(environment, GeoSpot)
-    train_tasks, test_tasks = list(environment.tasks("train")), list(environment.tasks("test"))
-    assert (len(train_tasks), len(test_tasks)) == (40, 4)
-    check_gold(environment, train_tasks + test_tasks)
+    tasks = {split: list(environment.tasks(split)) for split in SPLITS}
+    assert {split: len(rows) for split, rows in tasks.items()} == {"train": 38, "dev": 2, "test": 4}
+    check_gold(environment, [task for rows in tasks.values() for task in rows])
     assert set(levels_of(environment.tasks("train")) or ()) == {"wide", "medium", "close"}
     assert set(kinds_of(environment.tasks("dev"))) == {"all"}
 
