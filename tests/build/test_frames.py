@@ -44,10 +44,10 @@ def test_every_environment_of_rows_takes_them_from_python(
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "b.png")
     rows = form([{**row, "image": "a.png"}, {**row, "image": "b.png"}])
     config = config_of(name, data={"image_root": str(tmp_path)})
-    environment = make_environment(config, frames={"train": rows, "test": rows}).environment
+    environment = make_environment(config, frames={"train": rows, "dev": rows, "test": rows}).environment
     open_image = make_opener(config.data, tmp_path)
     tasks = environment.tasks("train")
-    assert len(tasks) == len(environment.tasks("test")) == 2
+    assert len(tasks) == len(environment.tasks("dev")) == len(environment.tasks("test")) == 2
     colours = [open_image(ref).getpixel((0, 0)) for task in tasks for ref in task.images]
     assert colours == [(255, 0, 0), (0, 0, 255)]
     assert environment.target(tasks[1])
@@ -60,7 +60,7 @@ def test_a_run_of_rows_from_python(tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_text("question,answer,image\n<image>Which?,red,x.png\n")
     config = config_of("vqa", run_dir=str(tmp_path / "run"), log={"tensorboard": False, "progress": False})
     run = build(config, frames={"train": pd.DataFrame(rows), "test": tmp_path / "test.csv"})
-    assert [len(source) for source in (run.sources.train, run.sources.test)] == [3, 1]
+    assert [len(source) for source in (run.sources.train, run.sources.dev, run.sources.test)] == [2, 1, 1]
     prompted = run.sources.train.get(1)
     assert prompted is not None
     assert len(prompted.prompt.images) == 1
