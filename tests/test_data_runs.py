@@ -40,7 +40,8 @@ PHOTOS = ["environment.level_key=null", "curriculum.level_weights=[]", "curricul
 def trained(folder: Path, files: tuple[Path, Path], *settings: str, recipe: str = "geo3k") -> Summary:
     own = [f"run_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
     own += [f"environment.train_files=['{files[0]}']", f"environment.test_files=['{files[1]}']"]
-    own += ["environment.dev_files=null"]
+    if recipe == "geo3k":
+        own += [f"environment.dev_files=['{files[0]}']"]
     return train(build(load_config([ROOT / "recipes" / f"{recipe}.yaml"], [*SMALL, *own, *settings])))
 
 
@@ -106,7 +107,7 @@ def test_public_layouts_train_without_a_setting(row: object, answer: str, tmp_pa
     pq.write_table(pa.Table.from_pylist([row(n) for n in range(6)]), tmp_path / "rows.parquet")
     files = (tmp_path / "rows.parquet", tmp_path / "rows.parquet")
     config = [*SMALL, f"run_dir={tmp_path / 'run'}", "environment.system_prompt=null"]
-    config += [f"environment.{split}_files=['{files[0]}']" for split in ("train", "test")]
+    config += [f"environment.{split}_files=['{files[0]}']" for split in ("train", "dev", "test")]
     run = build(load_config([ROOT / "recipes" / "geo3k.yaml"], config))
     task = run.sources.train.tasks[3]
     assert (task.answer, len(task.images)) == (answer, 1)
