@@ -1,7 +1,8 @@
 """Rows of the sources that a setting names, as one sequence whose rows are read on access.
 
 A source is a file (Parquet, JSONL, JSON, CSV, TSV), a pattern of such names, a URL of either, a folder with a table of
-images, or a Hugging Face data set (a folder or `owner/name`), with `@split` behind it where it has several.
+images, or a Hugging Face data set (a folder or `owner/name`), with `@split` behind it where it has several, and a part
+of it in brackets: `@train[:90%]`, or `@[:90%]` where there are no splits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any, TypeAlias, overload
 from fovea.data.cells import image_refs
 from fovea.data.fetch import UrlLimits
 from fovea.data.images import is_url
-from fovea.data.readers.base import Table, close_column, listed, near_files
+from fovea.data.readers.base import Table, near_files
+from fovea.data.readers.columns import check_columns
 from fovea.data.readers.folder import ImageFolder, metadata_of
 from fovea.data.readers.frame import InMemory, MemoryTable, is_dataset
 from fovea.data.readers.lines import csv_rows, json_array, json_lines
 from fovea.data.readers.parquet import GroupCache, ParquetTable
+from fovea.data.readers.part import part_of, split_part
 from fovea.data.readers.remote import expand, local_copy
 from fovea.errors import DataError, MissingExtraError
 
@@ -121,7 +124,7 @@ def open_rows(
     opener = _Opener(access or RowAccess(), setting)
     tables = [table for place, source in enumerate(sources) for table in opener.tables(source, place)]
     for table in tables:
-        _check_columns(table, columns)
+        check_columns(table, columns, setting)
     if not any(len(table) for table in tables):
         names = ", ".join(table.name for table in tables)
         raise DataError(f"{setting}: {names} holds no rows; name a file with rows")
@@ -142,6 +145,12 @@ class _Opener:
         return [self._hub().DatasetTable(source, name, None) if is_dataset(source) else MemoryTable(source, name)]
 
     def _named(self, source: str) -> list[Table]:
+        whole, bounds = split_part(source)
+        if bounds is None or Path(source).expanduser().exists():
+            return self._whole(source)
+        return part_of(self._whole(whole), bounds, source, self.setting)
+
+    def _whole(self, source: str) -> list[Table]:
         if is_url(source):
             return [self._remote(url) for url in expand(source, self.setting)]
         path = Path(source).expanduser()
@@ -201,7 +210,7 @@ class _Opener:
             access = self.access
             return ParquetTable(path, setting=self.setting, cache=access.cache, copies=access.copies)
         if path.suffix in {".jsonl", ".ndjson"}:
-            return json_lines(path)
+            return json_lines(path, self.setting)
         if path.suffix == ".json":
             return json_array(path, self.setting)
         return csv_rows(path, self.setting)
@@ -242,13 +251,3 @@ class RemoteTable:
 def _check_format(name: str, setting: str) -> None:
     if Path(name.partition("?")[0] if is_url(name) else name).suffix not in FORMATS:
         raise DataError(f"{setting}: {name} is none of {', '.join(FORMATS)}; convert it, or correct its ending")
-
-
-def _check_columns(table: Table, columns: Sequence[tuple[str, str]]) -> None:
-    for setting, column in columns:
-        if column not in table.columns and len(table):
-            near = close_column(column, table.columns)
-            fix = f"set {setting}={near}" if near else f"set {setting} to one of them"
-            raise DataError(
-                f"{setting}: {table.name} has no column {column!r}; its columns are {listed(table.columns)}; {fix}"
-            )

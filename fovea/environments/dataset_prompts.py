@@ -11,6 +11,8 @@ from fovea.errors import BadRowError
 from fovea.types import ImageRef, Message
 
 IMAGE_MARK = "<image>"
+_NATIVE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+"""The place of an image as Qwen's chat templates write it; some data sets hold rendered prompts."""
 _MAX_BITS = 1024  # of an integer in float64; Python refuses to write out much larger ones
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Texts: TypeAlias = list[tuple[Role, str]]
@@ -113,7 +115,7 @@ def _text(message: object, where: str) -> tuple[Role, str]:
     if not isinstance(role, str) or role not in _ROLES:
         problem = f"the role of a message is {role!r:.40}, not one of {', '.join(map(str, _ROLES))}"
         raise bad_row(where, problem, "prompt_role")
-    return _ROLES[role], checked_text(content, where)
+    return _ROLES[role], checked_text(content.replace(_NATIVE_MARK, IMAGE_MARK), where)
 
 
 def _part_text(part: object, where: str) -> str:

@@ -174,6 +174,99 @@ def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest
             image_refs("../here/x.png", where="w", folder=rooted.folder(0))
 
 
+@pytest.mark.parametrize("bounds", ["[:90%]", "[90%:]", "[3:7]", "[-2:]", "[:-10%]", "[33%:66%]", "[:]"])
+def test_parts_of_splits_are_those_of_datasets(bounds: str, tmp_path: Path) -> None:
+    """Against datasets' own reading of `split=`, for a data set, several files and a file without splits."""
+    (tmp_path / "d").mkdir()
+    for part in range(2):
+        frame = pd.DataFrame({"n": range(part * 13, part * 13 + 13)})
+        frame.to_json(tmp_path / "d" / f"part-{part}.jsonl", orient="records", lines=True)
+    expected = datasets.load_dataset("json", data_dir=str(tmp_path / "d"), split=f"train{bounds}")["n"]
+    for source in (f"{tmp_path}/d@train{bounds}", f"{tmp_path}/d/part-*.jsonl@{bounds}"):
+        rows = opened(source, tmp_path)
+        assert [row["n"] for row in rows] == list(rows.column("n")) == list(expected)
+    frame.to_csv(tmp_path / "one.csv", index=False)
+    assert len(opened(f"{tmp_path}/one.csv@{bounds}", tmp_path)) == len(range(13)[part_slice(bounds)])
+
+
+def part_slice(bounds: str) -> slice:
+    ends = [
+        bound and (round(0.13 * int(bound[:-1])) if "%" in bound else int(bound)) for bound in bounds[1:-1].split(":")
+    ]
+    return slice(*(end if end != "" else None for end in ends))
+
+
+def test_rows_of_a_part_keep_their_names(tmp_path: Path) -> None:
+    """So that a bad row is the same row in every part that holds it."""
+    whole = opened(as_csv(tmp_path), tmp_path)
+    part = opened(f"{tmp_path}/r.csv@[1:]", tmp_path)
+    assert (part.where(0), part.key(0)) == (whole.where(1), whole.key(1))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "problem"), [("1", "is no part of a split; write"), ("5:3", "leaves none of 3 rows")]
+)
+def test_a_part_without_rows(bounds: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=problem):
+        opened(f"{as_csv(tmp_path)}@[{bounds}]", tmp_path)
+
+
+def repeated_csv(path: Path) -> object:
+    (path / "r.csv").write_text("image,answer,image\na.png,1,b.png\n")
+    return str(path / "r.csv")
+
+
+def repeated_parquet(path: Path) -> object:
+    pq.write_table(pa.table([[1], [2], [3]], names=["image", "answer", "image"]), path / "r.parquet")
+    return str(path / "r.parquet")
+
+
+def repeated_frame(_: Path) -> object:
+    return pd.DataFrame([[1, 2, 3]], columns=["image", "answer", "image"])
+
+
+def repeated_by_renaming(path: Path) -> object:
+    (path / "pets").mkdir()
+    (path / "pets" / "metadata.csv").write_text("file_name,answer,image\na.png,1,b.png\n")
+    return str(path / "pets")
+
+
+@pytest.mark.parametrize("make", [repeated_csv, repeated_parquet, repeated_frame, repeated_by_renaming])
+def test_a_column_name_that_comes_twice(make: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"environment.train_files: .* has several columns called 'image', of which one"
+    ):
+        opened(make(tmp_path), tmp_path)
+
+
+def test_a_key_that_comes_twice_makes_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2, "answer": "1", "answer": "2"}\n')
+    rows = opened(str(tmp_path / "a.jsonl"), tmp_path)
+    assert rows[0] == {"n": 1}
+    with pytest.raises(
+        BadRowError, match=r"a.jsonl line 2: cannot be read \(an object has several values for 'answer'\)"
+    ):
+        rows[1]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("make", [as_csv, as_tsv, as_jsonl, as_json])
+def test_text_in_another_encoding_is_one_line(make: Callable[[Path], str], encoding: str, tmp_path: Path) -> None:
+    path = Path(make(tmp_path))
+    path.write_text(path.read_text(encoding="utf-8-sig"), encoding=encoding)
+    with pytest.raises(
+        DataError, match=r"environment.train_files: .* is text in UTF-16, .*; save it as UTF-8"
+    ) as error:
+        opened(str(path), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_header_in_latin_1_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("größe,answer\n1,2\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"the header of .*a.csv cannot be read .*; save the file as UTF-8"):
+        opened(str(tmp_path / "a.csv"), tmp_path)
+
+
 def test_several_files_patterns_and_a_frame_together(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         (tmp_path / f"part-{name}.jsonl").write_text(json.dumps({"n": name}) + "\n")

@@ -99,6 +99,28 @@ def test_image_key_is_short_for_one_of_image_keys() -> None:
         load_config([], [*given, "environment.image_key=photo", "environment.image_keys=[photo]"])
 
 
+def test_native_image_places_are_image_marks() -> None:
+    """As in rows that hold the text of a rendered prompt; messages and system prompts included."""
+    native = "<|vision_start|><|image_pad|><|vision_end|>"
+    rows: list[dict[str, object]] = [
+        {"problem": f"Compare {native} with {native}.", "answer": "1", "images": [PICTURE, PICTURE]},
+        {"problem": [{"role": "user", "content": f"{native}Which?"}], "answer": "1", "images": [PICTURE]},
+        {"problem": f"{native}{native}?", "answer": "1", "images": [PICTURE]},
+    ]
+    files = tasks_of(rows)
+    first, second = (files.prompt(files.tasks("train")[index])[-1].parts for index in range(2))
+    assert [part if isinstance(part, str) else "image" for part in first] == [
+        "Compare ",
+        "image",
+        " with ",
+        "image",
+        ".",
+    ]
+    assert [part if isinstance(part, str) else "image" for part in second] == ["image", "Which?"]
+    with pytest.raises(BadRowError, match="2 <image> marks but 1 images"):
+        files.tasks("train")[2]
+
+
 def test_kinds_come_from_a_column() -> None:
     rows = [{"problem": "?", "answer": "1", "type": kind} for kind in ("count", "colour", None, 3)]
     files = tasks_of(rows, kind_key="type")

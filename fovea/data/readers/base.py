@@ -70,11 +70,6 @@ def listed(names: Sequence[str], limit: int = 12) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def close_column(name: str, names: Sequence[str]) -> str | None:
-    """The column name closest to a mistyped one, if any is close."""
-    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
-
-
 def near_files(path: Path) -> str:
     """The fix for a path without a file: near file names, or what the folder holds."""
     folder = path.parent

@@ -5,26 +5,29 @@ The index takes 24 bytes per row. A broken row is a bad row and does not affect 
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import itertools
 import json
 import mmap
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
-from fovea.data.readers.base import column_by_rows, first_line
+from fovea.data.readers.base import column_by_rows, first_line, listed
 from fovea.errors import BadRowError, DataError
 
 RowBytes: TypeAlias = tuple[int, int, int]
 """The first byte of a row, the first byte after it, and the line on which it begins, from 1; 0 for no line."""
 Parse: TypeAlias = Callable[[bytes], dict[str, object]]
 
-_BOM = b"\xef\xbb\xbf"
+_BOM = codecs.BOM_UTF8
+_HEAD_BYTES = 4096
 _HEADER_ROWS = 100
 # strings are passed over as a whole, so that brackets inside them do not count; possessive: no way back, no stack
 _JSON_MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
@@ -75,25 +78,33 @@ class ByteRangeTable:
         return list(keys)
 
 
-def json_lines(path: Path) -> ByteRangeTable:
+def json_lines(path: Path, setting: str) -> ByteRangeTable:
     """Open a file of one JSON object per line; empty lines are no rows."""
+    _check_utf8(path, setting)
     return ByteRangeTable(path, _line_ranges(_mapped(path)), _json_object)
 
 
 def json_array(path: Path, setting: str) -> ByteRangeTable:
     """Open a JSON list of objects; a file that begins with an object is read as JSON lines."""
+    _check_utf8(path, setting)
     content = _mapped(path)
     if content[: 1 << 16].removeprefix(_BOM).lstrip()[:1] != b"[":
-        return json_lines(path)
+        return json_lines(path, setting)
     return ByteRangeTable(path, _object_ranges(content, path, setting), _json_object)
 
 
 def csv_rows(path: Path, setting: str) -> ByteRangeTable:
     """Open a comma-separated file (*.tsv: tab-separated) with a header line; cells are strings, empty ones None."""
+    _check_utf8(path, setting)
     delimiter = "\t" if path.suffix == ".tsv" else ","
     ranges = _csv_ranges(path, delimiter, setting)
     start, end, _ = next(ranges, (0, 0, 1))
-    names = _csv_cells(_mapped(path)[start:end], delimiter)
+    try:
+        names = _csv_cells(_mapped(path)[start:end], delimiter)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{setting}: the header of {path} cannot be read ({first_line(error)}); save the file as UTF-8"
+        ) from error
 
     def parse(content: bytes) -> dict[str, object]:
         cells = _csv_cells(content, delimiter)
@@ -102,6 +113,17 @@ def csv_rows(path: Path, setting: str) -> ByteRangeTable:
         return {name: cell if cell != "" else None for name, cell in zip(names, cells, strict=True)}
 
     return ByteRangeTable(path, ranges, parse, names)
+
+
+def _check_utf8(path: Path, setting: str) -> None:
+    """Raise DataError for text in UTF-16 or UTF-32, which Windows writes: it holds NULs, or a mark that says so."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        raise DataError(
+            f"{setting}: {path} is text in UTF-16, or none at all, and UTF-8 is read; save it as UTF-8 (Excel: CSV "
+            f"UTF-8), or convert it: iconv -f UTF-16 -t UTF-8 {path.name}"
+        )
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
@@ -146,10 +168,18 @@ def _object_ranges(content: mmap.mmap | bytes, path: Path, setting: str) -> Iter
 
 
 def _json_object(content: bytes) -> dict[str, object]:
-    row = json.loads(content)
+    row = json.loads(content, object_pairs_hook=_no_key_twice)
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, not an object of columns and values")
     return row
+
+
+def _no_key_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    cells = dict(pairs)
+    if len(cells) < len(pairs):
+        repeated = [repr(key) for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"an object has several values for {listed(repeated)}")
+    return cells
 
 
 def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[RowBytes]:
