@@ -30,7 +30,9 @@ from fovea.models.render import Renderer
 from fovea.models.vlm import VLM
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
+from fovea.run.fingerprint import check_unchanged
 from fovea.run.folder import open_run_folder
+from fovea.run.inputs import take_fingerprint
 from fovea.run.rollout_step import TaskStream, record_unscored_answer
 
 
@@ -43,12 +45,14 @@ def build(config: Config, environment: Environment | None = None, frames: Frames
     started = perf_counter()
     with ExitStack() as on_failure:
         folder = on_failure.enter_context(open_run_folder(Path(config.run_dir), config))
-        run = _make_services(config, make_environment(config, environment, frames), folder, started)
+        run = _make_services(config, make_environment(config, environment, frames), folder, started, environment)
         # from here on it is the run that closes its folder
         return replace(run, held=on_failure.pop_all())
 
 
-def _make_services(config: Config, graded: GradedEnvironment, folder: Path, started: float) -> Run:
+def _make_services(
+    config: Config, graded: GradedEnvironment, folder: Path, started: float, given: Environment | None
+) -> Run:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
@@ -65,6 +69,11 @@ def _make_services(config: Config, graded: GradedEnvironment, folder: Path, star
     renderer = Renderer(processor, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
+    progress.stage("taking the fingerprint of rows, code and model")
+    fingerprint = take_fingerprint(config, model, sources, given)
+    if resumed:
+        before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
+        check_unchanged(before, fingerprint, allow=allow, say=progress.print)
     tape = make_tape(config, vlm)
     worker = make_policy(config, vlm, tape)
     engine = make_engine(config, processor, vlm, tape)
@@ -93,6 +102,7 @@ def _make_services(config: Config, graded: GradedEnvironment, folder: Path, star
         evaluator=make_evaluator(config, engine, environment, graded.grading, partial(record_unscored_answer, folder)),
         checkpoints=checkpoints,
         resumed=resumed,
+        fingerprint=fingerprint,
         metrics=MetricsLog([*sinks, profile] if profile else sinks),
         phases=Phases(),
         progress=progress,

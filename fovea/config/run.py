@@ -259,6 +259,9 @@ class Config(Section):
     """Number of RL steps."""
     resume: MayChange[Literal["never", "auto"]] = "never"
     """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one."""
+    resume_changed: MayChange[Literal["error", "allow"]] = "error"
+    """Handling of rows, code of your own, model files or libraries that are not those that the checkpoint was made
+    with: stop and name them, or go on with what is there now."""
     threads: MayChange[PositiveInt | None] = None
     """CPU threads of torch; default: torch's own choice."""
     profile: MayChange[bool] = False

@@ -18,6 +18,7 @@ from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
+from fovea.run.fingerprint import Fingerprint
 from fovea.run.rollout_step import TaskStream
 from fovea.run.warmup import Warmup
 from fovea.train.base import Policy
@@ -63,5 +64,7 @@ class Run:
     """The text of one token id, for messages."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
+    fingerprint: Fingerprint = field(default_factory=dict)
+    """Fingerprint of what it reads, for its checkpoints (`fovea.run.inputs`)."""
     held: ExitStack = field(default_factory=ExitStack)
     """Held until the run ends: the lock of its folder."""

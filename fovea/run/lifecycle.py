@@ -237,6 +237,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
         "train_state": state.to_json(),
         "max_steps": run.config.max_steps,
         "bad_rows": len(run.sources.bad_rows),
+        "fingerprint": run.fingerprint,
     }
     await run.checkpoints.save(state.step, run.policy, saved)
 

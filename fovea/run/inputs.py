@@ -1,0 +1,178 @@
+"""Taking the fingerprint of a run: its rows, the code of the user's own, the files of its model, its libraries.
+
+It takes seconds, however large the data are. Of the files of rows, and again of those of models, MAX_FILE_BYTES are
+read in all, of larger ones evenly spaced blocks. In every split at most MAX_ROWS of the rows that are made on access
+are made, evenly spaced, with at most MAX_IMAGE_BYTES of the file of an image; rows that exist in a list are all taken.
+Of what is at a URL the address counts, and modules that the user's file imports are not looked at.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from PIL.Image import Image
+
+from fovea.config.run import CaptionEnvironment, Config, Model, OwnEnvironment
+from fovea.data.images import is_url
+from fovea.data.order import place_of
+from fovea.data.rows import FORMATS
+from fovea.errors import DataError
+from fovea.run.context import Sources
+from fovea.run.fingerprint import LIBRARY, Fingerprint
+from fovea.types import ImageRef, Task
+
+MAX_FILE_BYTES = 2**30
+MAX_IMAGE_BYTES = 2**20
+MAX_ROWS = 1000
+LIBRARIES = ("fovea", "torch", "transformers")
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
+_BLOCK_BYTES = 2**20
+_DIGITS = 12
+"""Digits of a checksum that are kept: by chance, one of 2^48 changes goes unseen."""
+
+
+def take_fingerprint(config: Config, model: Model, sources: Sources, user: object | None = None) -> Fingerprint:
+    """The fingerprint of what a run with these settings and sources reads.
+
+    `model` are the settings of the model with its path; `user` is an environment that was given as an object.
+    """
+    splits = {"train": sources.train.tasks, "dev": sources.dev.tasks, "test": sources.test.tasks}
+    return {
+        **_files({f"file {path}": path for path in _row_files(config)}),
+        **{name: text for split, tasks in splits.items() for name, text in _rows(split, tasks)},
+        **dict(_code(config, user)),
+        **_files(dict(_model_files(config, model))),
+        **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
+    }
+
+
+def _row_files(config: Config) -> Iterator[Path]:
+    """The files on this machine that the settings name for rows; of a folder those that may hold a table."""
+    environment = config.environment
+    for source in (*getattr(environment, "train_files", ()), *getattr(environment, "test_files", ())):
+        path = Path(source if Path(source).expanduser().exists() else source.rpartition("@")[0] or source).expanduser()
+        if is_url(source):
+            continue
+        if path.is_dir():
+            yield from (file for file in path.rglob("*") if file.suffix in FORMATS)
+        else:
+            yield from [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+
+
+def _rows(split: str, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
+    yield f"number of {split} rows", str(len(tasks))
+    count = len(tasks) if isinstance(tasks, list | tuple) else min(len(tasks), MAX_ROWS)
+    for index in np.linspace(0, len(tasks) - 1, count).astype(int).tolist():
+        place = place_of(tasks, index)
+        yield f"{split} row {index}" + (f" ({place.where})" if place else ""), _row(tasks, index)
+
+
+def _row(tasks: Sequence[Task], index: int) -> str:
+    try:
+        task = tasks[index]
+    except DataError:
+        return "a bad row"
+    digest = hashlib.sha256()
+    for part in _parts((task.question, task.answer, task.kind, task.images, task.row)):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    """The content of a value, piece by piece; of an object of unknown type only the name of that type."""
+    match value:
+        case bytes():
+            yield value
+        case str() | int() | float() | None:
+            yield str(value).encode("utf-8", "surrogatepass")
+        case np.ndarray():
+            yield from _parts((str(value.shape), value.tobytes()))
+        case Image():
+            yield from _parts((str(value.size), value.mode, value.tobytes()))
+        case ImageRef(source=str() as name):
+            yield name.encode("utf-8", "surrogatepass") if is_url(name) else _image_file(Path(name))
+        case ImageRef(source=source):
+            yield from _parts(source)
+        case Mapping():
+            yield from _parts(list(value.items()))
+        case list() | tuple():
+            for each in value:
+                yield from _parts(each)
+        case _:
+            yield type(value).__name__.encode()
+
+
+def _image_file(path: Path) -> bytes:
+    try:
+        return checksum(path, MAX_IMAGE_BYTES).encode()
+    except OSError:
+        return b"a file that cannot be read"  # when the row is drawn it is a bad one
+
+
+def _code(config: Config, user: object | None) -> Iterator[tuple[str, str]]:
+    """Checksums of the files, or of the class, that the user's own reward and environment are defined in."""
+    own = config.environment.file if isinstance(config.environment, OwnEnvironment) else None
+    for setting, spec in (("reward", config.reward), ("environment", own)):
+        if spec is not None:
+            yield f"code of {setting}={spec}", checksum(Path(spec.rpartition(":")[0]).expanduser(), MAX_FILE_BYTES)
+    if user is not None:
+        yield f"code of the environment {type(user).__name__}", _source(type(user))
+
+
+def _source(made: type) -> str:
+    try:
+        return hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:_DIGITS]
+    except (OSError, TypeError):
+        return "without a source file"  # typed into an interpreter
+
+
+def _model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
+    """The files of the policy's model, of an adapter that it starts from, and of a reward model."""
+    reward = config.environment.reward_model if isinstance(config.environment, CaptionEnvironment) else None
+    folders = {
+        "model": _model_folder(model),
+        "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
+        "reward model": Path(reward.path) if reward else None,
+    }
+    for name, folder in folders.items():
+        found = sorted(folder.expanduser().glob("*")) if folder else []
+        yield from ((f"file of the {name} {file.name}", file) for file in found if file.suffix in _MODEL_FILES)
+
+
+def _model_folder(model: Model) -> Path | None:
+    """The folder of a model: its path, or its snapshot in the cache of the hub."""
+    assert model.path is not None, "a tiny model has a folder by now"
+    if Path(model.path).expanduser().is_dir():
+        return Path(model.path)
+    cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _files(paths: Mapping[str, Path]) -> dict[str, str]:
+    """Entries of files by name, of which at most MAX_FILE_BYTES are read in all."""
+    return {name: checksum(path, MAX_FILE_BYTES // len(paths)) for name, path in paths.items()}
+
+
+def checksum(path: Path, max_bytes: int) -> str:
+    """Size and checksum of a file; where it is larger than `max_bytes`, of evenly spaced blocks of about so many."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= max_bytes:
+            return f"{size} bytes, {hashlib.file_digest(file, 'sha256').hexdigest()[:_DIGITS]}"
+        return f"{size} bytes, {_checksum_of_blocks(file, size, max_bytes)} in part"
+
+
+def _checksum_of_blocks(file: BinaryIO, size: int, max_bytes: int) -> str:
+    digest, block = hashlib.sha256(), min(_BLOCK_BYTES, max_bytes)
+    for start in np.linspace(0, size - block, max(2, max_bytes // block)).astype(int).tolist():
+        file.seek(start)
+        digest.update(file.read(block))
+    return digest.hexdigest()[:_DIGITS]
