@@ -15,11 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, rloo
+from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from fovea.algorithms.gae import gae, whiten
 from fovea.algorithms.kl import ESTIMATORS
 from fovea.algorithms.value_loss import explained_variance
-from fovea.config.algorithm_parts import DrGrpo, Gae, Grpo, KlInReward, ReinforcePlusPlus, Rloo
+from fovea.config.algorithm_parts import (
+    DrGrpo,
+    Gae,
+    Grpo,
+    KlInReward,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Rloo,
+)
 from fovea.config.run import Algorithm
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
@@ -40,6 +48,11 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
     match settings.advantage:
         case Gae() as advantage:
             batch, metrics = _by_values(batch, penalties, advantage)
+        case ReinforcePlusPlusBaseline():
+            lengths_PG = torch.tensor([int(sample.mask_T.sum()) for sample in batch.samples]).view(
+                len(batch.groups), -1
+            )
+            batch, metrics = _by_groups(batch, penalties, lambda x: reinforce_plus_plus_baseline(x, lengths_PG)), {}
         case ReinforcePlusPlus():
             batch, metrics = _by_actions(batch, penalties), {}
         case Grpo() | DrGrpo() | Rloo() as advantage:

@@ -22,6 +22,8 @@ from fovea.config.run import Algorithm
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, TurnTokens
 
 Value = TypeVar("Value", bound=np.generic)
+WHITENED = ("reinforce++", "reinforce++_baseline", "gae")
+"""Advantages with the mean of the whole step as a baseline, which groups of equal rewards have a part in."""
 COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
 
 
@@ -72,16 +74,20 @@ def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> floa
 
 def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) -> list[list[float]]:
     """Loss weight of each episode's tokens, per group; normalised over the whole step (`algorithms.aggregation`)."""
-    lengths = [episode.num_action_tokens for group in groups for episode in group.episodes]
-    weights = iter(sample_weights(settings.aggregation, lengths, max_response_tokens=max_new_tokens))
-    return [[float(next(weights)) for _ in group.episodes] for group in groups]
+    episodes = [episode for group in groups for episode in group.episodes]
+    masked = [settings.mask_truncated and episode.was_truncated for episode in episodes]
+    # masked completions keep their place in means over completions, and add no tokens to means over tokens
+    lengths = [0 if out else episode.num_action_tokens for episode, out in zip(episodes, masked, strict=True)]
+    weights = sample_weights(settings.aggregation, lengths, max_response_tokens=max_new_tokens)
+    weight = iter(np.where(masked, 0.0, weights).tolist())
+    return [[next(weight) for _ in group.episodes] for group in groups]
 
 
 def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm) -> list[int]:
     """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
     # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
     # function, groups of one) and where a KL term acts on every token
-    if rewards_PG.shape[1] == 1 or settings.advantage.name in ("reinforce++", "gae") or settings.kl:
+    if rewards_PG.shape[1] == 1 or settings.advantage.name in WHITENED or settings.kl:
         return list(range(len(rewards_PG)))
     silent = (~signal_P).nonzero()[:, 0]
     worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
@@ -168,7 +174,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "accuracy": _mean([episode.score.accuracy for episode in episodes]),
         "response_tokens_mean": _mean(lengths),
         "response_tokens_max": float(max(lengths)),
-        "truncated_frac": _mean([episode.last.finish == "length" for episode in episodes]),
+        "truncated_frac": _mean([episode.was_truncated for episode in episodes]),
     }
     if len(groups[0].episodes) > 1:
         metrics["groups/without_signal_frac"] = _mean([not _differs(group) for group in groups])

@@ -206,6 +206,11 @@ class Episode:
         """The turn that ended the episode."""
         return self.turns[-1]
 
+    @property
+    def was_truncated(self) -> bool:
+        """Whether the last turn ended at the limit of tokens, and not by itself."""
+        return self.last.finish == "length"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

@@ -58,6 +58,16 @@ def test_of_the_whole_step() -> None:
     assert found[2] == pytest.approx([1 / 18 * by] * 2, rel=1e-5)
 
 
+def test_of_the_whole_step_less_the_groups_mean() -> None:
+    """Two tokens of 0.5, three of -0.5 and four of 0: mean -1/18, squares 2 (5/9)^2 + 3 (4/9)^2 + 4 (1/18)^2 =
+    99/81, over 8: a reward of 0.5 twice is the mean of its group, and no longer that of the step."""
+    by = 1 / math.sqrt(99 / 81 / 8)
+    found = advantages(TWO_GROUPS, advantage="reinforce++_baseline")
+    assert found[0] == pytest.approx([5 / 9 * by] * 2, rel=1e-5)
+    assert found[1] == pytest.approx([-4 / 9 * by] * 3, rel=1e-5)
+    assert found[3] == pytest.approx([1 / 18 * by] * 2, rel=1e-5)
+
+
 def test_of_the_whole_step_a_kl_counts_for_what_comes_before_it() -> None:
     """Hu et al.: A_t = R - beta * sum of the KL from t on. Returns 0.9 1.0 and 0 0: mean 0.475, squares .425^2 +
     .525^2 + 2 * .475^2 = 0.9075, over 3 = 0.3025 = 0.55^2."""

@@ -75,6 +75,7 @@ def test_the_overlong_penalty_reaches_the_reward() -> None:
     [
         ({}, 2),
         ({"advantage": "reinforce++"}, 4),
+        ({"advantage": "reinforce++_baseline"}, 4),
         ({"advantage": "gae"}, 4),
         ({"kl": {"coef": 0.1}}, 4),
         ({"advantage": "rloo"}, 2),

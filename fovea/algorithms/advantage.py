@@ -1,4 +1,4 @@
-"""Critic-free advantage estimators (group baselines, REINFORCE++), and DAPO's overlong penalty.
+"""Critic-free advantage estimators (group baselines, both of REINFORCE++), and DAPO's overlong penalty.
 
 Every estimator returns advantages of the shape of its first argument. PPO's estimator, which needs a critic, is in
 `gae.py`.
@@ -15,15 +15,19 @@ from fovea.algorithms.gae import whiten
 
 STD_EPSILON = 1e-6
 # In float32 the mean of n rewards of 0.1 is not exactly 0.1. Dividing that rounding error by a standard deviation near
-# zero would turn it into a full-sized advantage, so a group is tested for a spread above this tolerance, not above 0.
+# zero would turn it into a full-sized advantage, so a group is tested for a spread above some roundings of its rewards.
 SAME_REWARD = 1e-6
 
 
 def has_signal(rewards_PG: Tensor) -> Tensor:
-    """Whether the rewards of each group differ, [P]; also True for a group with a reward that is not finite."""
+    """Whether the rewards of each group differ, [P]; also True for a group with a reward that is not finite.
+
+    They differ where their range is above a millionth of the group's largest absolute reward.
+    """
+    range_P = rewards_PG.amax(1) - rewards_PG.amin(1)
     # `not (range <= tolerance)` and not `range > tolerance`: a NaN must reach the loss, which stops the update, rather
-    # than be replaced by an advantage of 0
-    return ~(rewards_PG.amax(1) - rewards_PG.amin(1) <= SAME_REWARD)
+    # than be replaced by an advantage of 0; the tolerance of an infinite reward would be infinite
+    return ~((range_P <= SAME_REWARD * rewards_PG.abs().amax(1)) & range_P.isfinite())
 
 
 def grpo(rewards_PG: Tensor) -> Tensor:
@@ -73,6 +77,26 @@ def reinforce_plus_plus(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
     if not has_signal(returns_BT[mask_BT][None])[0]:
         return torch.zeros_like(returns_BT)
     return whiten(returns_BT, mask_BT)
+
+
+def reinforce_plus_plus_baseline(rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
+    """Rewards minus the mean of their group, whitened over all action tokens of the batch.
+
+    `lengths_PG` is the number of action tokens of each episode, by which it weighs in mean and variance: the whitening
+    of `gae.whiten` with one value per token. Exactly 0 where no group has a signal. Hu et al., REINFORCE++, arXiv
+    2501.03262, the variant with a baseline, for several episodes per prompt. Raises ValueError for groups of one.
+    """
+    if rewards_PG.shape[1] == 1:
+        raise ValueError(
+            "reinforce++_baseline compares an episode with its group, and groups of 1 have no other: use 2 or more"
+        )
+    centred_PG = _where_signal(rewards_PG, rewards_PG - rewards_PG.mean(1, keepdim=True))
+    if not has_signal(rewards_PG).any():
+        return centred_PG
+    tokens_BT = torch.arange(int(lengths_PG.max()))[None] < lengths_PG.flatten()[:, None]
+    whitened_BT = whiten(centred_PG.flatten()[:, None].expand(tokens_BT.shape), tokens_BT)
+    # the same value at all tokens of an episode; an episode without any has nothing to weigh
+    return whitened_BT[:, 0].view_as(rewards_PG)
 
 
 def _where_signal(rewards_PG: Tensor, advantages_PG: Tensor) -> Tensor:

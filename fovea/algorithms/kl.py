@@ -36,7 +36,16 @@ def k3(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
     return (x_A.expm1() - x_A).clamp(0.0, MAX_KL)
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def k3_plus(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2, for a loss: both of them are unbiased on-policy.
+
+    The gradient of k3 itself is on average that of the reverse KL(other || policy). k3+ of verl's `kl_penalty`.
+    """
+    through_A = k2(logprobs_A, other_logprobs_A)
+    return k3(logprobs_A, other_logprobs_A).detach() + through_A - through_A.detach()
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}
 """Estimators by the value of `algorithm.kl.estimator`."""
 
 

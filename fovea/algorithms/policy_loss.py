@@ -55,17 +55,19 @@ def gspo_loss(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None,
 ) -> PolicyLoss:
     """The clipped surrogate with a sequence-level ratio s = exp(mean over the completion's tokens of lp - lp_old).
 
     `lengths` is the number of action tokens of each completion. s is a geometric mean and stays close to 1: the
-    paper's clip bounds are 3e-4 and 4e-4. Zheng et al., GSPO, arXiv 2507.18071, section 4.3 (GSPO-token).
+    paper's clip bounds are 3e-4 and 4e-4. `dual_clip` as in `clipped_loss`, with s for r; the paper has none. Zheng et
+    al., GSPO, arXiv 2507.18071, section 4.3 (GSPO-token).
     """
     # sg[s] exp(lp - sg[lp]) has the value of s and the gradient of the token's own log-prob: under the aggregation
     # seq-mean-token-mean these gradients sum to that of s, and per-token advantages remain possible
     log_ratios_S = sequence_means((logprobs_A - old_logprobs_A).detach(), lengths)
     ratio_A = spread(ratios(log_ratios_S), lengths) * (logprobs_A - logprobs_A.detach()).exp()
-    return _clipped(ratio_A, advantages_A, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+    return _clipped(ratio_A, advantages_A, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def cispo_loss(

@@ -32,7 +32,9 @@ from fovea.config.base import (
 )
 from fovea.config.papers import DEFAULTS_OF
 
-AlgorithmName: TypeAlias = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "ppo"]
+AlgorithmName: TypeAlias = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++_baseline", "ppo"
+]
 Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -64,6 +66,9 @@ class Algorithm(Section):
     penalty, a value function or reinforce++, which act on them anyway)."""
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong | None = None
+    mask_truncated: bool = False
+    """Overlong filtering: leave completions that were cut at rollout.max_new_tokens out of the loss; their rewards stay
+    in the baseline of their group."""
     ppo_epochs: PositiveInt = 1
     """Passes over the completions of a step."""
     minibatches: PositiveInt = 1

@@ -37,6 +37,8 @@ class GspoLoss(Section):
     """Lower bound of the length-normalised ratio of a completion: 1 - clip_low."""
     clip_high: NonNegativeFloat = 4e-4
     """Upper bound of the length-normalised ratio of a completion: 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bound on the loss of a completion with a negative advantage whose ratio runs away; null: off."""
 
 
 class CispoLoss(Section):
@@ -88,6 +90,12 @@ class ReinforcePlusPlus(Section):
     name: Literal["reinforce++"] = "reinforce++"
 
 
+class ReinforcePlusPlusBaseline(Section):
+    """Reward less the group's mean, whitened over the step."""
+
+    name: Literal["reinforce++_baseline"] = "reinforce++_baseline"
+
+
 class Critic(Section):
     """The value function of PPO."""
 
@@ -115,7 +123,9 @@ class Gae(Section):
     critic: Critic = Field(default_factory=Critic)
 
 
-AdvantageConfig: TypeAlias = Annotated[Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae, Field(discriminator="name")]
+AdvantageConfig: TypeAlias = Annotated[
+    Grpo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae, Field(discriminator="name")
+]
 
 
 class KlInLoss(Section):
@@ -125,8 +135,9 @@ class KlInLoss(Section):
     coef: PositiveFloat = 0.01
     """Weight of the KL divergence from the model that RL began with."""
     # k1's gradient is 0 on average, so that in the loss it would hold nothing
-    estimator: Literal["k2", "k3"] = "k3"
-    """Estimator of the KL divergence from the log-probs of the sampled tokens (Schulman's k2, k3)."""
+    estimator: Literal["k2", "k3", "k3+"] = "k3"
+    """Estimator of the KL divergence from the log-probs of the sampled tokens (Schulman's k2, k3). k3+: the value of
+    k3 with the gradient of k2, which is that of the KL divergence on average; k3's is that of the reverse one."""
 
 
 class AdaptiveKl(Section):

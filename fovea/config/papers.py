@@ -29,6 +29,11 @@ DEFAULTS_OF: dict[str, Tree] = {
     },
     # Hu et al., arXiv 2501.03262: the KL in the reward
     "reinforce++": {"advantage": "reinforce++", "kl": {"name": "reward", "coef": 0.01}},
+    # the same paper's variant for several answers per prompt: k2 in the loss
+    "reinforce++_baseline": {
+        "advantage": "reinforce++_baseline",
+        "kl": {"name": "loss", "coef": 0.01, "estimator": "k2"},
+    },
     # Schulman et al., arXiv 1707.06347 and 1506.02438; the numbers are those of vlm-gym, but for the limit on the KL:
     # four passes at a rate that was chosen for one wreck a policy without it (docs/log.md)
     "ppo": {

@@ -307,8 +307,10 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"algorithm.minibatches={algorithm.minibatches} is more than rollout.prompts_per_step="
             f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
         )
-    if rollout.samples_per_prompt == 1 and (algorithm.advantage.name == "rloo" or algorithm.dynamic_sampling):
-        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else "advantage=rloo"
+    advantage = algorithm.advantage.name
+    compares = advantage in ("rloo", "reinforce++_baseline")
+    if rollout.samples_per_prompt == 1 and (compares or algorithm.dynamic_sampling):
+        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else f"advantage={advantage}"
         yield (
             f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1; set "
             "rollout.samples_per_prompt=2 or more"

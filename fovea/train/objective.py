@@ -57,8 +57,8 @@ def _policy_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings:
     match settings.loss:
         case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
             return clipped_loss(*given, clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case GspoLoss(clip_low=low, clip_high=high):
-            return gspo_loss(*given, micro.lengths, clip_low=low, clip_high=high)
+        case GspoLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
+            return gspo_loss(*given, micro.lengths, clip_low=low, clip_high=high, dual_clip=dual_clip)
         case CispoLoss(clip_low=low, clip_high=high):
             return cispo_loss(*given, clip_low=low, clip_high=high)
         case SapoLoss(temperature_positive=positive, temperature_negative=negative):

@@ -20,14 +20,17 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from fovea.algorithms.aggregation import Aggregation, sample_weights
+from fovea.algorithms.aggregation import Aggregation
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.ratio import spread
+from fovea.config.run import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
+from fovea.samples import make_batch
 from fovea.train.packing import pack_row
-from fovea.types import Prompt
+from fovea.types import Completion, Group, Prompt, Score, Task
+from tests.records import one_turn
 from tests.reference import gradients, largest_relative_difference, model_inputs
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
 
@@ -35,6 +38,7 @@ FAMILY, TEMPERATURE, MAX_TOKENS = "qwen3_vl", 0.9, 12
 LENGTHS = ((5, 1), (3, 9), (4, 7))
 FLAT = [length for group in LENGTHS for length in group]
 LOW, HIGH, BETA = 0.2, 0.28, 0.04
+TRUNCATED = (1, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +50,15 @@ class Case:
     loss_type: str
     trainer: dict[str, object] = field(default_factory=dict)
     delta: float | None = None
+    truncated: tuple[int, ...] = ()
+    """Completions that `mask_truncated` leaves out."""
 
 
 CLIP = partial(clipped_loss, clip_low=LOW, clip_high=HIGH, dual_clip=None)
 
 
-def gspo(lp: Tensor, old: Tensor, advantages: Tensor) -> PolicyLoss:
-    return gspo_loss(lp, old, advantages, FLAT, clip_low=LOW, clip_high=HIGH)
+def gspo(lp: Tensor, old: Tensor, advantages: Tensor, dual_clip: float | None = None) -> PolicyLoss:
+    return gspo_loss(lp, old, advantages, FLAT, clip_low=LOW, clip_high=HIGH, dual_clip=dual_clip)
 
 
 CASES = {
@@ -69,6 +75,16 @@ CASES = {
     "gspo": Case(
         loss=gspo, mode="seq-mean-token-mean", loss_type="grpo", trainer={"importance_sampling_level": "sequence"}
     ),
+    "gspo_dual_clip": Case(
+        loss=partial(gspo, dual_clip=1.3),
+        mode="seq-mean-token-mean",
+        loss_type="grpo",
+        trainer={"importance_sampling_level": "sequence"},
+        delta=1.3,
+    ),
+    "dapo_masked": Case(loss=CLIP, mode="token-mean", loss_type="dapo", truncated=TRUNCATED),
+    "grpo_masked": Case(loss=CLIP, mode="seq-mean-token-mean", loss_type="grpo", truncated=TRUNCATED),
+    "dr_grpo_masked": Case(loss=CLIP, mode="seq-mean-token-sum-norm", loss_type="dr_grpo", truncated=TRUNCATED),
     "cispo": Case(
         loss=partial(cispo_loss, clip_low=1.0, clip_high=HIGH),
         mode="token-mean",
@@ -105,7 +121,8 @@ class Setup:
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     parts, other = tiny(FAMILY), tiny(FAMILY)
     prompts, completions = mixed_prompts(parts), random_completions(LENGTHS)
-    generator = torch.Generator().manual_seed(0)
+    # a seed with every branch in use, of tokens and of completions, the dual clip of a bad completion among them
+    generator = torch.Generator().manual_seed(158)
     made = Setup(
         ours=VLM(parts.network),
         trainer=_trainer(other, tmp_path_factory.mktemp("trl")),
@@ -156,8 +173,11 @@ def padded(rows: Sequence[Tensor], *, left: bool) -> Tensor:
     return torch.stack([torch.nn.functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
 
 
-def trl_inputs(setup: Setup) -> dict[str, object]:
-    """What TRL's trainer would have made of these completions; prompts are padded left, completions right."""
+def trl_inputs(setup: Setup, truncated: Sequence[int]) -> dict[str, object]:
+    """What TRL's trainer would have made of these completions; prompts are padded left, completions right.
+
+    Its `mask_truncated_completions` takes the truncated ones out of mask and count.
+    """
     pairs = [(p, ids) for p, group in zip(setup.prompts, setup.completions, strict=True) for ids in group]
     prompts = [torch.from_numpy(prompt.token_ids_L) for prompt, _ in pairs]
     completions = [torch.from_numpy(ids) for _, ids in pairs]
@@ -165,20 +185,44 @@ def trl_inputs(setup: Setup) -> dict[str, object]:
     kinds = [m["mm_token_type_ids"][0] if "mm_token_type_ids" in m else torch.zeros_like(ids, dtype=torch.int32)
              for m, ids in zip(models, prompts, strict=True)]  # fmt: skip
     completion_ids = padded(completions, left=False)
+    counted = [torch.full_like(ids, number not in truncated) for number, ids in enumerate(completions)]
     return {
         "prompt_ids": padded(prompts, left=True),
         "prompt_mask": padded([torch.ones_like(ids) for ids in prompts], left=True),
         "completion_ids": completion_ids,
-        "completion_mask": padded([torch.ones_like(ids) for ids in completions], left=False),
+        "completion_mask": padded(counted, left=False),
         "advantages": setup.advantages_B,
         "old_per_token_logps": padded(setup.old_A.split(FLAT), left=False),
         "ref_per_token_logps": padded(setup.reference_A.split(FLAT), left=False),
-        "num_items_in_batch": torch.tensor(sum(FLAT)),
+        "num_items_in_batch": sum(row.sum() for row in counted),
         "num_images": [len(prompt.images) for prompt, _ in pairs],
         "pixel_values": torch.cat([m["pixel_values"] for m in models if "pixel_values" in m]),
         "image_grid_thw": torch.cat([m["image_grid_thw"] for m in models if "image_grid_thw" in m]),
         "mm_token_type_ids": torch.cat([padded(kinds, left=True), torch.zeros_like(completion_ids).int()], dim=1),
     }
+
+
+def weights_of(case: Case) -> list[float]:
+    """The weights that the samples of a step carry."""
+    episodes = [
+        one_turn(
+            Task(id="0", question="q", answer="a"),
+            Completion(
+                token_ids_T=np.arange(length),
+                logprobs_T=np.zeros(length, dtype=np.float32),
+                text="",
+                finish="length" if number in case.truncated else "stop",
+                version=0,
+            ),
+            Score(reward=number, accuracy=0),
+        )
+        for number, length in enumerate(FLAT)
+    ]
+    prompt = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
+    groups = [Group(prompt=prompt, episodes=tuple(episodes[start : start + 2])) for start in range(0, len(FLAT), 2)]
+    algorithm = Algorithm(aggregation=case.mode, mask_truncated=bool(case.truncated))
+    batch, _ = make_batch(groups, algorithm, max_new_tokens=MAX_TOKENS)
+    return [sample.weight for sample in batch.samples]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -190,7 +234,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str, setup: Setup, monkeypatch
     monkeypatch.setattr(trainer.args, "delta", case.delta)
     trainer.model.zero_grad()
     setup.ours.network.zero_grad()
-    theirs = trainer._compute_loss(trainer.model, trl_inputs(setup))
+    theirs = trainer._compute_loss(trainer.model, trl_inputs(setup, case.truncated))
     theirs.backward()
 
     logprobs_A = setup.logprobs()
@@ -198,10 +242,13 @@ def test_loss_and_gradient_are_those_of_trl(name: str, setup: Setup, monkeypatch
     loss_A = result.loss_A
     if name == "kl":
         loss_A = loss_A + BETA * k3(logprobs_A, setup.reference_A)
-    weights_B = torch.tensor(sample_weights(case.mode, FLAT, max_response_tokens=MAX_TOKENS), dtype=torch.float32)
+    weights_B = torch.tensor(weights_of(case))
     ours = (loss_A * spread(weights_B, FLAT)).sum()
     ours.backward()
 
+    if case.delta is not None:
+        bounded_A = (result.ratio_A > case.delta) & (spread(setup.advantages_B, FLAT) < 0)
+        assert bounded_A.any()
     if name not in ("cispo", "sapo"):  # with every branch of the clip in use
         assert result.clipped_low_A.any()
         assert result.clipped_high_A.any()

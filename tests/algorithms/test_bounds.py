@@ -54,14 +54,14 @@ def test_the_largest_loss_of_a_bad_token(log_ratio: float) -> None:
     one, bad = torch.tensor([log_ratio]), torch.tensor([-1.0])
     assert float(clipped_loss(one, 0 * one, bad, dual_clip=None, **BOUNDS).loss_A) == pytest.approx(LARGEST, rel=1e-4)
     two = torch.tensor([-10.0, 2 * log_ratio + 10])
-    whole = gspo_loss(two, 0 * two, bad.expand(2), [2], **BOUNDS)
+    whole = gspo_loss(two, 0 * two, bad.expand(2), [2], dual_clip=None, **BOUNDS)
     assert whole.loss_A.tolist() == whole.ratio_A.tolist() == pytest.approx([LARGEST] * 2, rel=1e-4)
 
 
 def test_one_token_far_off_does_not_clamp_a_completion_that_is_near() -> None:
     """The mean is clamped, and not its parts: (50 - 47) / 2 = 1.5."""
     logs = torch.tensor([50.0, -47.0])
-    ratio = gspo_loss(logs, 0 * logs, torch.ones(2), [2], **BOUNDS).ratio_A
+    ratio = gspo_loss(logs, 0 * logs, torch.ones(2), [2], dual_clip=None, **BOUNDS).ratio_A
     assert ratio.tolist() == pytest.approx([exp(1.5)] * 2, rel=1e-4)
 
 

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, rloo
+from fovea.algorithms.advantage import (
+    dr_grpo,
+    grpo,
+    has_signal,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 
 
 def whole_step(returns: torch.Tensor) -> torch.Tensor:
@@ -15,7 +22,12 @@ def whole_step(returns: torch.Tensor) -> torch.Tensor:
     return reinforce_plus_plus(returns, torch.ones_like(returns, dtype=torch.bool))
 
 
-ESTIMATORS = [grpo, dr_grpo, rloo, whole_step]
+def one_token_each(rewards: torch.Tensor) -> torch.Tensor:
+    """reinforce++_baseline where every completion weighs the same."""
+    return reinforce_plus_plus_baseline(rewards, torch.ones_like(rewards, dtype=torch.long))
+
+
+ESTIMATORS = [grpo, dr_grpo, rloo, whole_step, one_token_each]
 REWARDS = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.0]])
 
 
@@ -92,3 +104,44 @@ def test_groups_of_one() -> None:
 def test_rloo_is_dr_grpo_times_n_over_n_minus_one(rewards: list[float]) -> None:
     group, n = torch.tensor([rewards]), len(rewards)
     torch.testing.assert_close(rloo(group), dr_grpo(group) * n / (n - 1), atol=1e-5, rtol=1e-5)
+
+
+def verl_baseline(token_rewards: torch.Tensor, mask: torch.Tensor, groups: list[int]) -> torch.Tensor:
+    """reinforce_plus_plus_baseline as verl's core_algos state it: group mean, one value per token, masked whitening."""
+    scores = token_rewards.sum(-1)
+    means = {group: scores[[g == group for g in groups]].mean() for group in groups}
+    rows = torch.stack([score - means[group] for score, group in zip(scores, groups, strict=True)])
+    values = rows[:, None].tile(1, mask.shape[1]) * mask
+    mean = (values * mask).sum() / mask.sum()
+    variance = ((values - mean).square() * mask).sum() / mask.sum()
+    variance = variance * mask.sum() / (mask.sum() - 1)
+    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+
+def test_reinforce_plus_plus_baseline_is_verls() -> None:
+    rewards = torch.tensor([[0.1, 1.0, 0.5], [1.0, 1.0, 0.0], [0.9, 0.9, 0.9]])
+    lengths = torch.tensor([[3, 7, 1], [2, 2, 9], [4, 5, 6]])
+    mask = (torch.arange(9)[None] < lengths.flatten()[:, None]).float()
+    token_rewards = torch.zeros_like(mask)
+    token_rewards[torch.arange(9), lengths.flatten() - 1] = rewards.flatten()
+    theirs = verl_baseline(token_rewards, mask, [0, 0, 0, 1, 1, 1, 2, 2, 2])
+    ours = reinforce_plus_plus_baseline(rewards, lengths)
+    torch.testing.assert_close(ours.flatten()[:, None] * mask, theirs, atol=1e-6, rtol=1e-5)
+    assert (ours[2] != 0).all(), "a silent group has its part in the mean of the step"
+
+
+def test_reinforce_plus_plus_baseline_needs_a_group() -> None:
+    with pytest.raises(ValueError, match="groups of 1 have no other: use 2 or more"):
+        reinforce_plus_plus_baseline(torch.ones(3, 1), torch.ones(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-7, 1.0, 1e6, 1e30])
+def test_equal_rewards_are_equal_at_any_scale(scale: float) -> None:
+    """A few float32 roundings of 1e6 are more than 1e-6, and rewards of 1e-7 may differ by all they are."""
+    equal = torch.tensor([[0.1, 0.1 + 1e-8, 0.1]]) * scale
+    differ = torch.tensor([[0.1, 0.1001, 0.1]]) * scale
+    rounded = equal * (1 + 2e-7 * torch.tensor([[0.0, 1.0, -1.0]]))
+    assert [bool(has_signal(x)) for x in (equal, rounded, differ)] == [False, False, True]
+    assert (grpo(rounded) == 0).all()
+    assert not has_signal(torch.zeros(1, 3))
+    assert has_signal(torch.tensor([[float("inf"), 1.0, 2.0]]))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.algorithms.kl import KlController, k1, k2, k3
+from fovea.algorithms.kl import KlController, k1, k2, k3, k3_plus
 
 
 def test_numbers_by_hand() -> None:
@@ -34,6 +34,38 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl_on_average() -> None:
     (true,) = torch.autograd.grad((lp.exp() * (lp - q.log())).sum(), logits, retain_graph=True)
     (sampled,) = torch.autograd.grad((lp.detach().exp() * k2(lp, q.log())).sum(), logits)
     torch.testing.assert_close(sampled, true)
+
+
+def test_k3_plus_is_the_kl_in_value_and_in_gradient_on_average() -> None:
+    """Value of k3, gradient of k2; k3 alone has the gradient of the KL in the other direction."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    lp = logits.log_softmax(0)
+    true = (lp.exp() * (lp - q.log())).sum()
+    (gradient,) = torch.autograd.grad(true, logits, retain_graph=True)
+    p = lp.detach().exp()
+    sampled = (p * k3_plus(lp, q.log())).sum()
+    torch.testing.assert_close(sampled, true)
+    torch.testing.assert_close(torch.autograd.grad(sampled, logits, retain_graph=True)[0], gradient)
+    (of_k3,) = torch.autograd.grad((p * k3(lp, q.log())).sum(), logits)
+    assert not torch.allclose(of_k3, gradient, atol=1e-2)
+
+
+def verl_kl_penalty(lp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    """k3+ as verl's core_algos state it, clamps included."""
+    x = (ref - lp).clamp(-20, 20)
+    forward = (x.exp() - x - 1).clamp(-10, 10)
+    backward = 0.5 * (lp - ref).square()
+    return backward - backward.detach() + forward.detach()
+
+
+def test_k3_plus_is_verls() -> None:
+    """Far outside of the clamps too, where the value is bounded and the gradient is not."""
+    ref = torch.linspace(-30, 30, 41) - 1
+    ours, theirs = (torch.full_like(ref, -1.0, requires_grad=True) for _ in range(2))
+    first, second = k3_plus(ours, ref), verl_kl_penalty(theirs, ref)
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), ours)[0], torch.autograd.grad(second.sum(), theirs)[0])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def sapo(lp: Tensor, old: Tensor, advantages: Tensor, _lengths: Sequence[int]) -
 
 LOSSES: dict[str, Loss] = {
     "clip": clip,
-    "gspo": partial(gspo_loss, clip_low=0.2, clip_high=0.28),
+    "gspo": partial(gspo_loss, clip_low=0.2, clip_high=0.28, dual_clip=None),
     "cispo": cispo,
     "sapo": sapo,
 }
@@ -43,7 +43,9 @@ def test_gspo_by_hand() -> None:
     # completion 2: -.5 -.1 -.6, mean -.4, s = .670320, A < 0: clipped at .8
     log_ratios = torch.tensor([0.1, 0.3, 0.6, -0.5, -0.1, -0.6])
     advantages = torch.tensor([1.0, 1.0, 2.0, -1.0, -1.0, -1.0])
-    result = gspo_loss(log_ratios - 1, torch.full((6,), -1.0), advantages, [2, 1, 3], clip_low=0.2, clip_high=0.28)
+    result = gspo_loss(
+        log_ratios - 1, torch.full((6,), -1.0), advantages, [2, 1, 3], clip_low=0.2, clip_high=0.28, dual_clip=None
+    )
     torch.testing.assert_close(result.loss_A, torch.tensor([-1.221403, -1.221403, -2.56, 0.8, 0.8, 0.8]))
     torch.testing.assert_close(result.ratio_A, torch.tensor([1.221403] * 2 + [1.822119] + [0.670320] * 3))
     assert result.clipped_high_A.tolist() == [False, False, True, False, False, False]
@@ -121,7 +123,9 @@ def test_loss_and_gradient_are_those_of_the_naive_formula(name: str) -> None:
 def test_gspo_mean_has_the_gradient_of_the_sequence_ratio() -> None:
     lp = torch.tensor([-1.0, -0.7, -0.4], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -0.6, -0.5], dtype=torch.float64)
-    gspo_loss(lp, old, torch.full((3,), 1.5), [3], clip_low=0.2, clip_high=0.28).loss_A.mean().backward()
+    gspo_loss(
+        lp, old, torch.full((3,), 1.5), [3], clip_low=0.2, clip_high=0.28, dual_clip=None
+    ).loss_A.mean().backward()
     plain = lp.detach().requires_grad_()
     (-1.5 * (plain - old).mean().exp()).backward()
     torch.testing.assert_close(lp.grad, plain.grad)

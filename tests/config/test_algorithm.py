@@ -149,7 +149,7 @@ def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], mes
 @pytest.mark.parametrize(
     ("override", "key", "variants"),
     [
-        ("algorithm.loss={name: sapo, dual_clip: 3}", "algorithm.loss.dual_clip", "algorithm.loss.name=clip"),
+        ("algorithm.loss={name: sapo, dual_clip: 3}", "algorithm.loss.dual_clip", "algorithm.loss.name=clip | gspo"),
         ("algorithm.loss={name: sapo, clip_high: 0.28}", "algorithm.loss.clip_high",
          "algorithm.loss.name=clip | cispo | gspo"),
         ("algorithm.loss.temperature_positive=2", "algorithm.loss.temperature_positive", "algorithm.loss.name=sapo"),
@@ -175,7 +175,7 @@ def test_what_is_allowed_is_that_of_the_chosen_section() -> None:
 
 def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
     """Its gradient is 0 on average."""
-    with pytest.raises(ConfigError, match=r'algorithm.kl.estimator: "k1" does not fit; allowed: k2 \| k3$'):
+    with pytest.raises(ConfigError, match=r'algorithm.kl.estimator: "k1" does not fit; allowed: k2 \| k3 \| k3\+$'):
         settings("algorithm.kl.estimator=k1")
 
 
@@ -183,6 +183,8 @@ def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
     ("overrides", "message"),
     [
         (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
+        (["algorithm.advantage=reinforce++_baseline", "rollout.samples_per_prompt=1"],
+         "advantage=reinforce++_baseline compares the completions"),
         (["algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=1"],
          "dynamic_sampling=true compares"),
         (["train.groups_per_microbatch=2"], "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"),
