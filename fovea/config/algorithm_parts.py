@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import Fraction, MayChange, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class ClippedLoss(Section):
@@ -24,7 +24,8 @@ class ClippedLoss(Section):
     clip_high: NonNegativeFloat = 0.2
     """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual-clip PPO: bound on the loss of a token with a negative advantage whose ratio runs away; null: off."""
+    """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
+    null: off."""
 
 
 class GspoLoss(Section):
@@ -38,7 +39,8 @@ class GspoLoss(Section):
     clip_high: NonNegativeFloat = 4e-4
     """Upper bound of the length-normalised ratio of a completion: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Bound on the loss of a completion with a negative advantage whose ratio runs away; null: off."""
+    """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
+    null: off."""
 
 
 class CispoLoss(Section):
@@ -102,7 +104,7 @@ class Critic(Section):
     trunk: Literal["shared", "detached", "separate"] = "shared"
     """Network below the value head. shared: the policy's, trained by both losses; detached: the policy's, without the
     value loss's gradient; separate: a model of its own, initialised from the policy."""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: MayChange[PositiveFloat | None] = None
     """Peak learning rate of the value head or the separate model; default: 20 times train.learning_rate."""
     warmup_steps: NonNegativeInt = 0
     """First steps in which the value function alone is trained."""

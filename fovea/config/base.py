@@ -22,7 +22,7 @@ NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 MAY_CHANGE = "may change on resume"
 MayChange: TypeAlias = Annotated[T, MAY_CHANGE]
 """A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
-pieces things are computed or written down, not what is computed."""
+pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
 
 NAME = "name"
 """The field by which the section of a union is chosen; a text in place of the section is short for it."""

@@ -124,23 +124,23 @@ class Train(Section):
     """Optimizer, schedule and micro-batches."""
 
     backend: BackendConfig = Field(default_factory=TorchBackend)
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: MayChange[PositiveFloat] = 1e-6
     """Peak learning rate of AdamW."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     adam_eps: PositiveFloat = 1e-8
     """Term that AdamW adds to its denominator."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: MayChange[NonNegativeFloat] = 0.0
     """Decoupled weight decay of AdamW, of all weights but norms and biases."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: MayChange[PositiveFloat] = 1.0
     """Gradient clipping: largest global norm."""
-    max_skipped_updates: NonNegativeInt = 3
+    max_skipped_updates: MayChange[NonNegativeInt] = 3
     """Consecutive updates that may end early because a value was not finite; one more stops the run."""
-    lr_warmup_steps: NonNegativeInt = 10
+    lr_warmup_steps: MayChange[NonNegativeInt] = 10
     """Steps of linear learning-rate warm-up."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: MayChange[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning-rate decay from the end of the warm-up to final_lr_frac at max_steps."""
-    final_lr_frac: Fraction = 0.0
+    final_lr_frac: MayChange[Fraction] = 0.0
     """Learning rate at max_steps as a share of the peak (linear and cosine)."""
     enable_dynamic_batch_size: MayChange[bool] = True
     """Fill micro-batches up to max_tokens_per_microbatch with balanced work; false: groups_per_microbatch groups."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm_parts import KlInReward
@@ -71,19 +72,29 @@ async def _resumed(run: Run) -> TrainState:
     for damaged in run.resumed.passed_over:
         run.progress.print(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
-    _report_changed_schedule(run, saved["max_steps"])
+    _report_changed_pace(run, saved["pace"])
     await run.weight_sync.push(state.step)
     await pass_parity_gate(run, version=state.step)
     return state
 
 
-def _report_changed_schedule(run: Run, max_steps_before: int) -> None:
-    config = run.config
-    if config.max_steps != max_steps_before and config.train.lr_schedule != "constant":
-        run.progress.print(
-            f"max_steps was {max_steps_before} and is {config.max_steps}: the {config.train.lr_schedule} schedule "
-            "of the learning rate now ends there, so that the rate changes from here on"
-        )
+def _pace(config: Config) -> dict[str, Any]:
+    """The settings that a resumed run may have changed and that change its figures from there on, by their keys."""
+    train, critic = config.train, config.algorithm.critic
+    keys = ("learning_rate", "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
+    pace = {f"train.{key}": getattr(train, key) for key in keys}
+    if critic is not None:
+        pace["algorithm.advantage.critic.learning_rate"] = critic.learning_rate
+    if train.lr_schedule != "constant":
+        # where the schedule of the learning rate ends
+        pace["max_steps"] = config.max_steps
+    return pace
+
+
+def _report_changed_pace(run: Run, before: Mapping[str, Any]) -> None:
+    for key, value in _pace(run.config).items():
+        if key in before and before[key] != value:
+            run.progress.print(f"{key} was {before[key]} and is {value} from here on")
 
 
 async def pass_parity_gate(run: Run, version: int) -> None:
@@ -235,7 +246,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
         "order": run.stream.order.state(),
         "curriculum": run.stream.curriculum.state(),
         "train_state": state.to_json(),
-        "max_steps": run.config.max_steps,
+        "pace": _pace(run.config),
         "bad_rows": len(run.sources.bad_rows),
         "fingerprint": run.fingerprint,
     }

@@ -56,7 +56,7 @@ def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"seed": 1}, r"seed=1, but the run in .* began with 0; set it back to resume, or start anew"),
-        ({"train": {"learning_rate": 1e-3}}, r"train\.learning_rate=0\.001, but the run"),
+        ({"train": {"betas": (0.5, 0.6)}}, r"train\.betas=\[0\.5, 0\.6\], but the run"),
         ({"model": {"tiny": {"num_layers": 2}}}, r"model\.tiny\.num_layers=2, but the run"),
         ({"model": {"tiny": {}, "lora": {}}}, r"model\.lora"),
     ],
@@ -65,6 +65,15 @@ def test_resume_may_not_change_what_is_computed(changed: dict[str, object], mess
     holds_a_run(tmp_path)
     with pytest.raises(ConfigError, match=message):
         start(tmp_path, config(resume="auto", **changed))
+
+
+def test_resume_may_change_what_made_a_run_diverge(tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    train = {"learning_rate": 1e-7, "max_grad_norm": 0.1, "lr_schedule": "linear", "max_skipped_updates": 9}
+    start(tmp_path, config(resume="auto", train=train))
+    assert "learning_rate: 1.0e-07" in (tmp_path / "config.yaml").read_text()
+    may_change = {setting.key for setting in describe() if setting.may_change}
+    assert "algorithm.advantage.critic.learning_rate" in may_change
 
 
 def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -> None:
@@ -82,7 +91,7 @@ def test_what_may_change_stands_beside_the_field() -> None:
     may_change = {setting.key for setting in describe() if setting.may_change}
     assert {"max_steps", "log.progress", "evaluate.every_steps", "rollout.engine.reuse_gib"} <= may_change
     assert {"train.backend.logits_mib", "data.on_bad_row", "model.attention"} <= may_change
-    fixed = {"seed", "rollout.engine.name", "rollout.engine.decode_weights", "train.learning_rate", "model.path"}
+    fixed = {"seed", "rollout.engine.name", "rollout.engine.decode_weights", "train.betas", "model.path"}
     assert not fixed & may_change
 
 

@@ -326,7 +326,8 @@ class TorchPolicy:
             raise TrainError(
                 f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
                 f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate (or "
-                "algorithm.advantage.critic.learning_rate), or look for non-finite values in the model and the rewards"
+                "algorithm.advantage.critic.learning_rate), which may change on resume, or look for non-finite "
+                "values in the model and the rewards"
             )
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
