@@ -36,12 +36,15 @@ MOVED_AT_ONCE = 5
 
 def load_config(recipes: Sequence[Path], overrides: Sequence[str]) -> Config:
     """Defaults < recipes, left to right < overrides; whatever is wrong is a one-line `ConfigError`."""
-    layers = _Layers()
-    for recipe in recipes:
-        layers.add(read_recipe(recipe), str(recipe))
-    for override in sorted(map(parse_override, overrides), key=_choices_first):
-        layers.add(override, COMMAND_LINE)
-    return layers.config()
+    return _layers(recipes, overrides).config()
+
+
+def dropped_settings(recipes: Sequence[Path], overrides: Sequence[str]) -> Tree:
+    """The recipes' settings, by dotted key, that overrides dropped by choosing another member of their section."""
+    before, after = (leaves(_layers(recipes, words).values) for words in ([], overrides))
+    # null, or a value in place of a section, is what the user wrote: that is no news
+    replaced = tuple(f"{key}." for key in after)
+    return {key: value for key, value in before.items() if key not in after and not key.startswith(replaced)}
 
 
 def dump_config(config: Config, sections: Collection[str] = ()) -> str:
@@ -59,6 +62,15 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
 def keys_of(overrides: Sequence[str]) -> set[str]:
     """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
     return {key for text in overrides for key in leaves(long_forms(Config, parse_override(text)))}
+
+
+def _layers(recipes: Sequence[Path], overrides: Sequence[str]) -> _Layers:
+    layers = _Layers()
+    for recipe in recipes:
+        layers.add(read_recipe(recipe), str(recipe))
+    for override in sorted(map(parse_override, overrides), key=_choices_first):
+        layers.add(override, COMMAND_LINE)
+    return layers
 
 
 class _Layers:
