@@ -57,16 +57,17 @@ def evaluate_targets(
     split: Split,
     output_files: OutputFiles,
     trust: bool = False,
+    quiet: bool = False,
 ) -> list[TargetMetrics]:
     """Evaluate all targets, print the tables and write the output files.
 
-    `trust` lets code run that the settings of the targets' own folders name.
+    `trust` lets code run that the settings of the targets' own folders name; `quiet` leaves out the progress.
     """
     targets = parse_targets(words)
     config = shared_settings(targets, recipe, overrides, trust=trust)
-    console = Console()
+    console, progress = Console(), Console(quiet=quiet)
     eval_set = EvalSet.of(config, split)
-    results = compare(targets, eval_set, overrides, lambda text: console.print(Text(text, style="dim")), trust=trust)
+    results = compare(targets, eval_set, overrides, lambda text: progress.print(Text(text, style="dim")), trust=trust)
     metrics = target_metrics(results)
     title = f"{len(results.rows)} {split} rows of {config.environment.name}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):

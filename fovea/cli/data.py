@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from fovea.cli.errors import one_line_errors
+from fovea.cli.options import Debug, Quiet
 
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -33,13 +34,15 @@ def geospot(
     rows: TrainRows = 20_000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of places and scales.")] = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a map.")] = 64,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
     """Render locator maps, offline, from GeoNames' cities."""
-    with one_line_errors():
+    with one_line_errors(debug=debug):
         from fovea.environments.geospot.rendered import write_maps
 
-        typer.echo("reading places and drawing maps ...", err=True)
-        _report("geospot", write_maps(out, num_rows=rows, seed=seed, image_side_px=image_side_px))
+        _say("reading places and drawing maps ...", quiet)
+        _report("geospot", write_maps(out, num_rows=rows, seed=seed, image_side_px=image_side_px), quiet=quiet)
 
 
 @app.command()
@@ -51,13 +54,15 @@ def geo3k(
     split: Annotated[
         list[str] | None, typer.Option(metavar="SPLIT", help="Split to write; repeatable. [default: all three]")
     ] = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
-    """Fetch Geometry3K from the Hugging Face hub, or from a copy of it: train, validation, test."""
-    with one_line_errors():
+    """Fetch Geometry3K from the Hugging Face hub or from a copy of it."""
+    with one_line_errors(debug=debug):
         from fovea.environments.data_sets.geo3k import SPLITS, write_geo3k
 
-        typer.echo(f"reading {source} ...", err=True)
-        _report("geo3k", write_geo3k(out, source=source, splits=split or SPLITS), TINY)
+        _say(f"reading {source} ...", quiet)
+        _report("geo3k", write_geo3k(out, source=source, splits=split or SPLITS), TINY, quiet=quiet)
 
 
 @app.command()
@@ -66,13 +71,18 @@ def vqa(
     rows: TrainRows = 5_000,
     seed: Seed = 0,
     image_side_px: SideOfScene = 64,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
-    """Render scenes with questions, offline: counts, attributes, existence, yes or no, multiple choice."""
-    with one_line_errors():
+    """Render scenes with questions, offline.
+
+    Counts, attributes, existence, yes or no, multiple choice.
+    """
+    with one_line_errors(debug=debug):
         from fovea.environments.data_sets.vqa import write_vqa
 
-        typer.echo("drawing scenes ...", err=True)
-        _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY)
+        _say("drawing scenes ...", quiet)
+        _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet)
 
 
 @app.command()
@@ -81,13 +91,17 @@ def caption(
     rows: TrainRows = 5_000,
     seed: Seed = 0,
     image_side_px: SideOfScene = 64,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
     """Render scenes with one to five captions each, offline."""
-    with one_line_errors():
+    with one_line_errors(debug=debug):
         from fovea.environments.data_sets.captions import write_captions
 
-        typer.echo("drawing scenes ...", err=True)
-        _report("caption", write_captions(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY)
+        _say("drawing scenes ...", quiet)
+        _report(
+            "caption", write_captions(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet
+        )
 
 
 @app.command()
@@ -101,12 +115,17 @@ def shapes(
     ] = None,
     comparison_share: Annotated[float, typer.Option(min=0, max=1, help="environment.comparison_share.")] = 0.0,
     text_share: Annotated[float, typer.Option(min=0, max=1, help="environment.text_share.")] = 0.0,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
-    """Write rows of the demo to files, for inspection. Training does not need them: the recipe generates its own."""
-    with one_line_errors():
+    """Write rows of the demo to files, for inspection.
+
+    Training does not need them: the recipe generates its own.
+    """
+    with one_line_errors(debug=debug):
         from fovea.environments.data_sets.shapes import write_shapes
 
-        typer.echo("drawing scenes ...", err=True)
+        _say("drawing scenes ...", quiet)
         files = write_shapes(
             out,
             num_rows=rows,
@@ -117,12 +136,15 @@ def shapes(
             text_share=text_share,
         )
         _print(files)
-        typer.echo(
-            "for inspection, or for use elsewhere: fovea train recipes/shapes.yaml generates its own rows", err=True
-        )
+        _say("for inspection, or for use elsewhere: fovea train recipes/shapes.yaml generates its own rows", quiet)
 
 
-def _report(name: str, files: Iterable[Path], *beside: str) -> None:
+def _say(text: str, quiet: bool) -> None:
+    if not quiet:
+        typer.echo(text, err=True)
+
+
+def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool) -> None:
     """Print the files and the commands that train on them, also with the recipes `beside` for a small run."""
     by_split = {file.stem: file for file in _print(files)}
     held_out = by_split.get("test", by_split.get("validation"))
@@ -136,10 +158,10 @@ def _report(name: str, files: Iterable[Path], *beside: str) -> None:
     ]
     if name == "geo3k":
         settings += _dev_setting(by_split.get("validation"), held_out, default / "validation.parquet")
-    typer.echo(f"train on them: {' '.join(['fovea train', f'recipes/{name}.yaml', *settings])}", err=True)
+    _say(f"train on them: {' '.join(['fovea train', f'recipes/{name}.yaml', *settings])}", quiet)
     if beside:
         words = ["fovea train", f"recipes/{name}.yaml", *beside, *settings]
-        typer.echo(f"on a CPU, with a tiny model: {' '.join(words)}", err=True)
+        _say(f"on a CPU, with a tiny model: {' '.join(words)}", quiet)
 
 
 def _dev_setting(written: Path | None, held_out: Path, default: Path) -> list[str]:

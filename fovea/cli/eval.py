@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from fovea.cli.errors import one_line_errors
+from fovea.cli.options import Debug, Quiet
 from fovea.errors import ConfigError
 
 TARGETS_HELP = (
@@ -35,9 +36,10 @@ def evaluate(
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with metrics and example rows.")
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
-    """Evaluate several targets side by side, on the same rows with the same grader.
+    """Evaluate targets side by side, on the same rows with one grader.
 
     Examples: fovea eval runs/shapes majority --html eval.html; fovea eval Qwen/Qwen3-VL-2B-Instruct runs/geo3k
     exported/geo3k evaluate.samples_per_prompt=8 rollout.temperature=0.8.
@@ -49,7 +51,9 @@ def evaluate(
 
         keep_freed_memory()
         output_files = OutputFiles(json_file=json_file, html_file=html_file)
-        evaluate_targets(targets, overrides, recipe=recipe, split=split, output_files=output_files, trust=trust)
+        evaluate_targets(
+            targets, overrides, recipe=recipe, split=split, output_files=output_files, trust=trust, quiet=quiet
+        )
 
 
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ import typer
 
 from fovea.cli.errors import one_line_errors
 from fovea.cli.eval import TRUST_HELP
+from fovea.cli.options import Debug
 
 WORDS_HELP = "Settings of the run to override, such as model.path=NEW/FOLDER or model.device=cpu."
 
@@ -29,11 +30,12 @@ def export(
         typer.Option(metavar="ORG/NAME", help="Upload the folder to this hub repository (a new one is private)."),
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Export a trained model as a Hugging Face folder, and verify it by loading it again.
+    """Export a trained model as a Hugging Face folder, and verify it.
 
-    Example: fovea export runs/geo3k/checkpoints/step-500 --out exported/geo3k.
+    It is loaded again, and its log-probs are compared with the checkpoint's. Example:
+    fovea export runs/geo3k/checkpoints/step-500 --out exported/geo3k.
     """
     with one_line_errors(debug=debug):
         from fovea.export.export import check_repo

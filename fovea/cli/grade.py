@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fovea.cli.errors import one_line_errors
+from fovea.cli.options import Debug
 from fovea.config.environments import Gradable
 
 
@@ -22,12 +23,13 @@ def grade(
         Path | None,
         typer.Option(metavar="FILE", help="Write rows to FILE and the summary to stdout; default: rows to stdout."),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Score a file of answers as a run would: adds `score`, `parts` and `reason` to every row, and prints a summary.
+    """Score a file of answers as a run would.
 
-    The summary is one line of JSON; without --out it goes to stderr, so that stdout holds only rows. A row that cannot
-    be graded has the score null and is counted by reason. Exit code 2 if no row can be graded.
+    Adds `score`, `parts` and `reason` to every row, and prints a summary: one line of JSON, which goes to stderr
+    without --out, so that stdout holds only rows. A row that cannot be graded has the score null and is counted by
+    reason. Exit code 2 if no row can be graded.
     """
     with one_line_errors(debug=debug):
         from fovea.evaluation.grade_file import check_files, grade_file

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fovea import __version__
+from fovea.cli.completion import complete_setting
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, probe
 from fovea.cli.errors import one_line_errors
@@ -20,17 +21,21 @@ from fovea.cli.eval import evaluate
 from fovea.cli.export import export
 from fovea.cli.grade import grade
 from fovea.cli.next_commands import after_training
+from fovea.cli.options import Debug, Quiet
 from fovea.config.base import MAY_CHANGE
 from fovea.config.describe import describe
-from fovea.config.loading import dump_config, load_config
+from fovea.config.loading import dropped_settings, dump_config, load_config
+from fovea.config.type_text import show
 from fovea.errors import ConfigError, DataError
+
+HELP = ["-h", "--help"]
 
 app = typer.Typer(
     name="fovea",
     help="Post-train vision-language models by reinforcement learning.",
     epilog="Start with `fovea train recipes/shapes.yaml`; `fovea config` lists every setting.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": HELP},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -41,6 +46,11 @@ app.command()(export)
 app.command()(grade)
 
 WORDS_HELP = "YAML files of settings (later ones win), and single settings, which win over files; values are YAML."
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP, autocompletion=complete_setting),
+]
 
 
 def main() -> None:
@@ -72,10 +82,14 @@ def fovea(
 )
 def train(
     context: typer.Context,
-    words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    words: Words = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check settings, rows, reward and model files; train and write nothing.")
+    ] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
     show_help: Annotated[
-        bool, typer.Option("--help", help="Show this message, or explain the KEYs given with it.")
+        bool, typer.Option(*HELP, help="Show this message, or explain the KEYs given with it.")
     ] = False,
 ) -> None:
     """Train a model with the settings of a recipe.
@@ -89,7 +103,13 @@ def train(
             typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
             return
         recipes, overrides = sort_words(words or [])
-        config = load_config(recipes, overrides)
+        config = load_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
+        _say_dropped(recipes, overrides)
+        if dry_run:
+            from fovea.build.dry_run import plan
+
+            typer.echo("\n".join(plan(config)))
+            return
         from fovea.build.run import build
         from fovea.loop import train as train_run
         from fovea.utils.malloc import keep_freed_memory
@@ -104,9 +124,10 @@ def train(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; the run may still be going.")],
+    debug: Debug = False,
 ) -> None:
     """Write report.html (and the reward curve) of a run."""
-    with one_line_errors():
+    with one_line_errors(debug=debug):
         if not run.is_dir():
             raise DataError(f"{run}: no such run folder; `fovea train` prints the folder of a run (run_dir)")
         from fovea.report.html import write_report
@@ -121,32 +142,35 @@ def config(
         typer.Argument(
             metavar="PREFIX|RECIPE|KEY=VALUE",
             help="Keys or sections, such as rollout; recipes and settings as for train.",
+            autocompletion=complete_setting,
         ),
     ] = None,
+    debug: Debug = False,
 ) -> None:
-    """List every setting with type, default and meaning; with a recipe, show the resolved settings as YAML.
+    """List every setting, or show the resolved settings of a recipe.
 
-    Examples: fovea config rollout; fovea config recipes/shapes.yaml algorithm.name=gspo; the same followed by
-    `algorithm`, for that section alone.
+    Settings are listed with type, default and meaning; those of a recipe are YAML. Examples: fovea config rollout;
+    fovea config recipes/shapes.yaml algorithm.name=gspo; the same followed by `algorithm`, for that section alone.
     """
-    with one_line_errors():
+    with one_line_errors(debug=debug):
         prefixes = [word for word in words or [] if not _is_path(word) and "=" not in word]
         if words and len(prefixes) < len(words):
             recipes, overrides = sort_words([word for word in words if word not in prefixes], command="config")
             typer.echo(dump_config(load_config(recipes, overrides), prefixes), nl=False)
+            _say_dropped(recipes, overrides)
         else:
             typer.echo("\n".join(explain(prefix) for prefix in prefixes or [""]))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
-    words: Annotated[list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP)] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    words: Words = None,
+    debug: Debug = False,
 ) -> None:
-    """Show versions, devices and optional packages, and what to install; with a recipe, run its parity gate too.
+    """Show versions, devices and what is missing; check a recipe's parity.
 
-    The gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit code 1
-    when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
+    The parity gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit
+    code 1 when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
     """
     with one_line_errors(debug=debug):
         sorted_words = sort_words(words, command="doctor") if words else None
@@ -157,6 +181,13 @@ def doctor(
         passed = not found.broken and (sorted_words is None or check_parity(*sorted_words))
     if not passed:
         raise typer.Exit(1)
+
+
+def _say_dropped(recipes: list[Path], overrides: list[str]) -> None:
+    dropped = dropped_settings(recipes, overrides)
+    if dropped:
+        listed = ", ".join(f"{key}={show(value)}" for key, value in dropped.items())
+        typer.echo(f"settings of the recipe that another choice dropped: {listed}", err=True)
 
 
 def explain(prefix: str) -> str:
@@ -190,7 +221,9 @@ def _no_option(word: str) -> str:
     if _is_key(key):
         value = word.partition("=")[2] or "VALUE"
         return f"{word}: settings have no dashes; write {key}={value}"
-    return f"{word}: no such option; there are --debug and --help, and settings are written key=value"
+    return (
+        f"{word}: no such option; there are --dry-run, --quiet, --debug and --help, and settings are written key=value"
+    )
 
 
 def _bare_key(word: str) -> str:

@@ -29,7 +29,7 @@ def open_run_folder(folder: Path, config: Config) -> Iterator[Path]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(folder))
-            _check_run(folder, config)
+            check_run(folder, config)
             write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
         except OSError as error:
             raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
@@ -41,7 +41,7 @@ def has_checkpoint(folder: Path) -> bool:
     return any(folder.glob("checkpoints/step-*"))
 
 
-def _check_run(folder: Path, config: Config) -> None:
+def check_run(folder: Path, config: Config) -> None:
     """ConfigError unless the folder holds no run, or the one that is to be resumed."""
     if not has_checkpoint(folder):
         return

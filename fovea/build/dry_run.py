@@ -1,0 +1,78 @@
+"""`fovea train --dry-run`: all that can go wrong before a model is loaded, tried without a run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fovea.build.data import make_opener
+from fovea.build.environment import GradedEnvironment, make_environment
+from fovea.build.trial_score import try_reward
+from fovea.config.run import Config
+from fovea.environments.base import Split
+from fovea.errors import ModelError
+from fovea.models.model_files import WHOLE_MODEL
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
+from fovea.run.folder import check_run, has_checkpoint
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def plan(config: Config) -> list[str]:
+    """What the run would do, line by line; raises what the run itself would.
+
+    Counts rows, renders the first of each split, calls the user's reward and reads all files of the model but its
+    weights. Nothing is written but caches of remote files.
+    """
+    folder = Path(config.run_dir)
+    check_run(folder, config)
+    with TemporaryDirectory(prefix="fovea-dry-run-") as scratch:
+        # images are fetched into the run folder
+        elsewhere = config.model_copy(update={"run_dir": scratch})
+        graded = make_environment(elsewhere)
+        try:
+            lines = [_model(config), *(_rows(elsewhere, graded, split) for split in SPLITS)]
+            try_reward(graded)
+        finally:
+            graded.grading.close()
+    if config.reward is not None:
+        lines.append(f"reward: {config.reward}, tried on a training row")
+    return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
+
+
+def _model(config: Config) -> str:
+    path = config.model.path
+    if path is None:
+        return f"model: {config.model.name}, to be made with random weights"
+    family = load_processor(config.model).family
+    index = Path(path, INDEX_FILE)
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in files if not index.with_name(name).is_file())
+        if missing:
+            raise ModelError(f"model.path={path}: {len(missing)} files are missing, first {missing[0]}; {WHOLE_MODEL}")
+    return f"model: {path}, {type(family).__name__}"
+
+
+def _rows(config: Config, graded: GradedEnvironment, split: Split) -> str:
+    """The number of rows of a split, and the length of its first prompt where there is a tokenizer already."""
+    environment = graded.environment
+    tasks = environment.tasks(split)
+    first = environment.prompt(tasks[0])
+    if config.model.path is None:
+        return f"{split}: {len(tasks):,} rows"
+    limits = {"min_pixels": config.model.min_pixels, "max_pixels": config.model.max_pixels}
+    renderer = Renderer(load_processor(config.model), make_opener(config.data, Path(config.run_dir)), **limits)
+    prompt = renderer.prompt(first, where=tasks[0].id)
+    return f"{split}: {len(tasks):,} rows; the first prompt has {prompt.num_tokens:,} tokens, images included"
+
+
+def _steps(config: Config) -> str:
+    rollout = config.rollout
+    return (
+        f"{config.algorithm.name}: {config.max_steps:,} steps of {rollout.prompts_per_step} prompts with "
+        f"{rollout.samples_per_prompt} completions each, of at most {rollout.max_new_tokens} tokens"
+    )

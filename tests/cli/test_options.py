@@ -1,0 +1,100 @@
+"""What every command has in common: help that fits a terminal, -h, --debug, and completion by the shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fovea.cli import main as cli
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ["train", "eval", "export", "grade", "report", "config", "doctor"]
+DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes"]
+SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
+
+
+def fovea(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, words)
+
+
+@pytest.mark.parametrize("words", [[], ["data"]])
+def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
+    _, _, summaries = CliRunner().invoke(cli.app, [*words, "-h"], env={"COLUMNS": "80"}).stdout.partition("Commands:")
+    assert summaries
+    assert "..." not in summaries
+
+
+@pytest.mark.parametrize("words", [[name] for name in COMMANDS] + [["data", name] for name in DATA_SETS])
+def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
+    result = fovea(*words, "-h")
+    assert result.exit_code == 0, result.output
+    assert "-h, --help" in result.stdout
+    assert "--debug" in result.stdout
+
+
+def test_a_shell_completes_settings() -> None:
+    code = "import sys; sys.argv = ['fovea']; from fovea.cli.main import main; main()"
+    asked = {"_FOVEA_COMPLETE": "complete_bash", "COMP_WORDS": "fovea train rollout.top", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.stdout.split() == ["rollout.top_p=", "rollout.top_k="]
+
+
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(task, text, images):\n    return float(task.answer in text)\n")
+    recipe = str(ROOT / "recipes" / "shapes.yaml")
+    result = fovea("train", recipe, *SMALL, "reward=mine.py:score", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "model: tiny qwen3_vl, to be made with random weights",
+        "train: 50 rows",
+        "dev: 10 rows",
+        "test: 12 rows",
+        "reward: mine.py:score, tried on a training row",
+        "grpo: 1,200 steps of 40 prompts with 8 completions each, of at most 8 tokens",
+        "run folder: runs/shapes",
+    ]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.tiny=null", "model.path=models/absent/it"], "models/absent/it: no such folder"),
+        (["reward=mine.py:score"], "raised NameError: name 'undefined' is not defined at mine.py:2"),
+        (["run_dir=taken"], "run_dir=taken already holds a run"),
+    ],
+)
+def test_a_dry_run_fails_where_the_run_would(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(task, text, images):\n    return undefined\n")
+    Path("taken/checkpoints/step-3").mkdir(parents=True)
+    result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, *words, "--dry-run")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
+    words = ["environment.name=shapes", "model.path=null", "model.tiny={}", "environment.train_size=9"]
+    result = fovea("config", str(ROOT / "recipes" / "geo3k.yaml"), *words)
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("settings of the recipe that another choice dropped: environment.train_files=")
+    assert "train_size" not in line
+    assert fovea("config", str(ROOT / "recipes" / "shapes.yaml"), "warmup=null").stderr == ""
+
+
+def test_quiet_prints_results_only(tmp_path: Path) -> None:
+    out = tmp_path / "scenes"
+    result = fovea("data", "vqa", "--rows", "10", "--out", str(out), "--quiet")
+    assert result.stdout.split() == [str(out / "train.parquet"), str(out / "test.parquet")]
+    assert result.stderr == ""
