@@ -50,6 +50,10 @@ class TrainError(FoveaError, RuntimeError):
     """A training step that cannot be completed: a batch that does not fit, non-finite losses or gradients."""
 
 
+class ClusterError(FoveaError, RuntimeError):
+    """A worker process that has ended, failed, or cannot be reached."""
+
+
 class ParityError(FoveaError, RuntimeError):
     """Log-probs of engine and trainer for the same tokens that differ by more than the limit."""
 

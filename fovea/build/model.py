@@ -25,6 +25,7 @@ from fovea.models.vision.disk_cache import SpillFolder
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.run.folder import has_checkpoint
+from fovea.utils.launch import num_processes, rank
 
 CORPUS_ROWS = 2000
 """Training rows whose texts a tiny model's tokenizer is trained on."""
@@ -135,7 +136,9 @@ def make_feature_cache(config: Config) -> FeatureCache:
     settings = config.model
     files = None
     if settings.feature_spill_gib:
-        files = SpillFolder(Path(config.run_dir) / "features", settings.feature_spill_gib * 2**30)
+        # a folder belongs to one process
+        name = f"features-{rank()}" if num_processes() > 1 else "features"
+        files = SpillFolder(Path(config.run_dir) / name, settings.feature_spill_gib * 2**30)
     return FeatureCache(settings.feature_cache_gib * 2**30, files)
 
 

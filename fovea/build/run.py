@@ -8,16 +8,14 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from fovea.build.data import make_opener, make_order, make_sources
-from fovea.build.engine import make_engine, make_evaluator, make_tape
+from fovea.build.engine import make_evaluator
 from fovea.build.environment import GradedEnvironment, make_environment
-from fovea.build.model import locate_model, open_vlm
+from fovea.build.model import locate_model
 from fovea.build.outputs import make_profile, make_sinks, model_table, peak_tflops
-from fovea.build.policy import make_policy, make_warmup
+from fovea.build.policy import make_warmup
 from fovea.build.trial_score import try_reward
-from fovea.cluster.local import LocalPolicy, SharedWeights
+from fovea.build.workers import open_backends
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
@@ -27,7 +25,7 @@ from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
-from fovea.models.vlm import VLM
+from fovea.rollout.embedded.plain import PlainEngine
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
 from fovea.run.fingerprint import check_unchanged
@@ -53,8 +51,6 @@ def build(config: Config, environment: Environment | None = None, frames: Frames
 def _make_services(
     config: Config, graded: GradedEnvironment, folder: Path, started: float, given: Environment | None
 ) -> Run:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.resume() if config.resume == "auto" else None
     start_step = resumed.step if resumed else 0
@@ -64,7 +60,7 @@ def _make_services(
     progress.stage("making the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
-    processor, vlm = load_processor(model), open_vlm(config, model)
+    processor = load_processor(model)
     opener = make_opener(config.data, folder, progress.print)
     renderer = Renderer(processor, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
@@ -74,12 +70,11 @@ def _make_services(
     if resumed:
         before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)
-    tape = make_tape(config, vlm)
-    worker = make_policy(config, vlm, tape)
-    engine = make_engine(config, processor, vlm, tape)
-    facts = worker.describe()
+    progress.stage("loading the model")
+    backends = open_backends(config, model, processor)
+    facts = backends.policy.describe()
     progress.print(model_table(config.model.name, facts))
-    if not isinstance(vlm, VLM):
+    if isinstance(backends.engine, PlainEngine):
         progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
     sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
@@ -94,12 +89,14 @@ def _make_services(
             environment=environment,
             grading=graded.grading,
         ),
-        engine=engine,
-        policy=LocalPolicy(worker),
-        weight_sync=SharedWeights(worker, engine),
+        engine=backends.engine,
+        policy=backends.policy,
+        weight_sync=backends.weight_sync,
         warmup=make_warmup(config, environment, sources.train, renderer),
         open_image=opener,
-        evaluator=make_evaluator(config, engine, environment, graded.grading, partial(record_unscored_answer, folder)),
+        evaluator=make_evaluator(
+            config, backends.engine, environment, graded.grading, partial(record_unscored_answer, folder)
+        ),
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,

@@ -27,6 +27,7 @@ from fovea.config.describe import describe
 from fovea.config.loading import dropped_settings, dump_config, load_config
 from fovea.config.type_text import show
 from fovea.errors import ConfigError, DataError
+from fovea.utils.launch import is_worker
 
 HELP = ["-h", "--help"]
 
@@ -102,6 +103,10 @@ def train(
             keys = [key for key in map(_bare_key, words or []) if not _is_path(key) and (_is_key(key) or "." in key)]
             typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
             return
+        if is_worker():
+            from fovea.build.workers import serve_driver
+
+            return serve_driver()
         recipes, overrides = sort_words(words or [])
         config = load_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
         _say_dropped(recipes, overrides)

@@ -5,8 +5,7 @@ number (143, 130, 129). A second one, or one outside the steps, where nothing is
 signal that is ignored when the run begins, as SIGHUP is under nohup, stays ignored; handlers that the program has set
 itself stay, too.
 
-This is one process. Ranks of a policy in several processes would have to agree on the last step: `Stop.received` is
-read in one place, after a step, where they can gather it (docs/decisions/014).
+Worker processes ignore these signals: they end when the driver hangs up.
 """
 
 from __future__ import annotations

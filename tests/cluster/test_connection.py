@@ -1,0 +1,162 @@
+"""Calls over a real connection between two event loops: results, errors, and a worker that ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from threading import Thread
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from fovea.cluster.connection import ConnectedWorker, serve
+from fovea.cluster.workers import Call, Worker, Workers, WorkersEngine
+from fovea.errors import ClusterError, EngineError
+from fovea.types import Completion, Prompt, Request, Sampling
+from fovea.utils.event_loop import wait_for
+
+LIMIT_SECONDS = 20
+
+
+@dataclass
+class Engine:
+    """Answers once all requests of a turn are there, and writes down how many it saw at once."""
+
+    name: str
+    seen: list[str] = field(default_factory=list)
+    at_once: list[int] = field(default_factory=list)
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        if request.prompt.num_tokens == 0:
+            raise EngineError("a prompt without tokens")
+        self.seen.append(request.id)
+        await asyncio.sleep(0.05)
+        self.at_once.append(len(self.seen))
+        return [completion(f"{request.id}/{index}", self.name) for index in range(request.n)]
+
+    async def sleep(self) -> None:
+        self.seen.append("sleep")
+
+
+@dataclass
+class Policy:
+    async def update(self, batch: object) -> dict[str, float]:
+        if batch == "bad":
+            raise ValueError("on this rank alone")
+        return {"loss": 1.0}
+
+
+def completion(name: str, text: str) -> Completion:
+    ids, logprobs = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    return Completion(
+        id=name,
+        token_ids_T=ids,
+        logprobs_T=logprobs,
+        finish="stop",
+        text=text,
+        version=0,
+    )
+
+
+def request(name: str, n: int = 2, *, length: int = 1, **changes: Any) -> Request:
+    ids = np.zeros(length, np.int64)
+    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
+    return Request(id=name, prompt=prompt, sampling=Sampling(max_new_tokens=1), n=n, **changes)
+
+
+def worker(name: str) -> Worker:
+    return cast(Any, Worker)(policy=Policy(), engine=Engine(name), weight_sync=None)
+
+
+@dataclass
+class Remote:
+    handle: ConnectedWorker
+    worker: Worker
+    thread: Thread
+    errors: list[BaseException]
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    here, there = Pipe()
+    served, errors = worker("remote"), []
+
+    def run() -> None:
+        try:
+            wait_for(serve(served, there))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    handle = ConnectedWorker(here, 1)
+    yield Remote(handle, served, thread, errors)
+    wait_for(handle.close())
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive(), "a worker outlived its driver"
+
+
+async def result(handle: ConnectedWorker, call: Call) -> Any:
+    return await asyncio.wait_for(await handle.start(call), LIMIT_SECONDS)
+
+
+def test_requests_of_one_turn_arrive_together(remote: Remote) -> None:
+    engine = WorkersEngine(Workers(worker("local"), [remote.handle]))
+
+    async def run() -> list[Sequence[Completion]]:
+        return await asyncio.gather(*(engine.generate(request(f"r{index}")) for index in range(6)))
+
+    groups = wait_for(run())
+    assert [each.id for group in groups for each in group] == [f"r{i}/{j}" for i in range(6) for j in range(2)]
+    assert [group[0].text for group in groups] == ["local", "remote"] * 3
+    assert cast(Any, remote.worker.engine).at_once == [3, 3, 3]
+
+
+def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:
+    engine = WorkersEngine(Workers(worker("local"), [remote.handle]))
+
+    async def run() -> list[str]:
+        first = await asyncio.gather(*(engine.generate(request(f"a{index}", keep=True)) for index in range(4)))
+        # by load alone, both would go to the driver's own engine
+        later = [await engine.generate(request("b", 1, continues=group[1].id)) for group in (first[1], first[3])]
+        return [group[0].text for group in later]
+
+    assert wait_for(run()) == ["remote", "remote"]
+
+
+def test_an_engines_error_reaches_its_caller_and_the_worker_goes_on(remote: Remote) -> None:
+    async def run() -> str:
+        with pytest.raises(EngineError, match="a prompt without tokens"):
+            await result(remote.handle, Call(service="engine", method="generate", arguments=(request("r", length=0),)))
+        (first, _) = await result(remote.handle, Call(service="engine", method="generate", arguments=(request("s"),)))
+        return str(first.id)
+
+    assert wait_for(run()) == "s/0"
+
+
+def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote) -> None:
+    async def run() -> None:
+        update = Call(service="policy", method="update", arguments=("bad",))
+        with pytest.raises(ClusterError, match="ValueError: on this rank alone"):
+            await result(remote.handle, update)
+
+    wait_for(run())
+    remote.thread.join(LIMIT_SECONDS)
+    assert [type(error) for error in remote.errors] == [ExceptionGroup]
+
+
+def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: Remote) -> None:
+    async def run() -> None:
+        waiting = await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
+        bad = await remote.handle.start(Call(service="policy", method="update", arguments=("bad",)))
+        with pytest.raises(ClusterError, match="on this rank alone"):
+            await bad
+        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+            await waiting
+        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+            await result(remote.handle, Call(service="engine", method="sleep"))
+
+    wait_for(run())
