@@ -87,11 +87,14 @@ def compare_runs(case: str, tmp_path: Path) -> None:
     compare(tmp_path / "one", tmp_path / "two")
 
 
+LONG_STEPS = 8
 LONG = (
+    f"max_steps={LONG_STEPS}",
     "warmup=null",
     "model.freeze_vision_tower=false",
+    "rollout.prompts_per_step=4",
+    "environment.test_size=4",
     "checkpoint.every_steps=2",
-    "max_steps=12",
     "evaluate.every_steps=0",
 )
 
@@ -134,6 +137,7 @@ def assert_all_end(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_killed_worker_ends_the_run_which_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start_on_two(killed)
@@ -141,7 +145,7 @@ def test_a_killed_worker_ends_the_run_which_goes_on_as_if_it_had_not(tmp_path: P
     os.kill(worker, signal.SIGKILL)
     assert_all_end(process, killed)
     steps_before = len(read_metrics(killed))
-    assert steps_before < 12
+    assert steps_before < LONG_STEPS
     for run_dir in (killed, whole):
         train_on_two(*settings("recipes/shapes.yaml", run_dir, *LONG), "resume=auto")
     assert untimed(killed) == untimed(whole)
@@ -153,8 +157,8 @@ def test_sigterm_saves_on_two_processes_and_one_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert_all_end(process, tmp_path / "run")
     steps_before = len(read_metrics(tmp_path / "run"))
-    assert steps_before < 12
+    assert steps_before < LONG_STEPS
     done = fovea("train", *settings("recipes/shapes.yaml", tmp_path / "run", *LONG), "resume=auto")
     assert f"resumed at step {steps_before}" in done.stdout
     assert done.returncode == 0, done.stderr
-    assert len(read_metrics(tmp_path / "run")) == 12
+    assert len(read_metrics(tmp_path / "run")) == LONG_STEPS
