@@ -137,7 +137,6 @@ def assert_all_end(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_worker_ends_the_run_which_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start_on_two(killed)
