@@ -6,7 +6,6 @@ the options of multiple choice.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +17,10 @@ from fovea.environments.dataset_prompts import plain_answer
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
-from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy, spelled
-from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter
+from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy
+from fovea.environments.graders.vqa_choices import listed_options, option_letter, options_of, picked_letter, true_letter
+from fovea.environments.graders.vqa_claim import claim_of
 from fovea.types import Message, Score, Task, Turn
-
-_LETTER = re.compile(r"\(?([A-Z])\)?\.?")
 
 
 class Vqa(Environment):
@@ -75,21 +73,23 @@ def task_options(task: Task, config: VqaEnvironment) -> tuple[str, ...]:
 def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str] = ()) -> Grade:
     """A response against the true answer, or against those of several annotators (soft accuracy).
 
-    A truth that is one capital letter names an option: right is its letter, or its text where `options` are known.
+    With `options` the truth is a letter, and right is that letter, or the text of its option.
     """
     truths = [truth] if isinstance(truth, str) else list(truth)
     found = found_answer(prediction)
-    if truths and all(_LETTER.fullmatch(one.strip()) for one in truths):
-        picked = picked_letter(found, options)
-        found = found if picked is None else picked
-        truths = [one.strip().strip("().") for one in truths]
-    accuracy = soft_accuracy(found, truths)
+    claim = claim_of(found)
+    if options:
+        is_picked = option_letter(found) is not None
+        read = picked_letter(found, options) or (None if is_picked else picked_letter(claim.phrase, options)) or ""
+        accuracy = soft_accuracy(read, truths)
+    else:
+        accuracy, read = soft_accuracy(found, truths), claim.number or claim.phrase
     expected = shown(truths[0]) if len(set(truths)) == 1 else f"what {len(truths)} annotators say"
     verdict = "is" if accuracy == 1 else "is in part" if accuracy else "is not"
     return Grade(
         score=accuracy,
         parts={"answer": accuracy},
-        reason=f"{shown(found)}, read as {shown(spelled(found))}, {verdict} {expected}",
+        reason=f"{shown(found)}, read as {shown(read)}, {verdict} {expected}",
     )
 
 

@@ -7,12 +7,13 @@ import string
 from collections.abc import Mapping, Sequence
 
 from fovea.environments.dataset_prompts import bad_row
-from fovea.environments.graders.vqa_answer import spelled
+from fovea.environments.graders.vqa_words import spelled
 
 LETTERS = string.ascii_uppercase
-_LETTER = r"(?:\(([A-Za-z])\)|\b([A-Za-z])(?=$|[.):,]|\s+(?:because|since)\b))"
+_LETTER = r"(?:\(([A-Za-z])\)|\b([A-Za-z])(?=,?$|[.):]+(?:\s|$)|,?\s+(?:because|since)\b))"
 _PICK = re.compile(rf"^(?:the )?(?:correct )?(?:option |choice )?{_LETTER}[.):,]*\s*(.*)$", re.IGNORECASE | re.DOTALL)
-_OTHER = re.compile(r"^(?:or|and|,)?\s*\(?([A-Z])\)?(?:$|[.):,\s])")
+# a second letter, which `a` and `A` are not before a word
+_OTHER = re.compile(r"^(?:(?:or|and)\b|,)?\s*\(?(?:[A-Za-z]\)?(?:$|[.):,]|\s+(?:or|and)\b|\s+[A-Za-z]\b)|[B-Z]\)?\s)")
 
 
 def options_of(cell: object, where: str) -> tuple[str, ...]:
@@ -42,18 +43,32 @@ def true_letter(answer: str, options: Sequence[str], where: str) -> str:
     raise bad_row(where, problem, "answer_no_option")
 
 
-def picked_letter(answer: str, options: Sequence[str] = ()) -> str | None:
-    """The letter that a found answer picks; None where it picks none, several, or a letter with another's text."""
-    answer = answer.strip().strip("*`\"'").strip()
-    pick = _PICK.match(answer)
-    if pick is None:
-        texts = [spelled(option) for option in options]
-        places = [place for place, text in enumerate(texts) if text and text == spelled(answer)]
-        return LETTERS[places[0]] if len(places) == 1 else None
-    letter, rest = (pick[1] or pick[2]).upper(), pick[3]
-    if _OTHER.match(rest) or (options and letter not in LETTERS[: len(options)]):
+def option_letter(answer: str) -> str | None:
+    """The letter by which an answer picks an option, as in `B`, `(b) a dog`, `Option B`; None without exactly one."""
+    picked = _picked(answer)
+    return None if picked is None else picked[0]
+
+
+def picked_letter(answer: str, options: Sequence[str]) -> str | None:
+    """The option that a found answer picks; None where it picks none, several, or a letter with another's text."""
+    picked = _picked(answer)
+    if picked is None:
+        letters = _letters_of_text(answer, options)
+        return letters[0] if len(letters) == 1 else None
+    letter, rest = picked
+    others = _letters_of_text(rest, options)
+    return letter if letter in LETTERS[: len(options)] and (not others or letter in others) else None
+
+
+def _letters_of_text(text: str, options: Sequence[str]) -> list[str]:
+    """The letters of the options with this text."""
+    words = spelled(text)
+    return [letter for letter, option in zip(LETTERS, options, strict=False) if words and spelled(option) == words]
+
+
+def _picked(answer: str) -> tuple[str, str] | None:
+    """A letter, and what the answer says behind it."""
+    pick = _PICK.match(answer.strip().strip("*`\"'").strip())
+    if pick is None or _OTHER.match(pick[3]):
         return None
-    contradicts = any(
-        spelled(rest) == spelled(option) and place != LETTERS.index(letter) for place, option in enumerate(options)
-    )
-    return None if contradicts else letter
+    return (pick[1] or pick[2]).upper(), pick[3]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.graders.vqa_answer import found_answer, same_short_answer, soft_accuracy, spelled
+from fovea.environments.graders.vqa_answer import found_answer, same_short_answer, soft_accuracy
 from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter
+from fovea.environments.graders.vqa_words import spelled
 from fovea.environments.vqa import grade
 from fovea.errors import BadRowError
 from tests.grading import within_a_second

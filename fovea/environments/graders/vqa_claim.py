@@ -1,0 +1,194 @@
+"""The one value that a short answer claims, read without any knowledge of the true answer.
+
+An answer is a value alone (`red`, `three dogs`, `yes`), or a sentence of a few known forms that says one value:
+
+* yes or no, and a clause that agrees with it: `Yes, there is a dog.`, `No, it is not.`, `No, the dog is brown.`;
+* a count: `There are 3 dogs in the image.`, `I see 3 dogs`, `no dogs`;
+* what something is, its subject a pronoun or a noun with its article: `The car is red.`, `It's red`.
+
+Everything else claims its own words and no part of them: `yes 2 is red`, `2 or 3`, `nothing is red`, `I cannot see 3`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fovea.environments.graders.vqa_choices import option_letter
+from fovea.environments.graders.vqa_lexicon import (
+    AFFIRMATIONS,
+    COPULAS,
+    COPULAS_OF_SEVERAL,
+    DETERMINERS,
+    DOUBTS,
+    EMPHASIS,
+    NEGATIONS,
+    NOT_THINGS,
+    PRONOUNS,
+    UNCLEAR,
+    YES_WORDS,
+    either,
+)
+from fovea.environments.graders.vqa_words import (
+    MAX_CHARS,
+    NUMBER,
+    plain_words,
+    same_words,
+    spelled,
+    without_articles,
+    yes_or_no,
+)
+
+MAX_WORDS = 20
+"""The longest answer that is read as sentences; a longer response has to mark its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an answer claims, in normal form."""
+
+    phrase: str
+    """The value in the answer's own words: `3 dogs` of `There are 3 dogs`."""
+    number: str | None = None
+    """The number of a phrase that counts something: the same value without the things."""
+
+
+_COPULA = rf"{either(COPULAS)}(?: to be)?"
+_PRONOUN, _DETERMINER = either(PRONOUNS), either(DETERMINERS)
+_SUBJECT = rf"(?:{_PRONOUN}|{_DETERMINER}(?: \S+){{1,11}}?)"
+_IS = re.compile(rf"({_SUBJECT}) {_COPULA} (.+)")
+_ITS = re.compile(r"(its|thats|theres|theyre|hes|shes) (.+)")
+_IS_THE_ANSWER = re.compile(r"()(.+) is (?:(?:the|my) )?(?:(?:final|correct|right) )*answer")
+_INTRODUCTION = re.compile(
+    r"(?:(?:so|well|okay|ok|therefore|thus|hence|overall"
+    r"|(?:i|we) (?:think|believe|guess|say|would say|can say)(?: that)?"
+    r"|(?:in|from|looking at|based on) (?:the|this) (?:image|picture|photo|scene|figure|diagram)) ){1,3}(?=\S)"
+)
+_BEFORE_A_COUNT = re.compile(
+    rf"(?:(?:there {_COPULA}|theres|(?:i|we|you)(?: can)? (?:see|count|spot|find|observe|notice|saw|counted|found)"
+    rf"|{_SUBJECT} (?:has|have|had|shows?|contains?|depicts?|includes?|displays?|features?|holds?)"
+    r"|(?:total|count)(?! of)|(?:total|count|number)(?: of(?: \S+){1,4}?)? is) )?"
+)
+_COUNTED = re.compile(
+    rf"(?:(?:exactly|only|just|precisely|all|the|in total|(?:a )?total of) ){{0,3}}({NUMBER}|no)(?: (.+))?"
+)
+_CLAUSE = re.compile(
+    r"(?:(?:because|since|indeed|definitely|certainly|clearly|absolutely) )?"
+    rf"(?:(?:{_PRONOUN}|i|we|you|its|thats|theres|theyre|hes|shes)(?: .+)?|{_DETERMINER} .+)"
+)
+_TWICE = re.compile(r"\b(\w+) ?\((\w+)\)")
+# `without doubt`, and the part of `not red but blue` that is not claimed
+_NOT_DENIED = re.compile(r"(?<!\S)(?:no|without|without a) doubts?(?!\S)|(?<!\S)not(?: \S+){1,3}? but (?=\S)")
+
+
+@lru_cache(maxsize=256)  # answers of a group are often the same, and a grade asks twice
+def claim_of(answer: str) -> Claim:
+    """The claim of an answer that was found in a response."""
+    letter = option_letter(answer)
+    if letter is not None:
+        return Claim(letter.lower())
+    answer = _said_once(answer[:MAX_CHARS])
+    whole = spelled(answer)
+    if len(whole.split()) > MAX_WORDS:
+        return Claim(whole)
+    return _claim_of_sentence(answer) or _claim_of_all(re.split(r"(?<=[.!?;])\s+|\n", answer)) or Claim(whole)
+
+
+def _said_once(answer: str) -> str:
+    """An answer without repetitions in parentheses: `Three (3) dogs` are three dogs."""
+    return _TWICE.sub(lambda said: said[1 if same_words(spelled(said[1]), spelled(said[2])) else 0], answer)
+
+
+def _claim_of_all(sentences: list[str]) -> Claim | None:
+    """The claim of sentences that all claim the same."""
+    claims = [_claim_of_sentence(sentence) for sentence in sentences if spelled(sentence)]
+    first, same = claims[0] if claims else None, claims[1:]
+    if first is None or not all(other is not None and same_words(_value(first), _value(other)) for other in same):
+        return None
+    return first
+
+
+def _value(claim: Claim) -> str:
+    return claim.number or claim.phrase
+
+
+def _claim_of_sentence(sentence: str) -> Claim | None:
+    """The claim of a sentence of one of the known forms, else None."""
+    words = plain_words(sentence)
+    introduction = _INTRODUCTION.match(words)
+    if introduction is not None:
+        words = words[introduction.end() :]
+    claim = _yes_or_no(words) or _count(words) or _predicate(words)
+    return Claim(without_articles(words)) if claim is None and introduction is not None else claim
+
+
+def _yes_or_no(words: str) -> Claim | None:
+    """A leading yes or no, if nothing follows or what follows agrees with it."""
+    first, _, rest = words.partition(" ")
+    said = yes_or_no(first)
+    rest = " ".join(_NOT_DENIED.sub(" ", rest).split())
+    if said is None or not (not rest or rest in EMPHASIS or (_CLAUSE.fullmatch(rest) and _agrees(said, rest))):
+        return None
+    return Claim(said)
+
+
+def _agrees(said: str, clause: str) -> bool:
+    """Whether a clause affirms, after a yes; after a no, whether it denies or says what is the case instead."""
+    words = clause.split()
+    if not (DOUBTS | YES_WORDS).isdisjoint(words):
+        return False
+    num_negations = sum(word in NEGATIONS for word in words)
+    if said == "yes" or num_negations:
+        return num_negations == (said == "no")
+    instead = _IS.fullmatch(clause) or _ITS.fullmatch(clause)
+    if instead is None or not AFFIRMATIONS.isdisjoint(instead[2].split()):
+        return False
+    return not instead[1].startswith("there") or _counted(instead[2]) is not None
+
+
+def _count(words: str) -> Claim | None:
+    """The number of `there are exactly 3 dogs in the image`."""
+    before = _BEFORE_A_COUNT.match(words)
+    assert before is not None, words  # it matches the empty text
+    return _counted(words[before.end() :]) if _is_plain(before.group()) else None
+
+
+def _counted(words: str) -> Claim | None:
+    """The number of `exactly 3 dogs`, or of `no dogs`."""
+    match = _COUNTED.fullmatch(words)
+    if match is None:
+        return None
+    number, things = match[1], match[2] or ""
+    if not _are_things(things, number):
+        return None
+    phrase = f"{number} {without_articles(things)}".strip()
+    return Claim(phrase, "0" if number == "no" else number)
+
+
+def _are_things(words: str, number: str) -> bool:
+    """Whether words say of what there is a number, and do not take it back."""
+    things = words.split()
+    if not things:
+        return number != "no"
+    first_is_thing = things[0] not in PRONOUNS | DETERMINERS | COPULAS | NOT_THINGS | {"and"}
+    copulas = [place for place, word in enumerate(things) if word in COPULAS]
+    # of several things something may be said in the plural: `3 dogs are here`, and not `3 is red`
+    allowed = COPULAS if number in ("0", "1", "no") else COPULAS_OF_SEVERAL
+    says_little = len(copulas) <= 1 and all(things[place] in allowed and things[place + 1 :] for place in copulas)
+    return first_is_thing and says_little and _is_plain(words) and not re.search(r"\d", words)
+
+
+def _is_plain(words: str) -> bool:
+    """Whether words neither deny nor doubt, and leave a number as it is."""
+    return UNCLEAR.isdisjoint(words.split())
+
+
+def _predicate(words: str) -> Claim | None:
+    """Red of `the car is red`, and 3 of `it is 3`."""
+    said = _IS_THE_ANSWER.fullmatch(words) or _IS.fullmatch(words) or _ITS.fullmatch(words)
+    if said is None or not _is_plain(said[1]) or not COPULAS.isdisjoint(said[2].split()):
+        return None
+    value = re.sub(r"^\S+ing (?=\d)", "", said[2])
+    counted = None if value.startswith("no ") else _counted(value)
+    return counted or Claim(without_articles(said[2]))

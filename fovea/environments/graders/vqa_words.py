@@ -1,0 +1,133 @@
+"""The normal form of short answers, in which two of them are compared.
+
+The spelling follows VQA's evaluation code in its intent (case, articles, number words, punctuation, contractions),
+and departs from it where it errs: number words beyond ten are numbers, `-3` is not 3, `1,000` is 1000 and `1.000` is
+not, any apostrophe goes, and a choice `A` is no article. A sign that changes a number stays: `3+`, `>3`, `3²`.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+
+MAX_CHARS = 2000
+"""The length to which an answer is cut; a longer one is wrong unless it is marked as the answer."""
+NUMBER = r"-?\d+(?:\.\d+)?%?"
+"""The pattern of a number in normal form."""
+
+_TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", *_TEENS]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_NUMBER_WORDS = {word: n for n, word in enumerate(_ONES)} | {word: 10 * n for n, word in enumerate(_TENS, start=2)}
+_SPELLINGS = {"grey": "gray", "colour": "color", "colours": "colors", "coloured": "colored", "centre": "center"}
+_YES = {"yes", "yeah", "yep", "yup", "true", "correct"}
+_NO = {"no", "nope", "nah", "false", "incorrect", "not true", "not correct"}
+
+_APOSTROPHES = re.compile(
+    "['`\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT SINGLE QUOTATION MARK}\N{MODIFIER LETTER APOSTROPHE}\N{ACUTE ACCENT}]"
+)
+_DASHES = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}]")
+# What NFKC would take into a number: it makes 32 of a 3 with a raised 2.
+_RAISED = re.compile("[⁰¹²³⁴-⁹₀-₉]")
+# `a` is none before a single letter, as in `A B`, nor before punctuation, as in `A. yes`
+_ARTICLE = re.compile(r"\b(?:an|the)\b(?=[\s\"'*(\[_]+\w)|\ba\b(?=[\s\"'*(\[_]+(?:\d|\w[\w-]))")
+_PUNCTUATION = re.compile(r"[\"“”„«»()\[\]{}<>=+\\_@`!?;*#|~^]|…")
+_NUMBER = re.compile(NUMBER)
+# Signs that would be lost with the punctuation.
+_SIGNS = [
+    (re.compile(r"!=|≠"), " not "),
+    (re.compile(r"(?<=\d)\+"), " plus "),
+    (re.compile(r"(?:<|≤)=?(?=\s*-?[.\d])"), " under "),
+    (re.compile(r"(?:>|≥)=?(?=\s*-?[.\d])"), " over "),
+    (re.compile(r"[~≈](?=\s*-?[.\d])"), " about "),
+]
+
+
+@lru_cache(maxsize=1024)  # the truth is the same for every answer of a group
+def spelled(answer: str) -> str:
+    """A short answer in normal form."""
+    return _plain(_ARTICLE.sub(" ", _folded(answer)))
+
+
+def plain_words(answer: str) -> str:
+    """A short answer in normal form but for its articles, which tell a sentence from a list of words."""
+    return _plain(_folded(answer))
+
+
+def without_articles(words: str) -> str:
+    """A part of `plain_words` in normal form."""
+    return _ARTICLE.sub("", words).strip()
+
+
+def same_words(one: str, other: str) -> bool:
+    """Whether two answers in normal form are the same number, the same of yes and no, or the same words."""
+    if not one or not other:
+        return False
+    if _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other):
+        return one.endswith("%") == other.endswith("%") and float(one.rstrip("%")) == float(other.rstrip("%"))
+    return bool(_forms(one) & _forms(other))
+
+
+def yes_or_no(words: str) -> str | None:
+    """The yes or no of which an answer in normal form is a spelling."""
+    return "yes" if words in _YES else "no" if words in _NO else None
+
+
+def _forms(text: str) -> set[str]:
+    """The spellings of a text: `false` is `no`; `t-shirt` is `tshirt` and `t shirt`, which are not each other."""
+    text = yes_or_no(text) or text
+    return {text, re.sub(r"(?<=[^\W\d])-(?=\w)", "", text), re.sub(r"(?<=[^\W\d])-(?=\w)", " ", text)} - {""}
+
+
+def _folded(answer: str) -> str:
+    """A text without capitals, with one kind of digits and dashes, and with signs that change a number as words."""
+    text = _RAISED.sub(r" \g<0>", answer[:MAX_CHARS])
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = "".join(_plain_digit(char) for char in text)
+    text = re.sub(r"</?[a-z]{1,9}>", " ", text)
+    text = _DASHES.sub("-", _APOSTROPHES.sub("", text))  # every contraction: "don't" and "dont"
+    for pattern, word in _SIGNS:
+        text = pattern.sub(word, text)
+    return text
+
+
+def _plain(text: str) -> str:
+    """A folded text without punctuation and with its numbers as digits."""
+    text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda match: match.group().replace(",", ""), text)
+    text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text) if re.match(r"\s*-?\.\d", text) else text
+    text = re.sub(r"\.(?!\d)|(?<!\d)\.", "", text)  # not a decimal point
+    text = re.sub(r"[,:](?!\d)|(?<!\d)[,:]|,|/", " ", text)
+    text = re.sub(r"^\s*\$([^$]+)\$\s*$", r"\1", text)
+    text = _PUNCTUATION.sub(" ", text)
+    text = re.sub(rf"(?<!\S)-(?=(?:{'|'.join(_NUMBER_WORDS)})\b)", "minus ", text)
+    text = re.sub(r"(?<!\S)-(?!\d)|(?<=\s)-(?=\s)|-(?!\S)", " ", text)
+    text = " ".join(_with_numbers([_SPELLINGS.get(word, word) for word in _split_number_words(text).split()]))
+    text = re.sub(r"(?<!\S)(?:minus|negative) (?=\d)", "-", text)
+    return re.sub(r"(?<=\d) (?:%|percent|per cent)(?!\S)", "%", text)
+
+
+def _plain_digit(char: str) -> str:
+    """A digit of any script as 0 to 9."""
+    return str(unicodedata.decimal(char)) if char.isdecimal() else char
+
+
+def _split_number_words(text: str) -> str:
+    """A text with `twenty-one` as two words."""
+    return re.sub(rf"\b({'|'.join(_TENS)})-(?=(?:{'|'.join(_ONES[1:10])})\b)", r"\1 ", text)
+
+
+def _with_numbers(words: Sequence[str]) -> list[str]:
+    """The words with numbers as digits: `twenty one` is 21, `none` is 0; `two three` stays two numbers."""
+    numbers: list[str] = []
+    can_add = False
+    for word in words:
+        value = _NUMBER_WORDS.get(word)
+        if can_add and value is not None and 0 < value < 10:
+            numbers[-1] = str(int(numbers[-1]) + value)
+            can_add = False
+            continue
+        can_add = word in _TENS
+        numbers.append("0" if word == "none" else word if value is None else str(value))
+    return numbers
