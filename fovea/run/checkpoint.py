@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fovea.errors import DataError
+from fovea.run.disk import folder_bytes, room_for
 from fovea.run.manifest import damage, write_manifest
 from fovea.train.base import Policy
 from fovea.utils.files import atomic_folder
 
 STATE = "state.json"
+SAVED_BYTES_PER_PARAMETER = 12
+"""A float32 weight and AdamW's two moments of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,9 @@ class Checkpoints:
         final = self._root / f"step-{step}"
         if final.exists():
             return  # the last regular checkpoint is also the one at the end
-        with atomic_folder(final) as folder:
+        self._root.mkdir(parents=True, exist_ok=True)
+        needed_bytes = max(_estimated_bytes(policy), *map(folder_bytes, self._folders()), 0)
+        with room_for(f"the checkpoint of step {step}", self._root, needed_bytes), atomic_folder(final) as folder:
             await policy.save(folder)
             (folder / STATE).write_text(json.dumps({"step": step, **state}))
             write_manifest(folder)
@@ -104,6 +109,11 @@ class Checkpoints:
         # other names, such as a copy that the user made, are not ours to delete
         found = (folder for folder in self._root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
         return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def _estimated_bytes(policy: Policy) -> int:
+    """Size of a checkpoint, from the number of trained parameters; the first ones, without moments, are smaller."""
+    return SAVED_BYTES_PER_PARAMETER * sum(part.trainable for part in policy.describe().parameters)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

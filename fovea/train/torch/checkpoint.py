@@ -7,7 +7,10 @@ on loading every rank reads the files and keeps its own shards.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -39,10 +42,29 @@ def save_tensors(
     }
 
     def write() -> None:
-        save_file(weights, folder / f"{name}.safetensors")
-        torch.save(state, folder / f"{name}_optimizer.pt")
+        with _full_disk_as_os_error():
+            save_file(weights, folder / f"{name}.safetensors")
+            # as a file of Python's, so that its error is known: torch's own writer names none
+            with (folder / f"{name}_optimizer.pt").open("wb") as file:
+                torch.save(state, file)
 
     ranks.run_on_first(write)
+
+
+@contextmanager
+def _full_disk_as_os_error() -> Iterator[None]:
+    """OSError, as of other files, for the errors by which safetensors and torch say that a file cannot be written."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    except RuntimeError as error:
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise error.__context__ from error
 
 
 def load_tensors(folder: Path, name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -118,7 +140,12 @@ def _read(file: Path) -> dict[str, Tensor]:
 def save_reference(folder: Path, reference: nn.Module, ranks: Ranks) -> None:
     """Write the weights of a reference that a warm-up made, which therefore exist in no model folder."""
     weights = {name: _on_first(x, ranks).contiguous() for name, x in reference.named_parameters()}
-    ranks.run_on_first(lambda: save_file(weights, folder / REFERENCE))
+
+    def write() -> None:
+        with _full_disk_as_os_error():
+            save_file(weights, folder / REFERENCE)
+
+    ranks.run_on_first(write)
 
 
 def load_reference(folder: Path, reference: nn.Module) -> bool:

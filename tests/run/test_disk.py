@@ -1,0 +1,126 @@
+"""A disk that is full: said in one line before a save and amid one, with nothing half left, and no end of the run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.errors import TrainError
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from fovea.run.context import Run
+from fovea.run.disk import folder_bytes, room_for
+from fovea.train.torch.checkpoint import save_tensors
+from fovea.train.torch.ranks import ALONE
+from tests.fakes import BanditPolicy, bandit_run
+
+MIB = 2**20
+DISK_MIB = 4
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of DISK_MIB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a file system can only be mounted by root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+class LargePolicy(BanditPolicy):
+    """A policy whose checkpoints have a file of a MiB, of which `describe` knows nothing."""
+
+    async def save(self, folder: Path) -> None:
+        await super().save(folder)
+        (folder / "large").write_bytes(bytes(MIB))
+
+
+def large_run(folder: Path, *, resume: bool = False) -> Run:
+    run = bandit_run(folder, resume=resume)
+    run.policy.__class__ = LargePolicy
+    return run
+
+
+def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_was_made(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    train(large_run(tmp_path / "whole"))
+    folder, ballast = small_disk / "run", small_disk / "ballast"
+    ballast.write_bytes(bytes(2 * MIB + MIB // 2))
+    with pytest.raises(
+        TrainError,
+        match=r"no room for the checkpoint of step 10: it needs about 1\.0 MiB, and 0\.\d MiB are free in "
+        rf"{folder}/checkpoints; make room there and go on with resume=auto",
+    ):
+        train(large_run(folder))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-0"]
+    ballast.unlink()
+    resumed = large_run(folder, resume=True)
+    train(resumed)
+    rewards = [[row["reward"] for row in read_metrics(place)] for place in (tmp_path / "whole", folder)]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> None:
+    """Before the first save nobody knows how large it is."""
+    (small_disk / "ballast").write_bytes(bytes(3 * MIB + MIB // 2))
+    with pytest.raises(TrainError, match=r"checkpoint of step 0 could not be written \(No space left on device\): it"):
+        train(large_run(small_disk / "run"))
+    assert list((small_disk / "run" / "checkpoints").iterdir()) == []
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_of_file_sizes_is_one_line_too(tmp_path: Path) -> None:
+    with (
+        files_of_at_most(MIB // 2),
+        pytest.raises(TrainError, match=r"checkpoint of step 0 could not be written \(File too large\)"),
+    ):
+        train(large_run(tmp_path / "run"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [300_000, 600_000], ids=["safetensors", "torch"])
+def test_the_writers_of_tensors_say_what_the_system_said(limit: int, tmp_path: Path) -> None:
+    """Of 400 kB of weights and 800 kB of moments."""
+    weight = torch.zeros(100_000, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    with files_of_at_most(limit), pytest.raises(OSError, match="File too large") as caught:
+        save_tensors(tmp_path, "trainable", {"weight": weight.detach()}, optimizer, ALONE)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_other_errors_of_a_save_keep_their_own_words(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^other$"), room_for("it", tmp_path, 0):
+        raise RuntimeError("other")
+
+
+def test_a_folder_is_as_large_as_its_files(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.json").write_text(json.dumps([1, 2]))
+    (tmp_path / "b").write_bytes(np.zeros(3).tobytes())
+    assert folder_bytes(tmp_path) == 6 + 24
