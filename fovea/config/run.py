@@ -202,6 +202,8 @@ class Evaluate(Section):
     """Rows generated at once."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"
     """Test images that are also in the training split: count them, or stop with an error, before any training."""
+    shared_images_rows: PositiveInt | None = 10_000
+    """Rows of each split in which shared images are looked for, a fixed sample; null: all, however long it takes."""
     image_controls: bool = True
     """Image ablation: answer every question also with a shuffled and with a blank image, as text alone would be."""
     samples_per_prompt: NonNegativeInt = 0

@@ -103,6 +103,15 @@ class PromptSource:
             self._listed.add(place or _place_of_error(str(error)), error)
             return None
 
+    def look(self, make: Callable[[], Made]) -> Made | None:
+        """As `read`, for rows that the data order may never come to: a bad row is not listed."""
+        try:
+            return make()
+        except DataError:
+            if self._on_bad_row == "error":
+                raise
+            return None
+
     def with_tasks(self, tasks: Sequence[Task]) -> PromptSource:
         """A source of other tasks under the same rules, without a cache."""
         return PromptSource(

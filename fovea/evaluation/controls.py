@@ -1,16 +1,13 @@
-"""Image ablations (shuffled and blank images), and the count of test images that also occur in training."""
+"""Image ablations: shuffled and blank images."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
-from PIL.Image import Image
 
 from fovea.data.images import OpenImage
 from fovea.environments.prompt_source import PromptSource
@@ -61,23 +58,3 @@ def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task
 def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
     width, height = open_image(ref).size
     return replace(ref, source=np.full((height, width, 3), GREY, dtype=np.uint8))
-
-
-def count_shared_images(test: PromptSource, train: PromptSource, open_image: OpenImage) -> int:
-    """Number of test rows with an image that is pixel for pixel also in a training row; bad rows count as none."""
-    hashes_of_test = list(_hashes_by_row(test, open_image))
-    shared = set().union(*hashes_of_test) & set().union(*_hashes_by_row(train, open_image))
-    return sum(bool(hashes & shared) for hashes in hashes_of_test)
-
-
-def _hashes_by_row(source: PromptSource, open_image: OpenImage) -> Iterator[set[bytes]]:
-    def hashes(index: int) -> set[bytes]:
-        return {_pixel_hash(open_image(ref)) for ref in source.tasks[index].images}
-
-    for index in range(len(source)):
-        yield source.read(index, partial(hashes, index)) or set()
-
-
-def _pixel_hash(image: Image) -> bytes:
-    size = f"{image.width}x{image.height}".encode()
-    return hashlib.blake2b(image.tobytes(), digest_size=16, person=size[:16]).digest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import NotRequired, TypedDict  # pydantic needs these before Python 3.12
 
 from fovea.errors import DataError
 from fovea.evaluation.statistics import format_interval, wilson_interval
@@ -52,6 +52,7 @@ class SummaryJson(TypedDict):
     shuffled_images: float | None
     blank_images: float | None
     duplicates_across_splits: int | None
+    duplicates_searched_frac: NotRequired[float | None]
     seconds: TrainingSeconds
     steps: int
     seed: int
@@ -73,6 +74,8 @@ class Summary:
     """After RL, with every question's images replaced by blank ones."""
     duplicates_across_splits: int | None
     """Number of test rows with an image that the training split also has; None where not counted."""
+    duplicates_searched_frac: float | None = None
+    """Share of the training rows in which these were looked for; None where not counted."""
     warmup_seconds: float
     rl_seconds: float
     total_seconds: float
@@ -90,6 +93,7 @@ class Summary:
             "shuffled_images": _accuracy(self.shuffled_images),
             "blank_images": _accuracy(self.blank_images),
             "duplicates_across_splits": self.duplicates_across_splits,
+            "duplicates_searched_frac": self.duplicates_searched_frac,
             "seconds": {"warmup": self.warmup_seconds, "rl": self.rl_seconds, "total": self.total_seconds},
             "steps": self.steps,
             "seed": self.seed,
@@ -172,7 +176,9 @@ def _cell(values: Sequence[float]) -> Text:
 def _caption(summary: Summary) -> str:
     if summary.duplicates_across_splits is None:
         return ""
-    return f"Test images found in the training split: {summary.duplicates_across_splits}."
+    frac = summary.duplicates_searched_frac
+    searched = "" if frac is None or frac == 1 else f" (looked for in {100 * frac:.3g} % of its rows)"
+    return f"Test images found in the training split: {summary.duplicates_across_splits}{searched}."
 
 
 def _values(evaluation: Evaluation, kind: str | None = None) -> Sequence[float]:

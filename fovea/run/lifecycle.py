@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm_parts import KlInReward
 from fovea.config.run import Config
+from fovea.data.pixel_hashes import pixel_hashes
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ParityError, TrainError
-from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.evaluation.evaluator import dev_metrics
+from fovea.evaluation.shared_images import SharedImages, find_shared_images
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
 from fovea.report.html import write_report
@@ -47,11 +50,10 @@ async def begin(run: Run) -> TrainState:
         return await _resumed(run)
     await run.weight_sync.push(0)
     await pass_parity_gate(run, version=0)
-    run.progress.stage("looking for test images in the training split")
     # a forbidden overlap of the splits should fail before the hours of training, not after them
     kl = run.config.algorithm.kl
     state = TrainState(
-        kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=_count_shared_images(run)
+        kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=_search_shared_images(run)
     )
     run.progress.stage("evaluating on the test rows before training")
     state = replace(state, before=await evaluate_test(run, run.sources.test))
@@ -206,7 +208,8 @@ async def finish(run: Run, state: TrainState) -> Summary:
         final=final,
         shuffled_images=shuffled,
         blank_images=blank,
-        duplicates_across_splits=state.shared_images,
+        duplicates_across_splits=None if state.shared_images is None else state.shared_images.shared,
+        duplicates_searched_frac=None if state.shared_images is None else state.shared_images.train.share,
         warmup_seconds=state.warmup_seconds,
         rl_seconds=state.rl_seconds,
         total_seconds=state.total_seconds,
@@ -259,14 +262,24 @@ async def save_and_say(run: Run, state: TrainState) -> None:
     run.progress.print(f"saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
 
 
-def _count_shared_images(run: Run) -> int | None:
-    """Count test rows whose image is in the training split; TrainError where the settings forbid any."""
-    if run.config.evaluate.shared_images == "ignore":
+def _search_shared_images(run: Run) -> SharedImages | None:
+    """Look for test images in the training split; TrainError where there is one and the settings forbid it."""
+    settings, data = run.config.evaluate, run.config.data
+    if settings.shared_images == "ignore":
         return None
-    shared = count_shared_images(run.sources.test, run.sources.train, run.open_image)
-    if shared and run.config.evaluate.shared_images == "forbid":
+    folder, salt = Path(data.cache_dir).expanduser(), " ".join(data.convert_images)
+    with pixel_hashes(folder, run.open_image, salt) as pixel_hash:
+        found = find_shared_images(
+            run.sources.test,
+            run.sources.train,
+            pixel_hash,
+            sample_rows=settings.shared_images_rows,
+            say=run.progress.stage,
+        )
+    run.progress.print(str(found))
+    if found.shared and settings.shared_images == "forbid":
         raise TrainError(
-            f"{shared} held-out images are also in the training split, so that the accuracy is not held-out; "
+            f"{found.shared} held-out images are also in the training split, so that the accuracy is not held-out; "
             "split the rows by image, or set evaluate.shared_images=count"
         )
-    return shared
+    return found

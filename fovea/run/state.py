@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+from fovea.evaluation.shared_images import Searched, SharedImages
 from fovea.types import Evaluation
 
 
@@ -22,8 +23,8 @@ class TrainState:
     after_warmup: Evaluation | None = None
     warmup_seconds: float = 0.0
     rl_seconds: float = 0.0
-    shared_images: int | None = None
-    """Test rows whose image is in the training split; None: not counted."""
+    shared_images: SharedImages | None = None
+    """Test images that are in the training split; None: not looked for."""
     started: float = field(default_factory=perf_counter)
     """`perf_counter` at the start of the run in this process."""
     earlier_seconds: float = 0.0
@@ -41,7 +42,7 @@ class TrainState:
             "after_warmup": _evaluation_to_json(self.after_warmup),
             "warmup_seconds": self.warmup_seconds,
             "rl_seconds": self.rl_seconds,
-            "shared_images": self.shared_images,
+            "shared_images": asdict(self.shared_images) if self.shared_images else None,
             "total_seconds": self.total_seconds,
         }
 
@@ -55,7 +56,7 @@ class TrainState:
             after_warmup=_evaluation_from_json(saved["after_warmup"]),
             warmup_seconds=saved["warmup_seconds"],
             rl_seconds=saved["rl_seconds"],
-            shared_images=saved["shared_images"],
+            shared_images=_shared_images_from_json(saved["shared_images"]),
             started=started,
             earlier_seconds=saved["total_seconds"],
         )
@@ -70,3 +71,9 @@ def _evaluation_from_json(saved: Mapping[str, Any] | None) -> Evaluation | None:
         return None
     accuracies = {kind: tuple(values) for kind, values in saved["accuracies"].items()}
     return Evaluation(accuracies=accuracies, num_unscored=saved["num_unscored"])
+
+
+def _shared_images_from_json(saved: Mapping[str, Any] | None) -> SharedImages | None:
+    if saved is None:
+        return None
+    return SharedImages(shared=saved["shared"], test=Searched(**saved["test"]), train=Searched(**saved["train"]))

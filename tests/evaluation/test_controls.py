@@ -11,7 +11,7 @@ from fovea.config.run import ShapesEnvironment
 from fovea.data.images import ImageOpener
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.shapes.environment import Shapes
-from fovea.evaluation.controls import count_shared_images, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Task
 from tests.fakes import BanditRenderer
@@ -70,17 +70,7 @@ def test_blank_images_keep_their_size_and_nothing_else() -> None:
     assert len(np.unique(np.asarray(blank.images[0].source))) == 1
 
 
-def test_shared_images_are_found_pixel_for_pixel() -> None:
-    def task(*values: int) -> Task:
-        refs = tuple(ImageRef(source=np.full((4, 4, 3), value, dtype=np.uint8)) for value in values)
-        return Task(id="0", question="q", answer="a", images=refs)
-
-    test = source_of([task(1), task(2), task(3, 4), task()])
-    for train, shared in (([task(9), task(4, 8)], 1), ([task(1, 2), task(3)], 3), ([task(5)], 0)):
-        assert count_shared_images(test, source_of(train), opener) == shared
-
-
-def test_rows_that_cannot_be_read_are_left_out_of_controls_and_counts() -> None:
+def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
     """The second image is a file that is not there."""
     images = [ImageRef(source=np.full((8, 8, 3), 7, dtype=np.uint8)), ImageRef(source="nowhere.png", where="row 1")]
     tasks = [Task(id=str(index), question="q", answer="a", images=(ref,)) for index, ref in enumerate(images)]
@@ -90,17 +80,3 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls_and_counts() -> None:
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]
     assert list(test.bad_rows) == [1]
-    assert count_shared_images(source_of(tasks), source_of(tasks), careful_opener) == 1
-
-
-def test_an_image_of_another_shape_is_another_image() -> None:
-    wide, tall = (ImageRef(source=np.zeros(shape, dtype=np.uint8)) for shape in ((2, 8, 3), (8, 2, 3)))
-    tasks = [Task(id="0", question="q", answer="a", images=(ref,)) for ref in (wide, tall)]
-    assert count_shared_images(source_of(tasks[:1]), source_of(tasks[1:]), opener) == 0
-
-
-def test_shapes_share_no_image_across_splits() -> None:
-    environment = Shapes(ShapesEnvironment(train_size=400, dev_size=100, test_size=200), seed=3)
-    train, dev, test = (source_of(environment.tasks(split)) for split in ("train", "dev", "test"))
-    assert count_shared_images(test, train, opener) == count_shared_images(test, dev, opener) == 0
-    assert count_shared_images(dev, train, opener) == 0

@@ -25,6 +25,7 @@ SUMMARY = Summary(
     shuffled_images=evaluation(count=(3, 10), colour=(4, 10)),
     blank_images=evaluation(count=(2, 10), colour=(3, 10)),
     duplicates_across_splits=0,
+    duplicates_searched_frac=0.5,
     warmup_seconds=20.5,
     rl_seconds=100.0,
     total_seconds=130.25,
@@ -51,6 +52,7 @@ def test_json_has_the_agreed_shape() -> None:
         "shuffled_images": 0.35,
         "blank_images": 0.25,
         "duplicates_across_splits": 0,
+        "duplicates_searched_frac": 0.5,
         "seconds": {"warmup": 20.5, "rl": 100.0, "total": 130.25},
         "steps": 1200,
         "seed": 3,
@@ -109,7 +111,7 @@ def test_the_tables_have_a_row_for_each_type() -> None:
 
 def test_the_caption_says_what_the_controls_mean() -> None:
     text = " ".join(shown(SUMMARY).split())
-    assert "Test images found in the training split: 0." in text
+    assert "Test images found in the training split: 0 (looked for in 50 % of its rows)." in text
     assert "Both show the accuracy that the text alone gives." in text
     assert "text alone" not in shown(RL_ONLY)
 

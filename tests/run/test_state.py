@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from fovea.evaluation.shared_images import Searched, SharedImages
 from fovea.run.state import TrainState
 from fovea.types import Evaluation
 
@@ -17,7 +18,7 @@ def test_progress_survives_its_json_form() -> None:
         after_warmup=None,
         warmup_seconds=3.0,
         rl_seconds=5.0,
-        shared_images=4,
+        shared_images=SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60)),
         started=0.0,
     )
     saved = json.loads(json.dumps(state.to_json()))
