@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 import PIL
@@ -25,9 +26,9 @@ class PixelHashes:
     The key is the content of an encoded image; for a file its path, size and time; a URL stands for its content.
     """
 
-    def __init__(self, database: sqlite3.Connection, open_image: OpenImage, salt: str) -> None:
+    def __init__(self, connect: Callable[[], sqlite3.Connection], open_image: OpenImage, salt: str) -> None:
         """`salt` says how images are opened: other conversions give other pixels."""
-        self._database = database
+        self._connect = connect
         self._open_image = open_image
         self._salt = f"{PIL.__version__} {salt}".encode()
         self._num_new = 0
@@ -37,14 +38,15 @@ class PixelHashes:
         key = self._key(ref.source)
         if key is None:
             return pixel_hash(self._open_image(ref))
-        found = self._database.execute("SELECT pixels FROM hashes WHERE content = ?", (key,)).fetchone()
+        database = self._connect()
+        found = database.execute("SELECT pixels FROM hashes WHERE content = ?", (key,)).fetchone()
         if found is not None:
             return bytes(found[0])
         made = pixel_hash(self._open_image(ref))
-        self._database.execute("INSERT OR IGNORE INTO hashes VALUES (?, ?)", (key, made))
+        database.execute("INSERT OR IGNORE INTO hashes VALUES (?, ?)", (key, made))
         self._num_new += 1
         if self._num_new % _COMMIT_EVERY == 0:  # a writer locks out other runs until then
-            self._database.commit()
+            database.commit()
         return made
 
     def _key(self, source: object) -> bytes | None:
@@ -60,16 +62,22 @@ class PixelHashes:
 
 @contextmanager
 def pixel_hashes(folder: Path, open_image: OpenImage, salt: str) -> Iterator[PixelHashes]:
-    """The hashes kept in `folder`; DataError where they cannot be kept there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(folder / FILE, timeout=60)) as database, database:
+    """The hashes kept in `folder`, made for the first image with a key; DataError where they cannot be kept there."""
+    with ExitStack() as stack:
+
+        @cache
+        def connect() -> sqlite3.Connection:
+            folder.mkdir(parents=True, exist_ok=True)
+            database = stack.enter_context(closing(sqlite3.connect(folder / FILE, timeout=60)))
             database.execute("CREATE TABLE IF NOT EXISTS hashes (content BLOB PRIMARY KEY, pixels BLOB) WITHOUT ROWID")
-            yield PixelHashes(database, open_image, salt)
-    except sqlite3.Error as error:
-        raise DataError(
-            f"{folder / FILE} cannot be used ({error}); delete it, or set data.cache_dir to another folder"
-        ) from error
+            return stack.enter_context(database)
+
+        try:
+            yield PixelHashes(connect, open_image, salt)
+        except sqlite3.Error as error:
+            raise DataError(
+                f"{folder / FILE} cannot be used ({error}); delete it, or set data.cache_dir to another folder"
+            ) from error
 
 
 def pixel_hash(image: Image) -> bytes:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired
 
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
-from typing_extensions import NotRequired, TypedDict  # pydantic needs these before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
 from fovea.evaluation.statistics import format_interval, wilson_interval
