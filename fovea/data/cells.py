@@ -1,7 +1,8 @@
 """Image cells of a row, in the forms that data sets use, as references to images.
 
 Nothing is opened here. A path must lead into the folder of its data file: a data set that somebody else wrote must not
-read other files of this machine.
+read other files of this machine. URLs of the web and of object stores may lead anywhere; no other protocol is read,
+since fsspec knows some that read this machine or its network.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fovea.types import ImageRef
 # The smallest PNG has 67 bytes; no file name is that long without a point.
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
 _DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
+_ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
 _SKIP = "or set data.on_bad_row=skip"
 
 
@@ -32,8 +34,8 @@ def image_refs(*cells: object, where: str, folder: str | Path | None) -> tuple[I
 
     A cell is one image or a list of them; None is no image. An image is encoded bytes, also as a numpy array, a
     {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
-    is remote), an http(s) URL, a picture of Pillow's, or RGB values [height, width, 3]. `folder` is None for rows of
-    the user's own code, whose paths start at the working directory and may lead anywhere.
+    is remote), a URL (https://, http://, s3://, gs://), a picture of Pillow's, or RGB values [height, width, 3].
+    `folder` is None for rows of the user's own code, whose paths start at the working directory and may lead anywhere.
     """
     images = [image for cell in cells for image in _listed(cell)]
     folder = None if folder is None else str(folder)
@@ -93,11 +95,16 @@ def _unbase64(text: str, where: str) -> bytes:
 
 
 def _located(path: str, where: str, folder: str | None) -> str:
-    if path.startswith(("http://", "https://")):
+    if "::" in path and (is_url(path) or is_url(folder or "")):
+        # fsspec reads s3://a::file:///b as a chain of protocols that ends at a file of this machine
+        raise BadRowError(
+            f"{where}: {path[:200]} is a chain of URLs; write the URL of one image, {_SKIP}", "url_invalid"
+        )
+    if _ANYWHERE.match(path):
         return path
-    if folder is None:
-        return path if is_url(path) else os.path.abspath(path)
-    inside = _below_url(folder, path) if is_url(folder) else None if is_url(path) else _below_folder(folder, path)
+    if folder is None and not is_url(path):
+        return os.path.abspath(path)
+    inside = _below(folder or str(Path.cwd()), path)
     if inside is None:
         raise BadRowError(
             f"{where}: the path {path[:200]} leads out of {folder}, where the images of this data file are; move the "
@@ -105,6 +112,13 @@ def _located(path: str, where: str, folder: str | None) -> str:
             "image_outside_folder",
         )
     return inside
+
+
+def _below(folder: str, path: str) -> str | None:
+    """The place of a path below a folder or the URL of one; None where the path leads out of it."""
+    if is_url(folder):
+        return _below_url(folder, path)
+    return None if is_url(path) else _below_folder(folder, path)
 
 
 def _below_folder(folder: str, path: str) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
+import fsspec.asyn
 
 from fovea.data.fetch import UrlLimits, download, fetch
 from fovea.data.images import check_bytes
@@ -54,19 +55,32 @@ def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
 
 
 def remote_image(url: str, where: str, limits: UrlLimits) -> bytes:
-    """Read an image beside a remote data file, or anywhere on the web; BadRowError naming `where`."""
+    """Read an image on the web, in an object store or beside a remote data file; BadRowError naming `where`.
+
+    Object stores are read with the credentials of this machine, and retry by themselves.
+    """
     if is_web(url):
         return fetch(url, where, limits)
     filesystem, path = _filesystem(url, where)
-    with named(partial(_bad_image, where)):
-        check_bytes(int(filesystem.size(path) or 0), where, limits.max_mib)
-        content: bytes = filesystem.cat_file(path)
+    with named(partial(_bad_image, where, limits)):
+        check_bytes(int(_call(filesystem, "size", path, limits) or 0), where, limits.max_mib)
+        content: bytes = _call(filesystem, "cat_file", path, limits)
     return content
 
 
-def _bad_image(where: str, error: Exception) -> BadRowError:
+def _call(filesystem: Any, method: str, path: str, limits: UrlLimits) -> Any:
+    """A method of a filesystem, within the limit of time where the filesystem can be interrupted."""
+    if not filesystem.async_impl:
+        return getattr(filesystem, method)(path)
+    coroutine = getattr(filesystem, f"_{method}")
+    return fsspec.asyn.sync(filesystem.loop, coroutine, path, timeout=limits.timeout_seconds)
+
+
+def _bad_image(where: str, limits: UrlLimits, error: Exception) -> BadRowError:
     if isinstance(error, FileNotFoundError):
         problem, reason = "no such image file", "image_missing"
+    elif isinstance(error, TimeoutError):
+        problem, reason = f"it took more than data.url_timeout_seconds={limits.timeout_seconds:g}", "url_timeout"
     else:
         problem, reason = f"cannot be read ({type(error).__name__}: {first_line(error)})", "url_unreachable"
     return BadRowError(f"{where}: {problem}; correct the row, or set data.on_bad_row=skip", reason)
