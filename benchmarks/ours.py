@@ -38,7 +38,7 @@ from fovea.run.rollout_step import TaskStream, training_sampling
 from fovea.run.state import TrainState
 from fovea.samples import make_batch
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, ImageRef, Prompt
+from fovea.types import Batch, ImageRef, Prompt, Sampling
 from fovea.utils.event_loop import wait_for
 
 LEARNING_RATE = 1e-6
@@ -186,7 +186,9 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         weight_sync=SharedWeights(shared.policy, shared.engine),
         warmup=None,
         open_image=_open,
-        evaluator=Evaluator(shared.engine, environment, grading, max_new_tokens=1, stop=(), batch_size=1),
+        evaluator=Evaluator(
+            shared.engine, environment, grading, greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=1
+        ),
         checkpoints=Checkpoints(folder, keep=1),
         resumed=None,
         metrics=MetricsLog([]),

@@ -24,11 +24,11 @@ from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
-from fovea.errors import ConfigError, DataError
+from fovea.errors import DataError
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
-from fovea.evaluation.evaluator import AnsweredRow, Evaluator
+from fovea.evaluation.evaluator import AnsweredRow, Evaluator, image_type_of
 from fovea.evaluation.json_file import write_json
 from fovea.evaluation.tables import tables
 from fovea.models.render import Renderer
@@ -143,19 +143,14 @@ def _first_reason(answers: TargetAnswers) -> str:
 
 
 def _row(eval_set: EvalSet, index: int) -> EvalRow:
-    task, key = eval_set.tasks[index], eval_set.config.evaluate.image_type_key
-    if key is not None and key not in task.row:
-        raise ConfigError(
-            f"evaluate.image_type_key={key}, but {task.id} has no such key, only {', '.join(task.row) or 'none'}; "
-            "set one that all rows have"
-        )
+    task = eval_set.tasks[index]
     return EvalRow(
         id=task.id,
         index=index,
         kind=task.kind,
         question=task.question,
         truth=task.answer,
-        image_type=None if key is None else str(task.row[key]),
+        image_type=image_type_of(task, eval_set.config.evaluate.image_type_key),
     )
 
 

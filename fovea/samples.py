@@ -179,7 +179,9 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     if len(groups[0].episodes) > 1:
         metrics["groups/without_signal_frac"] = _mean([not _differs(group) for group in groups])
     for name in sorted({name for episode in episodes for name in episode.score.parts}):
-        metrics[f"reward/{name}"] = _mean([episode.score.parts.get(name, 0.0) for episode in episodes])
+        metrics[f"reward/{name}"] = _mean(
+            [episode.score.parts[name] for episode in episodes if name in episode.score.parts]
+        )
     metrics |= _image_metrics(episodes, "")
     kinds = sorted({episode.task.kind for episode in episodes})
     for kind in kinds if len(kinds) > 1 else []:

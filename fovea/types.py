@@ -311,10 +311,16 @@ class ParameterCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Greedy accuracies on held-out rows, by question type."""
+    """Scores of the greedy answers to held-out rows."""
 
     accuracies: Mapping[str, tuple[float, ...]]
-    """Accuracies in 0..1 by kind, one per row."""
+    """Accuracies in 0..1 by question type, one per row."""
+    by_image_type: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The accuracies by image type; empty without `evaluate.image_type_key`."""
+    rewards: tuple[float, ...] = ()
+    """Rewards, one per row."""
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Values of each named part of the reward, over the rows that have it."""
     num_unscored: int = 0
     """Rows left out because their grader gave no score."""
 

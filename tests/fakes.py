@@ -34,6 +34,7 @@ from fovea.types import (
     Metrics,
     Prompt,
     Request,
+    Sampling,
     Score,
     Task,
     Turn,
@@ -254,7 +255,9 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         weight_sync=SharedWeights(policy, engine),
         warmup=None,
         open_image=no_image,
-        evaluator=Evaluator(engine, environment, graded(environment), max_new_tokens=1, stop=(), batch_size=5),
+        evaluator=Evaluator(
+            engine, environment, graded(environment), greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=5
+        ),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([JsonlSink(folder, resume_step=resumed.step if resumed else 0)]),

@@ -19,6 +19,7 @@ from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
+from fovea.types import Sampling
 
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
@@ -91,8 +92,8 @@ def make_evaluator(
         engine,
         environment,
         grading,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop=config.rollout.stop,
+        greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, stop=config.rollout.stop),
         batch_size=config.evaluate.batch_size,
+        image_type_key=config.evaluate.image_type_key,
         note_unscored=note_unscored,
     )

@@ -197,7 +197,9 @@ class Evaluate(Section):
     dev_size: PositiveInt = 200
     """Dev rows of one evaluation."""
     test_size: PositiveInt | None = None
-    """Rows of the final table; default: all."""
+    """Test rows of one evaluation; default: all."""
+    before_training: bool = True
+    """Evaluate on the test rows before the first step, and after a warm-up, to compare with the end."""
     batch_size: PositiveInt = 200
     """Rows generated at once."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"
@@ -209,7 +211,7 @@ class Evaluate(Section):
     samples_per_prompt: NonNegativeInt = 0
     """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
     image_type_key: str | None = None
-    """Column of the image type in `fovea eval`, by which accuracies are broken down."""
+    """Column of the image type, by which accuracies are broken down."""
 
 
 class Parity(Section):

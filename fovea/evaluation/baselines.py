@@ -67,7 +67,9 @@ async def baseline_answers(
                     raise answer
                 unscored.append(str(answer))
             else:
-                found[task.id] = AnsweredRow(id=task.id, index=index, kind=task.kind, answers=(answer,))
+                found[task.id] = AnsweredRow(
+                    id=task.id, index=index, kind=task.kind, truth=task.answer, answers=(answer,)
+                )
     return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.figures import parts_of
 from fovea.evaluation.statistics import (
     Difference,
     Estimate,
@@ -15,6 +16,7 @@ from fovea.evaluation.statistics import (
     budgets,
     estimate,
     majority,
+    mean_estimate,
     paired_difference,
 )
 
@@ -89,6 +91,9 @@ class TargetMetrics:
     by_kind: Mapping[str, Estimate]
     by_image_type: Mapping[str, Estimate]
     """Empty without evaluate.image_type_key."""
+    reward: Estimate
+    parts: Mapping[str, Estimate]
+    """Each named part of the reward, over the rows that have it."""
     versus_first: Difference | None
     """Accuracy minus that of the first target; None for the first target itself."""
     versus_first_by_kind: Mapping[str, Difference]
@@ -117,6 +122,7 @@ def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Se
         assert first is not None, "the first target is the reference of all differences"
         return paired_difference([first.accuracy(row) for row in of], [target.accuracy(row) for row in of])
 
+    greedy = [target.greedy[row.id].answers[0] for row in rows]
     by_kind = grouped(rows, lambda row: row.kind)
     sampled = [target.samples[row.id].answers for row in rows if row.id in target.samples]
     return TargetMetrics(
@@ -124,6 +130,8 @@ def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Se
         accuracy=accuracies(rows),
         by_kind={kind: accuracies(of) for kind, of in by_kind.items()},
         by_image_type={name: accuracies(of) for name, of in grouped(rows, lambda row: row.image_type).items()},
+        reward=mean_estimate([answer.reward for answer in greedy]),
+        parts={name: mean_estimate(values) for name, values in parts_of(greedy).items()},
         versus_first=difference(rows) if first else None,
         versus_first_by_kind={kind: difference(of) for kind, of in by_kind.items()} if first else {},
         pass_at=_pass_at(sampled),

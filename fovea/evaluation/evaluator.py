@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import ScoreError
+from fovea.errors import ConfigError, ScoreError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
+from fovea.evaluation.figures import parts_of
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
-from fovea.types import Evaluation, Metrics, Sampling
+from fovea.types import Evaluation, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,21 @@ class AnsweredRow:
     index: int
     """Position in the source."""
     kind: str
+    truth: str = ""
+    """The gold answer."""
+    image_type: str | None = None
+    """The row's value of `evaluate.image_type_key`; None where that is not set."""
     answers: tuple[SampledAnswer, ...]
+
+
+def image_type_of(task: Task, key: str | None) -> str | None:
+    """The image type of a task's row, for `evaluate.image_type_key`; ConfigError where the row has no such key."""
+    if key is not None and key not in task.row:
+        raise ConfigError(
+            f"evaluate.image_type_key={key}, but {task.id} has no such key, only {', '.join(task.row) or 'none'}; "
+            "set one that all rows have"
+        )
+    return None if key is None else str(task.row[key])
 
 
 class Evaluator:
@@ -37,34 +51,41 @@ class Evaluator:
         environment: Environment,
         grading: Grading,
         *,
-        max_new_tokens: int,
-        stop: tuple[str, ...],
+        greedy: Sampling,
         batch_size: int,
+        image_type_key: str | None = None,
         note_unscored: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`note_unscored` is told why `evaluate` left a row out of its averages."""
         self._engine = engine
         self._environment = environment
         self._grading = grading
-        self._greedy = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop=stop)
+        self._greedy = greedy
         self._batch_size = batch_size
+        self._image_type_key = image_type_key
         self._note_unscored = note_unscored
 
-    async def evaluate(self, source: PromptSource, size: int | None = None) -> Evaluation:
-        """Greedy accuracies by question type over the first `size` rows; bad rows are skipped.
+    async def evaluate(
+        self,
+        source: PromptSource,
+        size: int | None = None,
+        keep: Callable[[Sequence[AnsweredRow]], None] = lambda _: None,
+    ) -> Evaluation:
+        """Scores of the greedy answers to the first `size` rows, which `keep` is given; bad rows are skipped.
 
         Rows without a score are left out and counted; ScoreError where none has one.
         """
-        accuracies: dict[str, list[float]] = defaultdict(list)
         unscored = list[str]()
         rows = await self.answers(source, size, unscored=unscored)
         for reason in unscored:
             self._note_unscored(reason)
         check_scored(rows, unscored)
-        for row in rows:
-            accuracies[row.kind].append(row.answers[0].accuracy)
+        keep(rows)
         return Evaluation(
-            accuracies={kind: tuple(accuracies[kind]) for kind in sorted(accuracies)},
+            accuracies=_accuracies_by(rows, lambda row: row.kind),
+            by_image_type=_accuracies_by(rows, lambda row: row.image_type),
+            rewards=tuple(row.answers[0].reward for row in rows),
+            parts=parts_of(row.answers[0] for row in rows),
             num_unscored=len(unscored),
         )
 
@@ -110,17 +131,25 @@ class Evaluator:
             index_of = {row.task.id: index for index, row in usable.items()}
             for group in groups:
                 task, answers = group.episodes[0].task, tuple(map(sampled_answer, group.episodes))
-                yield AnsweredRow(id=task.id, index=index_of[task.id], kind=task.kind, answers=answers)
+                yield AnsweredRow(
+                    id=task.id,
+                    index=index_of[task.id],
+                    kind=task.kind,
+                    truth=task.answer,
+                    image_type=image_type_of(task, self._image_type_key),
+                    answers=answers,
+                )
+
+
+def _accuracies_by(
+    rows: Sequence[AnsweredRow], name_of: Callable[[AnsweredRow], str | None]
+) -> dict[str, tuple[float, ...]]:
+    """Accuracies of the first answers by a name of their rows, names in order; rows without the name are left out."""
+    names = sorted({name for name in map(name_of, rows) if name is not None})
+    return {name: tuple(row.answers[0].accuracy for row in rows if name_of(row) == name) for name in names}
 
 
 def check_scored(rows: Collection[object], unscored: Sequence[str]) -> None:
     """ScoreError where rows were answered and none of them has a score."""
     if unscored and not rows:
         raise ScoreError(f"none of the {len(unscored)} held-out rows could be scored, the last one: {unscored[-1]}")
-
-
-def dev_metrics(dev: Evaluation) -> Metrics:
-    """Accuracies of a dev evaluation as metrics, by question type where there are several."""
-    by_kind = {f"accuracy/dev/{kind}": sum(x) / len(x) for kind, x in dev.accuracies.items()}
-    accuracies = {"accuracy/dev": dev.accuracy} | (by_kind if len(by_kind) > 1 else {})
-    return accuracies | ({"accuracy/dev_unscored": float(dev.num_unscored)} if dev.num_unscored else {})

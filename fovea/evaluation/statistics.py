@@ -41,6 +41,18 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean=mean, low=low, high=high, n=len(values))
 
 
+def mean_estimate(values: Sequence[float]) -> Estimate:
+    """Mean of rewards or their parts: Wilson's interval where all are 0 or 1, else the normal one.
+
+    The normal interval is mean +- 1.96 s / sqrt(n), with the sample's own s (n - 1). Of one value it is (nan, nan).
+    """
+    if all(value in (0.0, 1.0) for value in values):
+        return estimate(values)
+    n, mean = len(values), float(np.mean(values))
+    half = Z_95 * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Mean paired difference `second - first` over the same rows, with its 95 % confidence interval."""

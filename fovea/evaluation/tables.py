@@ -96,6 +96,20 @@ def cell(value: Cell) -> Text:
     return Text.assemble((mean, "bold"), (f" {interval}", "dim")) if mean else Text("")
 
 
+def mean_cell(value: Cell) -> Text:
+    """A mean in its own unit, with its interval."""
+    mean, _, interval = mean_text(value).partition(" ")
+    return Text.assemble((mean, "bold"), (f" {interval}", "dim")) if mean else Text("")
+
+
+def mean_text(value: Cell) -> str:
+    """A mean in its own unit as `0.512 [0.48, 0.54]` or `312 [250, 375]`; empty where undefined."""
+    if value is None or math.isnan(value.mean):
+        return ""
+    interval = f" [{value.low:.3g}, {value.high:.3g}]" if math.isfinite(value.low) else ""
+    return f"{value.mean:.3g}{interval}"
+
+
 def percent_text(value: Cell) -> str:
     """An estimate as `87.5 [83, 91]`, a difference as `+3.8 [+0.4, +7.2]`, in percent; empty where undefined."""
     if value is None or math.isnan(value.mean):

@@ -14,9 +14,11 @@ from rich.text import Text
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
-from fovea.evaluation.statistics import format_interval, wilson_interval
+from fovea.evaluation.figures import figures_of
+from fovea.evaluation.statistics import Estimate, estimate
+from fovea.evaluation.tables import cell, mean_cell
 from fovea.types import Evaluation
-from fovea.utils.files import write_atomically
+from fovea.utils.files import json_number, write_atomically
 
 SUMMARY_FILE = "summary.json"
 
@@ -45,6 +47,33 @@ class TrainingSeconds(TypedDict):
     total: float
 
 
+class EstimateJson(TypedDict):
+    """A mean over `n` rows with its 95 % interval, whose ends are null for a mean of one value."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+class FiguresJson(TypedDict):
+    """The figures of one evaluation, as `evaluation.figures.Figures`."""
+
+    accuracy: EstimateJson
+    by_type: dict[str, EstimateJson]
+    by_image_type: dict[str, EstimateJson]
+    reward: EstimateJson | None
+    parts: dict[str, EstimateJson]
+
+
+class FiguresAlongARun(TypedDict):
+    """Figures on the test rows along a run, with intervals; null where it had no such evaluation."""
+
+    before: FiguresJson | None
+    warmup: FiguresJson | None
+    final: FiguresJson
+
+
 class SummaryJson(TypedDict):
     """The content of summary.json. Accuracies are in 0..1, null where that evaluation was not run."""
 
@@ -57,6 +86,8 @@ class SummaryJson(TypedDict):
     seconds: TrainingSeconds
     steps: int
     seed: int
+    test: NotRequired[FiguresAlongARun]
+    """Absent from summaries of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +129,36 @@ class Summary:
             "seconds": {"warmup": self.warmup_seconds, "rl": self.rl_seconds, "total": self.total_seconds},
             "steps": self.steps,
             "seed": self.seed,
+            "test": {
+                "before": _figures(self.before) if self.before else None,
+                "warmup": _figures(self.warmup) if self.warmup else None,
+                "final": _figures(self.final),
+            },
         }
 
     def _by_type(self, kind: str) -> TypeAccuracy:
         values = self.final.accuracies[kind]
         warmup = self.warmup.accuracies.get(kind) if self.warmup else None
         return {"warmup": _mean(warmup) if warmup else None, "final": _mean(values), "n": len(values)}
+
+
+def _figures(evaluation: Evaluation) -> FiguresJson:
+    figures = figures_of(evaluation)
+    return {
+        "accuracy": _estimate(figures.accuracy),
+        "by_type": _estimates(figures.by_type),
+        "by_image_type": _estimates(figures.by_image_type),
+        "reward": _estimate(figures.reward) if figures.reward else None,
+        "parts": _estimates(figures.parts),
+    }
+
+
+def _estimates(values: Mapping[str, Estimate]) -> dict[str, EstimateJson]:
+    return {name: _estimate(value) for name, value in values.items()}
+
+
+def _estimate(value: Estimate) -> EstimateJson:
+    return {"mean": value.mean, "low": json_number(value.low), "high": json_number(value.high), "n": value.n}
 
 
 def write_summary(path: Path, summary: Summary) -> None:
@@ -119,6 +174,45 @@ def read_summary(path: Path) -> SummaryJson:
             f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; delete the file, "
             "and the report leaves the summary out"
         ) from error
+
+
+def tables_of(summary: Summary) -> list[Table]:
+    """The tables that a run ends with; those without content are left out."""
+    made = (
+        summary_table(summary),
+        image_types_table(summary),
+        rewards_table(summary),
+        controls_table(summary),
+    )
+    return [table for table in made if table is not None]
+
+
+def rewards_table(summary: Summary) -> Table | None:
+    """Mean reward and its named parts over the test rows, by stage of the run; None where no reward was kept."""
+    stages = {header: figures_of(evaluation) for header, evaluation in _stages(summary).items()}
+    final = stages["after RL"]
+    if final.reward is None:
+        return None
+    table = _table("Reward and its parts on held-out rows, with 95 % intervals", "")
+    _add_columns(table, "mean of", [*stages, "n"])
+    of_stages = [{"reward": figures.reward, **figures.parts} for figures in stages.values()]
+    for name, value in of_stages[-1].items():
+        assert value is not None
+        table.add_row(Text(name), *(mean_cell(of.get(name)) for of in of_stages), str(value.n))
+    return table
+
+
+def image_types_table(summary: Summary) -> Table | None:
+    """Accuracies in percent by image type; None without `evaluate.image_type_key`."""
+    stages = {header: figures_of(evaluation) for header, evaluation in _stages(summary).items()}
+    types = stages["after RL"].by_image_type
+    if not types:
+        return None
+    table = _table("Accuracy by image type in %, with 95 % intervals", "")
+    _add_columns(table, "image type", [*stages, "n"])
+    for name, value in types.items():
+        table.add_row(Text(name), *(cell(figures.by_image_type.get(name)) for figures in stages.values()), str(value.n))
+    return table
 
 
 def summary_table(summary: Summary) -> Table:
@@ -146,15 +240,19 @@ def _table(title: str, caption: str) -> Table:
 
 def _fill(table: Table, rows: Evaluation, columns: Mapping[str, Evaluation]) -> Table:
     """The table with a line for each question type of `rows` and one for all together."""
-    table.add_column("question type")
-    for header in (*columns, "n"):
-        table.add_column(header, justify="right")
+    _add_columns(table, "question type", [*columns, "n"])
     for kind in rows.accuracies:
         _add_row(table, kind, [_values(evaluation, kind) for evaluation in columns.values()])
     if set(rows.accuracies) != {"all"}:
         table.add_section()
         _add_row(table, "all", [_values(evaluation) for evaluation in columns.values()])
     return table
+
+
+def _add_columns(table: Table, first: str, others: Sequence[str]) -> None:
+    table.add_column(first)
+    for header in others:
+        table.add_column(header, justify="right")
 
 
 def _stages(summary: Summary) -> dict[str, Evaluation]:
@@ -170,8 +268,7 @@ def _add_row(table: Table, name: str, columns: Sequence[Sequence[float]]) -> Non
 def _cell(values: Sequence[float]) -> Text:
     if not values:
         return Text("")
-    interval = format_interval(wilson_interval(_mean(values), len(values)))
-    return Text.assemble((f"{100 * _mean(values):.1f}", "bold"), (f" {interval}", "dim"))
+    return cell(estimate(values))
 
 
 def _caption(summary: Summary) -> str:

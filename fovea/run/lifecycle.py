@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,16 +14,16 @@ from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm_parts import KlInReward
 from fovea.config.run import Config
 from fovea.data.pixel_hashes import pixel_hashes
-from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ParityError, TrainError
+from fovea.evaluation.answers_file import write_answers
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
-from fovea.evaluation.evaluator import dev_metrics
+from fovea.evaluation.figures import dev_metrics
 from fovea.evaluation.shared_images import SharedImages, find_shared_images
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
 from fovea.report.html import write_report
 from fovea.report.samples import sample_records, write_samples
-from fovea.report.summary import SUMMARY_FILE, Summary, controls_table, summary_table, write_summary
+from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
 from fovea.run.state import TrainState
@@ -55,8 +56,9 @@ async def begin(run: Run) -> TrainState:
     state = TrainState(
         kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=_search_shared_images(run)
     )
-    run.progress.stage("evaluating on the test rows before training")
-    state = replace(state, before=await evaluate_test(run, run.sources.test))
+    if run.config.evaluate.before_training:
+        run.progress.stage("evaluating on the test rows before training")
+        state = replace(state, before=await evaluate_test(run, "before"))
     if run.warmup is not None:
         state = await _warmed_up(run, state)
     await save_checkpoint(run, state)
@@ -139,14 +141,17 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
 
     async def read_dev_of_warmup() -> Evaluation:
         await run.weight_sync.push(0)
-        return await read_dev(run)
+        return await read_dev(run, "warmup")
 
     await warm_up(run.warmup, run.policy, read_dev_of_warmup, run.progress.stage)
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
     await run.weight_sync.push(0)
+    state = replace(state, warmup_seconds=seconds)
+    if not run.config.evaluate.before_training:
+        return state
     run.progress.stage("evaluating on the test rows after the warm-up")
-    return replace(state, after_warmup=await evaluate_test(run, run.sources.test), warmup_seconds=seconds)
+    return replace(state, after_warmup=await evaluate_test(run, "after-warmup"))
 
 
 def begin_stage(run: Run, step: int) -> None:
@@ -173,7 +178,7 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     run.stream.curriculum.end_step(metrics["reward"])
     metrics |= run.sources.bad_rows.metrics()
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
-        metrics |= dev_metrics(await read_dev(run))
+        metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}"))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
     if step % settings.log.samples_every_steps == 0 or step == 1:
@@ -200,7 +205,7 @@ async def finish(run: Run, state: TrainState) -> Summary:
     """End a run: last checkpoint, test evaluation with image ablations, summary.json, report.html, printed tables."""
     await save_checkpoint(run, state)
     run.progress.stage("evaluating on the test rows after RL")
-    final = await evaluate_test(run, run.sources.test)
+    final = await evaluate_test(run, "final")
     shuffled, blank = await _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
     summary = Summary(
         before=state.before,
@@ -218,15 +223,16 @@ async def finish(run: Run, state: TrainState) -> Summary:
     )
     write_summary(run.folder / SUMMARY_FILE, summary)
     report = write_report(run.folder)
-    for table in (summary_table(summary), controls_table(summary)):
-        run.progress.print(table or "")
+    for table in tables_of(summary):
+        run.progress.print(table)
     run.progress.print(f"report: {report}")
     return summary
 
 
-async def evaluate_test(run: Run, source: PromptSource) -> Evaluation:
-    """Evaluate the engine's weights on test rows."""
-    return await run.evaluator.evaluate(source, run.config.evaluate.test_size)
+async def evaluate_test(run: Run, when: str) -> Evaluation:
+    """Evaluate the engine's weights on test rows; the answers are kept as answers/test-WHEN.jsonl."""
+    keep = partial(write_answers, run.folder, f"test-{when}")
+    return await run.evaluator.evaluate(run.sources.test, run.config.evaluate.test_size, keep)
 
 
 async def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
@@ -238,9 +244,10 @@ async def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | 
     return shuffled, blank
 
 
-async def read_dev(run: Run) -> Evaluation:
-    """Evaluate the engine's weights on dev rows."""
-    return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size)
+async def read_dev(run: Run, when: str) -> Evaluation:
+    """Evaluate the engine's weights on dev rows; the answers are kept as answers/dev-WHEN.jsonl."""
+    keep = partial(write_answers, run.folder, f"dev-{when}")
+    return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size, keep)
 
 
 async def save_checkpoint(run: Run, state: TrainState) -> None:

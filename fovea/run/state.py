@@ -69,8 +69,15 @@ def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, Any] | None:
 def _evaluation_from_json(saved: Mapping[str, Any] | None) -> Evaluation | None:
     if not saved:
         return None
-    accuracies = {kind: tuple(values) for kind, values in saved["accuracies"].items()}
-    return Evaluation(accuracies=accuracies, num_unscored=saved["num_unscored"])
+    return Evaluation(
+        **{name: _tuples(saved[name]) for name in ("accuracies", "by_image_type", "parts")},
+        rewards=tuple(saved["rewards"]),
+        num_unscored=saved["num_unscored"],
+    )
+
+
+def _tuples(saved: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    return {name: tuple(values) for name, values in saved.items()}
 
 
 def _shared_images_from_json(saved: Mapping[str, Any] | None) -> SharedImages | None:

@@ -117,7 +117,11 @@ def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
     engine = BanditEngine()
     engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
     evaluator = Evaluator(
-        engine, BanditEnvironment(), graded(BanditEnvironment()), max_new_tokens=1, stop=(), batch_size=3
+        engine,
+        BanditEnvironment(),
+        graded(BanditEnvironment()),
+        greedy=Sampling(max_new_tokens=1, temperature=0.0),
+        batch_size=3,
     )
     source = source_of(BanditEnvironment().tasks("test"))
     rows = wait_for(evaluator.answers(source, 10))
@@ -173,8 +177,7 @@ def test_rows_without_a_score_are_left_out_and_counted() -> None:
         engine,
         BanditEnvironment(),
         graded(SomeUnscored()),
-        max_new_tokens=1,
-        stop=(),
+        greedy=Sampling(max_new_tokens=1, temperature=0.0),
         batch_size=3,
         note_unscored=noted.append,
     )
@@ -196,6 +199,12 @@ def test_an_evaluation_in_which_nothing_is_scored_is_an_error() -> None:
 
     engine = BanditEngine()
     engine.load_weights({"table": torch.zeros(4, 4)}, 0)
-    evaluator = Evaluator(engine, BanditEnvironment(), graded(Unscored()), max_new_tokens=1, stop=(), batch_size=3)
+    evaluator = Evaluator(
+        engine,
+        BanditEnvironment(),
+        graded(Unscored()),
+        greedy=Sampling(max_new_tokens=1, temperature=0.0),
+        batch_size=3,
+    )
     with pytest.raises(ScoreError, match=r"none of the 10 held-out rows could be scored, the last one: test/9: away"):
         wait_for(evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
     wait_for(run.weight_sync.push(0))
     true = {task.id: np.asarray(task.images[0].source) for task in run.sources.test.tasks}
 
-    async def evaluate(source: PromptSource, size: int | None = None) -> Evaluation:
+    async def evaluate(source: PromptSource, size: int | None = None, *_: object) -> Evaluation:
         pictures = {task.id: np.asarray(task.images[0].source) for task in source.tasks}
         if all(np.array_equal(picture, true[name]) for name, picture in pictures.items()):
             return reading(0.75)
@@ -54,12 +55,12 @@ def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
     wait_for(begin(run))
     read: list[PromptSource] = []
 
-    async def evaluate(source: PromptSource, size: int | None = None) -> Evaluation:
+    async def evaluate(source: PromptSource, size: int | None = None, *_: object) -> Evaluation:
         read.append(source)
         return reading(1.0)
 
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
-    wait_for(read_dev(run))
+    wait_for(read_dev(run, "now"))
     assert read == [run.sources.dev]
 
 
@@ -88,9 +89,9 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
         async def snapshot_reference() -> None:
             events.append("snapshot")
 
-        async def noted(source: PromptSource, size: int | None = None) -> Evaluation:
+        async def noted(source: PromptSource, *limits: Any) -> Evaluation:
             events.append("reading")
-            return await evaluate(source, size)
+            return await evaluate(source, *limits)
 
         policy.sft, policy.snapshot_reference = sft, snapshot_reference  # type: ignore[method-assign]
 

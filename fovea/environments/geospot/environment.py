@@ -20,7 +20,7 @@ from fovea.environments.dataset_prompts import bad_row
 from fovea.environments.file_splits import FileSplits, Frames
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
-from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, grade_answer, place_of
+from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, distance_parts, grade_answer, place_of
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 
@@ -128,9 +128,11 @@ class GeoSpotGrader:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         place = true_place(task.row, task.id, self._config)
-        grade = grade_answer(parse_answer(turns[-1].text), place, self._stage, self._weights)
+        answer = parse_answer(turns[-1].text)
+        grade = grade_answer(answer, place, self._stage, self._weights)
+        parts = dict(grade.parts) | distance_parts(answer, place, self._config.tolerances_km)
         # accuracy is that of the country in every stage, so that one curve compares them
-        return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=grade.parts)
+        return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=parts)
 
 
 def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> Place:

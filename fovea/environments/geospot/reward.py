@@ -77,6 +77,18 @@ def grade_answer(
     return Grade(score=min(score, 1.0), parts=parts, reason=_reason(answer, truth, parts, asked))
 
 
+def distance_parts(answer: Answer, truth: Place, tolerances_km: Sequence[float]) -> dict[str, float]:
+    """Kilometres between the answer's coordinates and the true ones, and whether they are within each tolerance.
+
+    An answer without coordinates is within none and has no distance; a truth without any has no such parts.
+    """
+    if truth.at is None:
+        return {}
+    distance_km = math.inf if answer.at is None else great_circle_km(answer.at, truth.at)
+    within = {f"within_{limit:g}_km": float(distance_km <= limit) for limit in tolerances_km}
+    return within | ({"distance_km": distance_km} if math.isfinite(distance_km) else {})
+
+
 def grade(prediction: str, truth: Mapping[str, object]) -> Grade:
     """A whole response against an object with any of country, region, city, lat, lon, at the full stage."""
     return grade_answer(parse_answer(prediction), place_of(truth))

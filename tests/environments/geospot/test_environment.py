@@ -61,7 +61,8 @@ def check_gold(environment: GeoSpot, tasks: list[Task]) -> None:
         for stage, grader in enumerate(environment.graders):
             score = scored([grader], task, text, messages)
             assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, stage, text)
-            assert set(score.parts.values()) == {1.0}
+            assert {value for name, value in score.parts.items() if name != "distance_km"} == {1.0}
+            assert score.parts.get("distance_km", 0.0) == pytest.approx(0.0, abs=0.1)
 
 
 def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) -> None:
@@ -150,7 +151,9 @@ def test_a_wrong_answer_says_which_part_is_wrong(tmp_path: Path) -> None:
     score = scored(environment.graders, task, "Lyon, Île-de-France, France, 48.86, 2.35")
     assert score.reward == pytest.approx(0.8)
     assert score.accuracy == 1.0
-    assert score.parts == {"country": 1.0, "region": 1.0, "city": 0.0, "coordinates": 1.0}
+    graded = {"country": 1.0, "region": 1.0, "city": 0.0, "coordinates": 1.0}
+    within = {f"within_{limit}_km": 1.0 for limit in (500, 200, 100, 50, 25)}
+    assert score.parts == graded | within | {"distance_km": 0.0}
 
 
 @pytest.mark.parametrize(
