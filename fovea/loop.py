@@ -31,7 +31,7 @@ async def train_in_loop(run: Run) -> Summary:
         with ending_signals() as stop:
             state = await begin(run)
             with stop.after_step():
-                while state.step < run.config.max_steps:
+                while state.step < run.config.max_steps and run.stream.has_more:
                     with run.profile(state.step), run.phases("step"):
                         groups, metrics = await take_step(run, state)
                     state = await record(run, state, groups, metrics)

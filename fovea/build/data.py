@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from fovea.config.run import Config, Data
 from fovea.data.bad_rows import BadRows
+from fovea.data.epochs import EpochOrder, RowOrder
 from fovea.data.failed_hosts import FailedHosts
 from fovea.data.fetch import FetchedFiles, UrlLimits
 from fovea.data.images import ImageOpener
@@ -75,6 +77,19 @@ def make_sources(config: Config, environment: Environment, renderer: Renderer, b
     )
 
 
-def make_order(config: Config, tasks: Sequence[Task]) -> Order:
+def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config:
+    """The settings of a run that `max_epochs` may end before `max_steps`, where its schedules end too.
+
+    Bad rows, and the further rows that dynamic sampling draws, end it earlier still. `tasks` gives the training rows.
+    """
+    if config.max_epochs is None:
+        return config
+    num_steps = math.ceil(config.max_epochs * len(tasks()) / config.rollout.prompts_per_step)
+    return config.model_copy(update={"max_steps": min(num_steps, config.max_steps)})
+
+
+def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
     """Make the data order of training rows."""
+    if config.max_epochs is not None or not config.data.shuffle:
+        return EpochOrder(len(tasks), seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.max_epochs)
     return Order(kinds_of(tasks), weights=config.data.kind_weights, seed=config.seed, levels=levels_of(tasks))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fovea.build.data import make_opener
+from fovea.build.data import make_opener, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.trial_score import try_reward
 from fovea.config.run import Config
@@ -40,6 +41,7 @@ def plan(config: Config) -> list[str]:
             graded.grading.close()
     if config.reward is not None:
         lines.append(f"reward: {config.reward}, tried on a training row")
+    config = within_epochs(config, partial(graded.environment.tasks, "train"))
     return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
 
 

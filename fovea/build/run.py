@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from fovea.build.data import make_opener, make_order, make_sources
+from fovea.build.data import make_opener, make_order, make_sources, within_epochs
 from fovea.build.engine import make_evaluator
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.model import locate_model
@@ -51,6 +51,7 @@ def build(config: Config, environment: Environment | None = None, frames: Frames
 def _make_services(
     config: Config, graded: GradedEnvironment, folder: Path, started: float, given: Environment | None
 ) -> Run:
+    config = within_epochs(config, partial(graded.environment.tasks, "train"))
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.resume() if config.resume == "auto" else None
     start_step = resumed.step if resumed else 0

@@ -92,6 +92,8 @@ class Data(Section):
     """Disk in run_dir/images for downloaded images; 0: download each time."""
     cache_dir: MayChange[str] = "~/.cache/fovea"
     """Folder for copies of remote data files, and of Parquet files whose row groups are too large to read singly."""
+    shuffle: bool = True
+    """Train on rows in random order; false: in that of the files, epoch after epoch."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Sampling weight of each question type in RL, relative to its share of the rows; default 1."""
     prompt_cache_gib: MayChange[NonNegativeFloat] = 1.0
@@ -260,7 +262,10 @@ class Config(Section):
     run_dir: MayChange[Annotated[str, Field(min_length=1)]] = "runs/run"
     """Output folder of the run: config, metrics, samples, checkpoints, report."""
     max_steps: MayChange[PositiveInt] = 1000
-    """Number of RL steps."""
+    """Number of RL steps; fewer where max_epochs ends the run before."""
+    max_epochs: MayChange[PositiveInt | None] = None
+    """Epochs after which a run ends, if max_steps does not end it before: each takes every training row exactly once,
+    and the last step the rows that are left. Default: rows are drawn by question type, without an end."""
     resume: MayChange[Literal["never", "auto"]] = "never"
     """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one."""
     resume_changed: MayChange[Literal["error", "allow"]] = "error"
@@ -320,6 +325,7 @@ def _disagreements(config: Config) -> Iterator[str]:
             "rollout.samples_per_prompt=2 or more"
         )
     yield from _without_dev(config)
+    yield from _weights_in_epochs(config)
     yield from _too_short(config)
 
 
@@ -334,6 +340,19 @@ def _without_dev(config: Config) -> Iterator[str]:
             f"environment.dev_share=0 leaves no dev rows, but {reader} reads them; set environment.dev_files, or a "
             "share such as environment.dev_share=0.05"
         )
+
+
+def _weights_in_epochs(config: Config) -> Iterator[str]:
+    """Weights of rows that come exactly once."""
+    if config.max_epochs is None and config.data.shuffle:
+        return
+    once = "data.shuffle=false" if config.max_epochs is None else f"max_epochs={config.max_epochs}"
+    weights = {
+        "data.kind_weights": config.data.kind_weights,
+        "curriculum.level_weights": config.curriculum.level_weights,
+    }
+    for setting in (name for name, given in weights.items() if given):
+        yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
 
 
 def _too_short(config: Config) -> Iterator[str]:

@@ -164,6 +164,9 @@ class Order:
         taken: list[int] = rows.tolist()
         return taken
 
+    def rest(self) -> None:
+        """None: this order never ends."""
+
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
         """Weight the levels of all later draws, relative to their share of the rows (default 1; 0 excludes a level)."""
         levels = sorted({level for _, level in self._strata if level})
@@ -189,6 +192,8 @@ class Order:
 
     def restore(self, state: OrderState) -> None:
         """Continue from a position; DataError unless the rows are those of the order that returned it."""
+        if "num_rows" in state:
+            raise DataError("the run began with max_epochs, or data.shuffle=false; resume it in the same way")
         saved, found = state["num_rows_of_kind"], self._num_rows_of_kind()
         if saved != found:
             raise DataError(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from fovea.data.bad_rows import BadRows
-from fovea.data.order import Order, Place, place_of
+from fovea.data.epochs import RowOrder
+from fovea.data.order import Place, place_of
 from fovea.environments.base import Environment
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
@@ -61,12 +62,12 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self.tasks)
 
-    def take(self, order: Order, n: int) -> list[PromptedTask]:
-        """The next n usable rows of an order."""
+    def take(self, order: RowOrder, n: int) -> list[PromptedTask]:
+        """The next n usable rows of an order; fewer where it ends."""
         taken: list[PromptedTask] = []
         bad_in_a_row = 0
-        while len(taken) < n:
-            for index in order.take(n - len(taken)):
+        while len(taken) < n and (indices := order.take(n - len(taken))):
+            for index in indices:
                 prompted = self.get(index)
                 bad_in_a_row = 0 if prompted else bad_in_a_row + 1
                 taken += [prompted] if prompted else []
@@ -77,6 +78,11 @@ class PromptSource:
                     "set data.on_bad_row=error to stop at the first"
                 )
         return taken
+
+    def has_more(self, order: RowOrder) -> bool:
+        """Whether an order still holds a usable row."""
+        rest = order.rest()
+        return rest is None or any(self.get(index) is not None for index in rest)
 
     def get(self, index: int) -> PromptedTask | None:
         """One row; None when it is bad and data.on_bad_row is skip."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.data.order import Order
+from fovea.data.epochs import RowOrder
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.graders.grading import Grading
@@ -29,10 +29,15 @@ class TaskStream:
     """Training prompts in the data order of the run, with their environment, graders and curriculum."""
 
     source: PromptSource
-    order: Order
+    order: RowOrder
     curriculum: Curriculum
     environment: Environment
     grading: Grading
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are rows for another step; there always are without `max_epochs`."""
+        return self.source.has_more(self.order)
 
     @property
     def interaction(self) -> Interaction:
@@ -72,7 +77,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     batches, groups, unscored = 1, list(first.groups), list(first.unscored)
     # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
     mixed, alike = _split_by_signal(groups)
-    while len(mixed) < wanted and batches < dynamic.max_gen_batches:
+    while len(mixed) < wanted and batches < dynamic.max_gen_batches and stream.has_more:
         more = await _roll_out_batch(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
         more_mixed, more_alike = _split_by_signal(more.groups)
         groups, unscored = [*groups, *more.groups], [*unscored, *more.unscored]
