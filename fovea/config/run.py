@@ -317,12 +317,12 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
         )
     advantage = algorithm.advantage.name
-    compares = advantage in ("rloo", "reinforce++_baseline")
+    compares = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
     if rollout.samples_per_prompt == 1 and (compares or algorithm.dynamic_sampling):
         which = "dynamic_sampling=true" if algorithm.dynamic_sampling else f"advantage={advantage}"
         yield (
-            f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1; set "
-            "rollout.samples_per_prompt=2 or more"
+            f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1, so that no "
+            "group has a signal; set rollout.samples_per_prompt=2 or more"
         )
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)

@@ -12,83 +12,100 @@ from fovea.evaluation.comparison import TargetMetrics
 from fovea.evaluation.statistics import Difference, Estimate, format_interval
 
 Cell = Estimate | Difference | None
+TARGETS_PER_TABLE = 2
+"""Columns of figures in 80 of the terminal, with room for the names of figures and targets."""
+FIGURE_WIDTH = 20
+"""Characters of a figure with its interval: `-3.8 [-10.4, +12.2]`."""
 
 
 def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
-    """Tables of accuracies in percent with 95 % intervals; tables without content are left out."""
-    kinds = _by_group(metrics, "question type", lambda each: each.by_kind)
-    types = _by_group(metrics, "image type", lambda each: each.by_image_type)
-    return [
-        _accuracies(metrics, title),
-        *([kinds] if len(metrics[0].by_kind) > 1 else []),
-        *([types] if metrics[0].by_image_type else []),
-        *([_sampled(metrics)] if any(each.pass_at for each in metrics) else []),
-        *([_image_ablation(metrics)] if any(each.image_ablation for each in metrics) else []),
-    ]
+    """Tables of all figures with 95 % intervals, 80 columns wide at most; tables without content are left out."""
+    first = metrics[0]
+    made = [[_accuracies(metrics, title)]]
+    if len(metrics) > 1:
+        made.append([_differences(metrics)])
+    if len(first.by_kind) > 1:
+        made.append(_side_by_side(metrics, "Accuracy by question type in %", lambda each: each.by_kind))
+    made.append(_side_by_side(metrics, "Accuracy by image type in %", lambda each: each.by_image_type))
+    made.append(_side_by_side(metrics, "Mean reward, and the parts of it", _rewards, show=mean_cell))
+    made.append(_side_by_side(metrics, "Sampled answers: pass@k and majority vote, in %", _sampled))
+    made.append(_side_by_side(metrics, "Image ablation (shuffled, blank), accuracy in %", _image_ablation))
+    return [table for of_figure in made for table in of_figure]
 
 
 def _accuracies(metrics: Sequence[TargetMetrics], title: str) -> Table:
-    caption = "95 % Wilson intervals over rows; of the difference, paired bootstrap."
+    caption = "95 % intervals over rows: Wilson's of accuracies and shares, normal ones of other means."
     table = Table(title=Text(title), title_justify="left", caption=caption, caption_justify="left")
     any_unscored = any(each.rows_unscored for each in metrics)
-    headers = ["accuracy", "n", "skipped", *(["not scored"] if any_unscored else [])]
-    if len(metrics) > 1:
-        headers += [f"minus {metrics[0].target}", "better on", "worse on"]
-    _columns(table, "target", headers)
+    _columns(table, "target", ["accuracy", "n", "skipped", *(["not scored"] if any_unscored else [])])
     for each in metrics:
-        cells = [cell(each.accuracy), Text(str(each.accuracy.n)), Text(str(each.rows_skipped))]
-        cells += [Text(str(each.rows_unscored))] if any_unscored else []
-        if len(metrics) > 1:
-            difference = each.versus_first
-            counts = [str(difference.better), str(difference.worse)] if difference else ["", ""]
-            cells += [cell(difference), *map(Text, counts)]
-        table.add_row(Text(each.target), *cells)
+        counts = [each.accuracy.n, each.rows_skipped, *([each.rows_unscored] if any_unscored else [])]
+        table.add_row(Text(each.target), cell(each.accuracy), *map(str, counts))
     return table
 
 
-def _by_group(
-    metrics: Sequence[TargetMetrics], header: str, groups: Callable[[TargetMetrics], Mapping[str, Estimate]]
-) -> Table:
-    table = Table(title=f"Accuracy by {header}", title_justify="left")
-    _columns(table, header, [*(each.target for each in metrics), "n"])
-    for name, of_first in groups(metrics[0]).items():
-        table.add_row(Text(name), *(cell(groups(each).get(name)) for each in metrics), str(of_first.n))
-    return table
-
-
-def _sampled(metrics: Sequence[TargetMetrics]) -> Table:
-    ks = sorted({k for each in metrics for k in each.pass_at})
-    table = Table(title="Sampled answers: pass@k and majority vote", title_justify="left")
-    _columns(table, "target", [*(f"pass@{k}" for k in ks), f"majority of {ks[-1]}"])
+def _differences(metrics: Sequence[TargetMetrics]) -> Table:
+    title = Text(f"Accuracy minus that of {metrics[0].target}, in points")
+    caption = "95 % intervals by the paired bootstrap; rows on which the target is better, and worse."
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    _columns(table, "target", ["difference", "better on", "worse on"])
     for each in metrics:
-        if each.pass_at:
-            table.add_row(Text(each.target), *(cell(each.pass_at.get(k)) for k in ks), cell(each.majority))
+        if difference := each.versus_first:
+            table.add_row(Text(each.target), cell(difference), str(difference.better), str(difference.worse))
     return table
 
 
-def _image_ablation(metrics: Sequence[TargetMetrics]) -> Table:
-    caption = "Rows with images. The accuracy lost by shuffling or blanking them is what the images contribute."
-    table = Table(
-        title="Image ablation (shuffled, blank)", title_justify="left", caption=caption, caption_justify="left"
-    )
-    _columns(table, "target", ["true images", "shuffled", "blank", "lost by shuffling", "lost by blanking"])
-    for each in metrics:
-        if ablation := each.image_ablation:
-            values: list[Cell] = [
-                ablation.true,
-                ablation.shuffled,
-                ablation.blank,
-                ablation.lost_by_shuffling,
-                ablation.lost_by_blanking,
-            ]
-            table.add_row(Text(each.target), *map(cell, values))
-    return table
+def _side_by_side(
+    metrics: Sequence[TargetMetrics],
+    title: str,
+    figures_of: Callable[[TargetMetrics], Mapping[str, Cell]],
+    *,
+    show: Callable[[Cell], Text] | None = None,
+) -> list[Table]:
+    """A line for each figure and a column for each target, in tables of a few targets; none without figures."""
+    names = list(dict.fromkeys(name for each in metrics for name in figures_of(each)))
+    if not names:
+        return []
+    made = []
+    for start in range(0, len(metrics), TARGETS_PER_TABLE):
+        shown = metrics[start : start + TARGETS_PER_TABLE]
+        table = Table(title=title, title_justify="left")
+        _columns(table, "", [each.target for each in shown])
+        for name in names:
+            table.add_row(Text(name), *((show or cell)(figures_of(each).get(name)) for each in shown))
+        made.append(table)
+    return made
+
+
+def _rewards(each: TargetMetrics) -> Mapping[str, Cell]:
+    return {"reward": each.reward, **each.parts}
+
+
+def _sampled(each: TargetMetrics) -> Mapping[str, Cell]:
+    if not each.pass_at:
+        return {}
+    majority = {f"majority of {max(each.pass_at)}": each.majority}
+    return {f"pass@{k}": value for k, value in each.pass_at.items()} | majority
+
+
+def _image_ablation(each: TargetMetrics) -> Mapping[str, Cell]:
+    ablation = each.image_ablation
+    if ablation is None:
+        return {}
+    return {
+        "true images": ablation.true,
+        "shuffled": ablation.shuffled,
+        "blank": ablation.blank,
+        "lost by shuffling": ablation.lost_by_shuffling,
+        "lost by blanking": ablation.lost_by_blanking,
+    }
 
 
 def _columns(table: Table, first: str, others: Sequence[str]) -> None:
-    table.add_column(first, overflow="fold")
+    """Columns of figures as wide as they need to be; long names fold."""
+    table.add_column(first, overflow="fold", min_width=10)
     for header in others:
-        table.add_column(Text(header), justify="right")
+        table.add_column(Text(header), justify="right", overflow="fold", min_width=min(len(header), FIGURE_WIDTH))
 
 
 def cell(value: Cell) -> Text:

@@ -140,10 +140,11 @@ def _figures(metrics: Mapping[str, float]) -> dict[str, str]:
     """Formatted figures of a step by metric name, those among its metrics."""
     formats: dict[str, Callable[[float], str]] = {
         "reward": lambda value: f"reward {value:.3f}",
+        "groups/without_signal_frac": lambda value: f"signal {1 - value:.0%}",
         "accuracy": lambda value: f"accuracy {value:.3f}",
         "accuracy/dev": lambda value: f"dev {value:.3f}",
         "response_tokens_mean": lambda value: f"length {value:.1f}",
-        "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+        "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
     }
     return {key: show(metrics[key]) for key, show in formats.items() if key in metrics}
 

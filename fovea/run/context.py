@@ -20,6 +20,7 @@ from fovea.rollout.base import Engine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.fingerprint import Fingerprint
 from fovea.run.rollout_step import TaskStream
+from fovea.run.signal_watch import SignalWatch
 from fovea.run.warmup import Warmup
 from fovea.train.base import Policy
 
@@ -62,6 +63,7 @@ class Run:
     """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
     token_text: Callable[[int], str] = str
     """The text of one token id, for messages."""
+    signal_watch: SignalWatch = field(default_factory=SignalWatch)
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)

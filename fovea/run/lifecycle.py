@@ -26,6 +26,7 @@ from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
+from fovea.run.signal_watch import too_few_rows
 from fovea.run.state import TrainState
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
@@ -47,6 +48,8 @@ async def closing(run: Run) -> AsyncIterator[None]:
 
 async def begin(run: Run) -> TrainState:
     """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
+    if warning := too_few_rows(len(run.sources.train), run.config.rollout):
+        run.progress.print(warning)
     if run.resumed is not None:
         return await _resumed(run)
     await run.weight_sync.push(0)
@@ -181,6 +184,8 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
         metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}"))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
+    if hint := run.signal_watch.hint(metrics, settings.rollout):
+        run.progress.print(hint)
     if step % settings.log.samples_every_steps == 0 or step == 1:
         write_samples(run.folder, step, sample_records(groups, run.open_image))
     if settings.checkpoint.every_steps and step % settings.checkpoint.every_steps == 0:

@@ -183,6 +183,8 @@ def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
     ("overrides", "message"),
     [
         (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1, so that no group has a signal"),
+        (["algorithm.name=dr_grpo", "rollout.samples_per_prompt=1"], "advantage=dr_grpo compares the completions"),
         (["algorithm.advantage=reinforce++_baseline", "rollout.samples_per_prompt=1"],
          "advantage=reinforce++_baseline compares the completions"),
         (["algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=1"],

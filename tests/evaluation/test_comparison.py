@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,11 +98,33 @@ def test_tables_say_what_was_read_and_nothing_else() -> None:
     for table in tables(target_metrics(results()), "Accuracy of 4 rows"):
         console.print(table)
     text = console.export_text()
-    for heading in ("Accuracy of 4 rows", "minus base", "question type", "image type", "pass@2", "Image ablation"):
+    for heading in (
+        "Accuracy of 4 rows",
+        "minus that of base",
+        "Mean reward",
+        "question type",
+        "image type",
+        "pass@2",
+        "Image ablation",
+    ):
         assert heading in text, heading
     assert "+25.0" in text
     plain = EvalResults(rows=results().rows, targets=results().targets[:1])
-    assert len(tables(target_metrics(plain), "x")) == 3, "accuracy, question types, image types"
+    assert len(tables(target_metrics(plain), "x")) == 4, "accuracy, question types, image types, rewards"
+
+
+def test_tables_are_legible_at_80_columns() -> None:
+    """Every figure stands on one line with its interval, whatever the targets are called."""
+    base, trained = results().targets
+    long = replace(trained, name="runs/geometry-with-a-long-name/checkpoints/step-750")
+    third = replace(trained, name="Qwen/Qwen3-VL-2B-Instruct")
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in tables(target_metrics(EvalResults(rows=results().rows, targets=(base, long, third))), "Accuracy"):
+        console.print(table)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line]
+    assert not [line for line in lines if line.count("[") != line.count("]")], "an interval is cut in two"
 
 
 def test_percent_texts() -> None:

@@ -9,6 +9,7 @@ METRICS = {
     "reward": 0.5,
     "accuracy": 0.25,
     "response_tokens_mean": 5.25,
+    "groups/without_signal_frac": 0.375,
     "tokens_per_second": 12345.6,
     "seconds/step": 2.0,
 }
@@ -45,7 +46,7 @@ def run(*, num_steps: int, step_s: float, start_step: int = 0) -> list[str]:
 
 def test_a_plain_line_has_the_figures() -> None:
     (first, *_) = run(num_steps=100, step_s=0)
-    assert first == "step 1/100  reward 0.500  accuracy 0.250  length 5.2  12,346 tokens/s  3:18 left"
+    assert first == "step 1/100  reward 0.500  signal 62%  accuracy 0.250  length 5.2  12,346 tok/s  3:18 left"
 
 
 def numbers(found: list[str]) -> list[int]:
@@ -113,7 +114,7 @@ def test_the_live_display_has_a_bar_and_figures() -> None:
     assert "making the model" in text
     assert "step 25/100" in text
     assert "━" in text
-    assert "reward 0.500  accuracy 0.250  length 5.2  12,346 tokens/s" in text
+    assert "reward 0.500  signal 62%  accuracy 0.250  length 5.2  12,346 tok/s" in text
     assert "2:30 left" in text
     assert text.endswith("\x1b[?25h"), "the cursor is shown again"
 
