@@ -1,9 +1,10 @@
 r"""Mathematical answers: the boxed answer of a response, and its equality with the truth.
 
-Two answers are equal when they read the same after normalisation (`math_normalize`), or when both are formulas
-(`math_formula`) of equal value. Anything else is a text (`\angle 1 \cong \angle 4`), and a text
-never equals a number. Every input ends in True or False, within milliseconds: no computer algebra system sees a
-model's text, so there is nothing to interrupt, on whatever thread and in however many workers.
+An answer has one value, which is read without the truth: of `x = \frac{11}{2} \approx 6` it is the fraction. Two
+answers are equal when they read the same after normalisation (`math_normalize`), or when both are formulas
+(`math_formula`) of equal value. Anything else is a text (`\angle 1 \cong \angle 4`), and a text never equals a number.
+Every input ends in True or False, within milliseconds: no computer algebra system sees a model's text, so there is
+nothing to interrupt, on whatever thread and in however many workers.
 """
 
 from __future__ import annotations
@@ -80,16 +81,20 @@ _COLON_NAME = re.compile(r"^([A-Za-z]) ?: ?(?=[-\d\\])")
 
 
 def _readings(answer: str) -> list[str]:
-    r"""The values that an answer gives: both of `3 \sqrt{5} \approx 6.71`, and 12 of `x \approx 12`."""
-    parts = _APPROX.split(answer)
-    if len(parts) == 2 and not parts[0].strip():
-        return [_without_name(parts[1])]
-    exact, rounded = (_without_name(parts[0]), without_unit(parts[-1]))
-    if len(parts) == 2 and _rounds_to(exact, rounded):
-        return [exact, rounded]
-    answer = _APPROX.sub("=", answer)
-    bare = _without_name(answer)
-    return [bare] if bare == answer else [bare, answer]
+    """The one value of an answer, and where that has a name the equation with it: `a = 90 - b` is `a + b = 90` too."""
+    exact = _exact(answer)
+    bare = _without_name(exact)
+    return [bare] if bare == exact else [bare, exact]
+
+
+def _exact(answer: str) -> str:
+    r"""An answer without rounded values: `3 \sqrt{5} \approx 6.71` says the surd, and `x \approx 12` is `x = 12`."""
+    exact, *rounded = _APPROX.split(answer)
+    if rounded and not exact.strip():
+        return _APPROX.sub("=", r"\approx".join(rounded))
+    value = _without_name(exact)
+    is_rounded = rounded and all(_rounds_to(value, without_unit(each)) for each in rounded)
+    return exact if is_rounded else _APPROX.sub("=", answer)
 
 
 def _rounds_to(exact: str, rounded: str) -> bool:
