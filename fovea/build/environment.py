@@ -58,10 +58,10 @@ def make_environment(config: Config, given: Any = None, frames: Frames | None = 
     else:
         name = type(given).__name__
         made = user_environment(config, checked_environment(given, name), name)
-    if config.reward is None:
-        return made
-    # an environment's stages belong to its own graders
-    return replace(made, grading=reward_grading(config, config.reward), stages=Stages())
+    if config.reward is not None:
+        # an environment's stages belong to its own graders
+        made = replace(made, grading=reward_grading(config, config.reward), stages=Stages())
+    return replace(made, grading=replace(made.grading, reward_limit=config.reward_limit))
 
 
 def _check_frames(config: Config, given: Any, frames: Frames) -> None:

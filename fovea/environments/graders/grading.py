@@ -21,6 +21,8 @@ class Grading:
     """One for each stage of the curriculum, or one for all; the last one scores held-out rows."""
     calls: LimitedCalls | None = None
     """Limits for graders that wait. None: graders that never wait, awaited in turn without a task or a thread."""
+    reward_limit: float = math.inf
+    """Size above which a reward is an error: it would drown all others, and its square may not be finite."""
 
     def at(self, stage: int) -> Grading:
         """The same with the grader of a stage of the curriculum; 0 is the first."""
@@ -35,7 +37,7 @@ class Grading:
         """The scores of several episodes of one task, in their order.
 
         Raises ScoreError where there is none, UnscoredError where the settings say to leave the group (of a rollout) or
-        the row (of an evaluation) out then, and DataError for a reward that is not finite.
+        the row (of an evaluation) out then, and DataError for a reward that is not finite or beyond the limit.
         """
         if self.calls is None:
             return [await self._score(task, turns) for turns in answers]
@@ -50,7 +52,14 @@ class Grading:
             score = await (self.calls.score(grader, task, turns) if self.calls else grader.score(task, turns))
         except ScoreError as error:
             raise type(error)(f"{task.id}: {error}") from error
-        if not math.isfinite(score.reward):
-            shown = turns[-1].text[:80]
-            raise DataError(f"{task.id}: the reward of {shown!r} is {score.reward}; return a finite number")
+        problem = self._problem(score.reward)
+        if problem is not None:
+            raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {score.reward:g}{problem}")
         return score
+
+    def _problem(self, reward: float) -> str | None:
+        if not math.isfinite(reward):
+            return "; return a finite number"
+        if abs(reward) > self.reward_limit:
+            return f", beyond reward_limit={self.reward_limit:g}; scale it down, or raise reward_limit if it is meant"
+        return None
