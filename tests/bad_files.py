@@ -103,6 +103,8 @@ def broken_rows(site: str) -> list[tuple[object, str]]:
         (row(answer=["1"]), "answer_kind"),
         (row(answer=10**400), "answer_kind"),
         (row(answer="\ud800"), "text_damaged"),
+        (row(answer="{5"), "answer_never_right"),
+        (row(answer="\u200b"), "answer_never_right"),
         ('{"problem": "<image>How many?", "ans', "row_unreadable"),
         ("[1, 2]", "row_unreadable"),
     ]

@@ -33,6 +33,12 @@ def bad_row(where: str, problem: str, reason: str) -> BadRowError:
     return BadRowError(f"{where}: {problem}; {ON_BAD_ROW}", reason)
 
 
+def never_right(answer: str, where: str) -> BadRowError:
+    """The error for a row whose true answer its own grader rejects."""
+    problem = f"the answer {answer[:60]!r} is wrong even when it is given word for word, so nothing can be right"
+    return bad_row(where, problem, "answer_never_right")
+
+
 def texts_of(cell: object, where: str) -> Texts:
     """The messages of a cell; a bare text is the user's."""
     messages = cell if isinstance(cell, list | tuple) else [{"role": "user", "content": "" if cell is None else cell}]

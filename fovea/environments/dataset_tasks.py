@@ -23,6 +23,7 @@ from fovea.environments.dataset_prompts import (
     check_prompt,
     ends_with_reply,
     interleaved,
+    never_right,
     plain_answer,
     texts_of,
 )
@@ -53,10 +54,13 @@ class FileTasks:
         frames: Frames | None = None,
         *,
         read_answer: ReadAnswer = plain_answer,
+        is_gradable: Callable[[Task], bool] | None = None,
     ) -> None:
+        """`is_gradable` says whether the grader accepts a task's own answer; a row where it does not is a bad row."""
         self._settings = settings
         self._access = access
         self._read_answer = read_answer
+        self._is_gradable = is_gradable
         self._splits = FileSplits(settings, self._open, self._image_columns, frames)
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -116,7 +120,10 @@ class FileTasks:
         interleaved(self._framed(texts), images, where)
         answer = self._read_answer(self._answer_cell(row, key, where), where)
         task_id = f"{split}/{index}"
-        return Task(id=task_id, question=texts[-1][1], answer=answer, images=images, kind=kind, row=row)
+        task = Task(id=task_id, question=texts[-1][1], answer=answer, images=images, kind=kind, row=row)
+        if self._is_gradable is not None and not self._is_gradable(task):
+            raise never_right(answer, where)
+        return task
 
     def _question(self, row: Row, key: str, where: str) -> Texts:
         """The messages before the answer."""

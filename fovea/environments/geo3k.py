@@ -26,7 +26,7 @@ class Geo3k(Environment):
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
     def __init__(self, config: Geo3kEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
-        self._files = FileTasks(config, access, frames)
+        self._files = FileTasks(config, access, frames, is_gradable=lambda task: is_gradable(task.answer))
         self._think_tags = config.think_tags
         self.graders = (Geo3kGrader(config),)
 
@@ -74,6 +74,11 @@ def grade(prediction: str, truth: str, *, think_tags: bool = False) -> Grade:
     else:
         reason = f"boxed {shown(boxed)} {'equals' if accuracy else 'is not'} {shown(truth)}"
     return Grade(score=accuracy, parts={"answer": accuracy, "format": formatted}, reason=reason)
+
+
+def is_gradable(truth: str) -> bool:
+    """Whether a true answer is right when it is boxed word for word; `{5` and a bare `$` are not."""
+    return grade(rf"\boxed{{{truth}}}", truth).score == 1
 
 
 def _boxed_after_thinking(text: str) -> bool:

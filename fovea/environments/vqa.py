@@ -28,7 +28,7 @@ class Vqa(Environment):
 
     def __init__(self, config: VqaEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
         self._config = config
-        self._files = FileTasks(config, access, frames, read_answer=majority_answer)
+        self._files = FileTasks(config, access, frames, read_answer=majority_answer, is_gradable=self._is_gradable)
         self.graders = (VqaGrader(config),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -45,6 +45,10 @@ class Vqa(Environment):
         options = task_options(task, self._config)
         return rf"\boxed{{{true_letter(task.answer, options, task.id) if options else task.answer}}}"
 
+    def _is_gradable(self, task: Task) -> bool:
+        # of multiple choice the letter is checked with the prompt, and is always right
+        return bool(task_options(task, self._config)) or is_gradable(true_answers(task, self._config))
+
 
 class VqaGrader:
     """The grader of `vqa`: the answer in a response against those of the annotators, or the right option."""
@@ -54,14 +58,15 @@ class VqaGrader:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         options = task_options(task, self._config)
-        truths = [true_letter(task.answer, options, task.id)] if options else self._truths(task)
+        truths = [true_letter(task.answer, options, task.id)] if options else true_answers(task, self._config)
         graded = grade(turns[-1].text, truths, options=options)
         return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
 
-    def _truths(self, task: Task) -> list[str]:
-        key = self._config.answers_key
-        cell = task.row.get(key) if key is not None else None
-        return answers_of(cell, task.id) if isinstance(cell, list | tuple) and cell else [task.answer]
+
+def true_answers(task: Task, config: VqaEnvironment) -> list[str]:
+    """The answers of all annotators of a row, or its one answer."""
+    cell = task.row.get(config.answers_key) if config.answers_key is not None else None
+    return answers_of(cell, task.id) if isinstance(cell, list | tuple) and cell else [task.answer]
 
 
 def task_options(task: Task, config: VqaEnvironment) -> tuple[str, ...]:
@@ -91,6 +96,11 @@ def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str]
         parts={"answer": accuracy},
         reason=f"{shown(found)}, read as {shown(read)}, {verdict} {expected}",
     )
+
+
+def is_gradable(truths: Sequence[str]) -> bool:
+    """Whether any of the true answers is right, at least in part, when it is boxed word for word; `?` is not."""
+    return any(grade(rf"\boxed{{{truth}}}", truths).score > 0 for truth in truths)
 
 
 def majority_answer(cell: object, where: str) -> str:

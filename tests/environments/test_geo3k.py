@@ -17,7 +17,7 @@ from fovea.data.order import kinds_of
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.geo3k import Geo3k, grade
-from fovea.errors import DataError
+from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef, Task
 from tests.grading import scored
 
@@ -285,3 +285,21 @@ def test_images_of_the_real_data_open() -> None:
     for task in environment.tasks("test"):
         for ref in task.images:
             assert min(open_image(ref, max_mib=32, max_megapixels=64).size) > 50
+
+
+@pytest.mark.parametrize("truth", ["$", "degrees", "{5", "5}", "\N{ZERO WIDTH SPACE}", r"\text{}", r"\boxed{5"])
+def test_an_answer_that_is_wrong_word_for_word_is_a_bad_row(tmp_path: Path, truth: str) -> None:
+    tasks = geo3k(tmp_path, [row(), row(answer=truth)]).tasks("test")
+    with pytest.raises(
+        BadRowError, match=r"row 1: the answer .* is wrong even when it is given word for word"
+    ) as caught:
+        [tasks[index] for index in range(len(tasks))]
+    assert caught.value.reason == "answer_never_right"
+
+
+@pytest.mark.parametrize(
+    "truth",
+    ["$5$", r"\$5", "5 degrees", "5\N{DEGREE SIGN}", "5\N{ZERO WIDTH SPACE}", "\N{SOFT HYPHEN}5", "\u20605", "5 cm"],
+)
+def test_units_dollars_and_invisible_characters_are_no_part_of_an_answer(truth: str) -> None:
+    assert grade(r"\boxed{5}", truth).score == grade(rf"\boxed{{{truth}}}", truth).score == 1

@@ -13,7 +13,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config, VqaEnvironment
 from fovea.data.order import kinds_of
 from fovea.data.rows import RowAccess
-from fovea.environments.vqa import Vqa
+from fovea.environments.vqa import Vqa, grade
 from fovea.errors import BadRowError
 from fovea.loop import train
 from fovea.types import ImageRef, Score, Task
@@ -143,3 +143,26 @@ def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int
     for task in tasks:
         for text in (environment.target(task), task.answer, f"The answer is {task.answer}."):
             assert scored(made.grading.graders, task, text).reward == 1.0, (task.id, text)
+
+
+@pytest.mark.parametrize("truth", ["?", "...", "\N{ZERO WIDTH SPACE}", "{", ":)"])
+def test_an_answer_that_is_wrong_word_for_word_is_a_bad_row(tmp_path: Path, truth: str) -> None:
+    tasks = vqa(tmp_path, [row("What?", truth)]).tasks("test")
+    with pytest.raises(
+        BadRowError, match=r"row 0: the answer .* is wrong even when it is given word for word"
+    ) as caught:
+        tasks[0]
+    assert caught.value.reason == "answer_never_right"
+
+
+def test_one_annotator_who_can_be_right_makes_a_row(tmp_path: Path) -> None:
+    rows = [row("What?", "?", answers=["?", "red", "?"]), row("What?", "?", answers=["?", "..."])]
+    tasks = vqa(tmp_path, rows, answers_key="answers").tasks("test")
+    assert tasks[0].answer == "?"
+    with pytest.raises(BadRowError, match="word for word"):
+        tasks[1]
+
+
+@pytest.mark.parametrize("truth", ["3\N{ZERO WIDTH SPACE}", "\N{SOFT HYPHEN}3", "$3$", "three.", "3\N{WORD JOINER}"])
+def test_invisible_characters_and_dollars_are_no_part_of_an_answer(truth: str) -> None:
+    assert grade("3", truth).score == grade(truth, "3").score == 1

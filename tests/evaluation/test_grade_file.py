@@ -91,6 +91,8 @@ BAD_LINES = [
     (b'{"prediction": "5", "truth": true}', "answer_kind"),
     (b'{"prediction": "5", "truth": ["5"]}', "answer_kind"),
     (rb'{"prediction": "5", "truth": "\ud800"}', "text_damaged"),
+    (rb'{"prediction": "5", "truth": "{5"}', "answer_never_right"),
+    (rb'{"prediction": "5", "truth": "degrees"}', "answer_never_right"),
 ]
 
 

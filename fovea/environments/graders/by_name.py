@@ -14,7 +14,7 @@ from typing import TypeAlias
 from fovea.config.environments import Gradable
 from fovea.environments import caption, geo3k, vqa
 from fovea.environments.caption import captions_of
-from fovea.environments.dataset_prompts import bad_row, plain_answer
+from fovea.environments.dataset_prompts import bad_row, never_right, plain_answer
 from fovea.environments.geospot import reward as geospot
 from fovea.environments.graders.base import Grade
 from fovea.environments.graders.cider import IDF_ROWS, CiderD
@@ -34,7 +34,10 @@ def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
 
 
 def _geo3k(prediction: str, row: Row, where: str) -> Grade:
-    return geo3k.grade(prediction, plain_answer(_truth(row, where), where))
+    truth = plain_answer(_truth(row, where), where)
+    if not geo3k.is_gradable(truth):
+        raise never_right(truth, where)
+    return geo3k.grade(prediction, truth)
 
 
 def _shapes(prediction: str, row: Row, where: str) -> Grade:
@@ -45,7 +48,10 @@ def _vqa(prediction: str, row: Row, where: str) -> Grade:
     """A row with `options` is multiple choice."""
     truth = _truth(row, where)
     if row.get("options") is None:
-        return vqa.grade(prediction, vqa.answers_of(_as_list(truth), where))
+        truths = vqa.answers_of(_as_list(truth), where)
+        if not vqa.is_gradable(truths):
+            raise never_right(truths[0], where)
+        return vqa.grade(prediction, truths)
     options = options_of(row["options"], where)
     return vqa.grade(prediction, true_letter(plain_answer(truth, where), options, where), options=options)
 

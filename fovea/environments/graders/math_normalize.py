@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping
 
 _MAX_WRAPPERS = 20
 # Digits of a repeating decimal; more would not fit a float64.
 _MAX_REPEATING = 6
 
+INVISIBLE: Mapping[int, str] = dict.fromkeys(
+    [
+        0xAD,
+        0x61C,
+        *range(0x200B, 0x2010),
+        *range(0x202A, 0x202F),
+        *range(0x2060, 0x206A),
+        *range(0xFE00, 0xFE10),
+        0xFEFF,
+    ],
+    "",
+)
+"""Characters without width: joiners, soft hyphens, directions of writing, variants of emoji."""
 _SYMBOLS = {
     **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}\N{RING OPERATOR}", r"\circ "),
     **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
     **dict.fromkeys("\N{MIDDLE DOT}\N{DOT OPERATOR}\N{ASTERISK OPERATOR}\N{BULLET}", r"\cdot "),
     **dict.fromkeys("\N{DIVISION SIGN}\N{FRACTION SLASH}\N{DIVISION SLASH}", "/"),
-    **dict.fromkeys("\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}\ufeff", ""),
     "\N{MULTIPLICATION SIGN}": r"\times ",
     "\N{RATIO}": ":",
     "\N{GREEK SMALL LETTER PI}": r"\pi ",
@@ -34,7 +47,7 @@ _SYMBOLS = {
 _VULGAR = {
     char: " " + unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/") for char in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 }
-_TABLE = str.maketrans(_SYMBOLS | _VULGAR)
+_TABLE = {**str.maketrans(_SYMBOLS | _VULGAR), **INVISIBLE}
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹", "₀₁₂₃₄₅₆₇₈₉"
 _SMALL = str.maketrans(_RAISED + _LOWERED, "0123456789" * 2)
 _SMALL_FRACTION = re.compile(f"([{_RAISED}]+)[/\N{FRACTION SLASH}]([{_LOWERED}]+)")

@@ -12,6 +12,8 @@ import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 
+from fovea.environments.graders.math_normalize import INVISIBLE
+
 MAX_CHARS = 2000
 """The length to which an answer is cut; a longer one is wrong unless it is marked as the answer."""
 NUMBER = r"-?\d+(?:\.\d+)?%?"
@@ -83,7 +85,7 @@ def _forms(text: str) -> set[str]:
 
 def _folded(answer: str) -> str:
     """A text without capitals, with one kind of digits and dashes, and with signs that change a number as words."""
-    text = _RAISED.sub(r" \g<0>", answer[:MAX_CHARS])
+    text = _RAISED.sub(r" \g<0>", answer[:MAX_CHARS].translate(INVISIBLE))
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(_plain_digit(char) for char in text)
     text = re.sub(r"</?[a-z]{1,9}>", " ", text)
