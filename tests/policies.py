@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fovea.config.run import Algorithm, Train
@@ -9,7 +11,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
-from tests.tiny_models import mixed_prompts, random_completions
+from tests.tiny_models import mixed_prompts, random_completions, tiny
 
 LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
 NO_CLIPPING = 1e9
@@ -37,6 +39,14 @@ def make_batch(parts: TinyParts, seed: int = 0) -> Batch:
         for prompt, completions in zip(mixed_prompts(parts), random_completions(LENGTHS, seed), strict=True)
     ]
     return Batch(groups=tuple(groups))
+
+
+def many_groups(number: int) -> Batch:
+    """So many groups, three of every seed; the first outweighs the others, which a sum in 16 bits then drops."""
+    parts = tiny("qwen3_vl")
+    groups = [group for seed in range(-(-number // 3)) for group in make_batch(parts, seed).groups][:number]
+    samples = tuple(replace(sample, weight=sample.weight * 20) for sample in groups[0].samples)
+    return Batch(groups=(replace(groups[0], samples=samples), *groups[1:]))
 
 
 def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fovea.config.run import Train
 from fovea.train.torch.checkpoint import load_tensors, save_tensors
@@ -112,6 +113,11 @@ class MasterWeights:
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
             for name, parameter in parameters.items()
         }
+        for parameter, _ in self._copied():
+            if not isinstance(parameter, DTensor):
+                # autograd then adds the gradient of every micro-batch to a float32 sum: in 16 bits, small ones are lost
+                # beside the sum of those before. FSDP2 has float32 sums of its own (`sharding.shard`).
+                parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
@@ -120,8 +126,9 @@ class MasterWeights:
             master.copy_(parameter)
 
     def take_gradients(self) -> None:
-        """Move the gradients from the parameters to the master weights, as float32; called before a step."""
+        """Move the gradients from the parameters to the master weights; called before a step."""
         for parameter, master in self._copied():
+            # float32 already, so that nothing is copied, except behind FSDP2
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
 

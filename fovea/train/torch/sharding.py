@@ -42,7 +42,8 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
     heads = [module for module in model.modules() if isinstance(module, ValueHead)]
     lists = [each for module in vision for each in module.modules() if isinstance(each, nn.ModuleList)]
     blocks = [] if whole else [block for each in lists for block in each]
-    # reduce-scatter in float32: a sum of 16-bit gradients over ranks would lose small ones
+    # sums over micro-batches and ranks are float32: sums of 16-bit gradients would lose small ones. FSDP2 rounds the
+    # result to the type of the weights, once.
     options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     # a value head is a unit by itself: it is float32 beside a bfloat16 trunk, and a reduce-scatter has one type
     for module in (*language_model(vlm.network).layers, *blocks, *heads):
