@@ -29,7 +29,7 @@ from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
-from fovea.models.trainable import merged_weights
+from fovea.models.trainable import factored_weights
 from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, read_checkpoint
 from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.checkpoint import is_policy_state, load_trained
@@ -211,8 +211,8 @@ class OpenedModel:
     """Files and tensors of its checkpoint that do not belong to the model."""
 
     def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters merged."""
-        return merged_weights(self.vlm.network)
+        """All weights under their Hugging Face names, adapters beside them, as training pushes them to its engine."""
+        return factored_weights(self.vlm.network)
 
 
 def open_model(

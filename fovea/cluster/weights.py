@@ -39,7 +39,7 @@ class WeightSource(Protocol):
     """The training side of a weight sync."""
 
     def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters merged; references where possible, else copies."""
+        """All weights under their Hugging Face names, adapters beside them; references where possible, else copies."""
         ...
 
 
@@ -48,7 +48,7 @@ class WeightTarget(Protocol):
 
     @property
     def weight_names(self) -> frozenset[str]:
-        """Hugging Face names of all weights that the engine samples with."""
+        """Names of all weights that the engine samples with, as `WeightSource.weights` gives them."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:

@@ -143,11 +143,31 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield f"{owner}.{leaf}", value
 
 
+def factored_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, parameter) of every parameter: adapters beside the weights that they add to, and nothing copied.
+
+    Names are Hugging Face's, and those of `adapter_names` for an adapter's matrices. Tied weights are yielded once.
+    """
+    under_adapters = bool(lora_layers(network))
+    for name, parameter in network.named_parameters():
+        yield name.replace(".base_layer.", ".") if under_adapters else name, parameter.detach()
+
+
 def weight_names(network: nn.Module) -> frozenset[str]:
-    """The names of `merged_weights`, without merging."""
-    layers = lora_layers(network)
-    own = (name for name, _ in network.named_parameters() if ".lora_" not in name)
-    return frozenset(name.replace(".base_layer.", ".") if layers else name for name in own)
+    """The names of `factored_weights`."""
+    return frozenset(name for name, _ in factored_weights(network))
+
+
+def adapter_names(path: str) -> tuple[str, str]:
+    """Names of the matrices A and B of the adapter on the linear layer at this path."""
+    return f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight"
+
+
+def adapter_scale(network: nn.Module) -> float:
+    """The factor alpha / rank of all adapters of the network; 0 without adapters."""
+    scales = {float(layer.scaling[ADAPTER]) for layer in lora_layers(network).values()}
+    assert len(scales) <= 1, f"adapters of different scales: {sorted(scales)}"
+    return scales.pop() if scales else 0.0
 
 
 def _delta(layer: LoraLayer) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
 from fovea.models.families.layer import LayerModules
+from fovea.models.linear_factors import Factors, add_adapter, factors_of
 from fovea.models.trainable import ADAPTER
 
 LinearOutputs = Callable[[LinearGroup], Tensor]
@@ -46,29 +47,6 @@ class TrainedLinears:
             x_NE, scales, recorded, *tensors
         )
         return outs
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """Tensors of a linear layer x W' + b + scale (x A') B'; A and B are `down` and `up` of a LoRA adapter, or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-    down: Tensor | None = None
-    up: Tensor | None = None
-    scale: float = 0.0
-
-
-def factors_of(module: Any) -> Factors:
-    """Tensors of a linear layer with or without an active adapter."""
-    if not isinstance(module, LoraLinear):
-        return Factors(module.weight, module.bias)
-    base: Any = module.get_base_layer()
-    if module.disable_adapters:
-        return Factors(base.weight, base.bias)
-    down: Any = module.lora_A[ADAPTER]
-    up: Any = module.lora_B[ADAPTER]
-    return Factors(base.weight, base.bias, down.weight, up.weight, float(module.scaling[ADAPTER]))
 
 
 def drops_inputs(module: Any) -> bool:
@@ -167,14 +145,7 @@ def _factors(tensors: Sequence[Any], scales: Sequence[float]) -> list[Factors]:
 
 
 def _forward(x_NE: Tensor, factors: Factors) -> Tensor:
-    out = torch.nn.functional.linear(x_NE, factors.weight, factors.bias)
-    if factors.down is None or factors.up is None:
-        return out
-    # adapters may be float32 on bfloat16 weights, and addmm takes one type
-    low = x_NE.to(factors.down.dtype) @ factors.down.t()
-    if factors.up.dtype == out.dtype:
-        return out.addmm_(low, factors.up.t(), alpha=factors.scale)
-    return out.add_((low @ factors.up.t()).mul_(factors.scale))
+    return add_adapter(torch.nn.functional.linear(x_NE, factors.weight, factors.bias), x_NE, factors)
 
 
 def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, first: bool) -> None:

@@ -119,5 +119,5 @@ class PolicyWorker(Protocol):
     def close(self) -> None: ...
 
     def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters merged; weights without an adapter are not copied."""
+        """All weights by the names of `models.trainable.factored_weights`, adapters beside them; nothing is copied."""
         ...

@@ -10,6 +10,7 @@ import torch
 
 from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
+from fovea.models.linear_factors import Factors
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vision.attention import use_segment_attention
@@ -222,9 +223,10 @@ def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> Non
 @pytest.mark.parametrize("rows", [1, 2, 33])
 def test_int8_linears_are_off_by_no_more_than_their_rounding(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = [(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
+    layers = [Factors(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
     x = torch.randn(rows, 48, generator=generator)
-    for (weight, bias), out in zip(layers, Int8Linears(layers)(x), strict=True):
+    for layer, out in zip(layers, Int8Linears(layers)(x), strict=True):
+        weight, bias = layer.weight, layer.bias
         # half a step of either factor, times the other, summed
         step_x, step_w = x.abs().amax(1, keepdim=True) / 254, weight.abs().amax(1, keepdim=True) / 254
         bound = x.abs() @ step_w.expand_as(weight).t() + step_x * weight.abs().sum(1) + 48 * step_x * step_w.t()
@@ -252,11 +254,12 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 32, 100])
 def test_packed_linears_equal_plain_ones(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = [(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
+    layers = [Factors(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
     x = torch.randn(rows, 48, generator=generator)
     tape = Tape([[69, 1, 1, 1]], 2**20, torch.float32)
     with tape.recording(rows):
         outs = OneDnnLinears(layers, tape.layer(0)[0])(x)
-    for (weight, bias), out in zip(layers, outs, strict=True):
-        torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+    for layer, out in zip(layers, outs, strict=True):
+        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
     assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))

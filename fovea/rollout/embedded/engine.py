@@ -20,13 +20,14 @@ from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import decoder_shape
 from fovea.models.processor import Processor
-from fovea.models.trainable import weight_names
+from fovea.models.trainable import adapter_scale, weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import DecodeBatch, FinishedRow, completion_of
 from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.linears import (
+    NamedWeights,
     TextWeights,
     int8_text_weights,
     onednn_text_weights,
@@ -71,7 +72,7 @@ class EmbeddedEngine:
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._banned_ids = processor.banned_ids
         self._weights: TextWeights | None = None
-        self._named: Mapping[str, Tensor] = {}
+        self._named = NamedWeights(tensors={})
         self._may_approximate = True
         """Whether all running requests accept approximate weights."""
         self._asleep = False
@@ -143,7 +144,7 @@ class EmbeddedEngine:
             self._worker.cancel()
             await asyncio.wait([self._worker])
         self._free_memory()
-        self._weights, self._named = None, {}
+        self._weights, self._named = None, NamedWeights(tensors={})
 
     @property
     def name(self) -> str:
@@ -155,7 +156,7 @@ class EmbeddedEngine:
 
     @property
     def weight_names(self) -> frozenset[str]:
-        """Hugging Face names of all weights of the network."""
+        """Names of all weights of the network (`models.trainable.factored_weights`)."""
         return weight_names(self._vlm.network)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
@@ -172,8 +173,8 @@ class EmbeddedEngine:
             for name, tensor in weights.items():
                 if name.startswith(vision) and own[name].data_ptr() != tensor.data_ptr():
                     named[name] = own[name].copy_(tensor)
-        self._weights = text_weights(named, self._shape, self._tape)
-        self._named = named
+        self._named = NamedWeights(tensors=named, adapter_scale=adapter_scale(self._vlm.network))
+        self._weights = text_weights(self._named, self._shape, self._tape)
         self._free_decode_copies()
         self._version = version
         self._kept = LRUCache(self._max_batch_tokens)

@@ -1,7 +1,8 @@
 """The language model's weights as the engine runs them, with three implementations of its linear layers.
 
-Plain: references to the trainer's tensors. oneDNN: decode copies in oneDNN's blocked layout, for few rows. int8: decode
-copies in 8 bits, the only ones that change results.
+Plain: references to the trainer's tensors, with LoRA adapters beside the weights: merged, 16 bits would round most of
+them away (decision 016). oneDNN: decode copies in oneDNN's blocked layout, for few rows, in float32. int8: decode
+copies in 8 bits, the only ones that change results. Both kinds of copies have adapters merged.
 
 Axes: `N` tokens, `B` rows of the decode batch, `E` inputs and `O` outputs of a layer, `X` rows of a matrix, `W`
 vocabulary.
@@ -21,6 +22,8 @@ from fovea.models.activation_tape import LinearGroup, Tape, TapeColumn
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
 from fovea.models.families.qwen_vl import LANGUAGE
 from fovea.models.kernels import rms_norm
+from fovea.models.linear_factors import Factors, add_adapter, merged_weight
+from fovea.models.trainable import adapter_names
 
 ONEDNN: Any = torch.ops.mkldnn
 EXPECTED_ROWS = 32
@@ -51,10 +54,10 @@ class TextWeights:
 class PlainLinears:
     """Linear layers on one input, their outputs side by side in one tensor [N, sum of widths], as on the tape."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], column: TapeColumn | None) -> None:
-        """`layers`: (weight, bias) of each; `column`: where the activation tape records the outputs."""
+    def __init__(self, layers: Sequence[Factors], column: TapeColumn | None) -> None:
+        """`column`: where the activation tape records the outputs."""
         self._layers = layers
-        self._widths = [len(weight) for weight, _ in layers]
+        self._widths = [len(each.weight) for each in layers]
         self._column = column
 
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
@@ -63,80 +66,82 @@ class PlainLinears:
         # written into the tape directly, where it records: no copy
         block = x_NE.new_empty(len(x_NE), width) if kept is None else kept
         outs: tuple[Tensor, ...] = block.split(self._widths, dim=1)
-        for out, (weight, bias) in zip(outs, self._layers, strict=True):
-            if bias is None:
-                torch.mm(x_NE, weight.t(), out=out)
+        for out, each in zip(outs, self._layers, strict=True):
+            if each.bias is None:
+                torch.mm(x_NE, each.weight.t(), out=out)
             else:
-                torch.addmm(bias, x_NE, weight.t(), out=out)
+                torch.addmm(each.bias, x_NE, each.weight.t(), out=out)
+            add_adapter(out, x_NE, each)
         return outs
 
 
-Named = Sequence[tuple[Tensor, Tensor | None]]
-"""(weight, bias) of linear layers that share an input; Qwen2 has biases on queries, keys and values, Qwen3 none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedWeights:
+    """The tensors that a push brought."""
+
+    tensors: Mapping[str, Tensor]
+    """By the names of `models.trainable.factored_weights`."""
+    adapter_scale: float = 0.0
+
+    def factors(self, path: str) -> Factors:
+        """Tensors of the linear layer at this path; KeyError where there is none."""
+        down, up = (self.tensors.get(name) for name in adapter_names(path))
+        return Factors(self.tensors[f"{path}.weight"], self.tensors.get(f"{path}.bias"), down, up, self.adapter_scale)
 
 
-def text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
+def text_weights(named: NamedWeights, shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
     """The language model with plain linear layers; KeyError names a missing weight."""
-
-    def make(layers: Named, column: TapeColumn | None) -> Linears:
-        return PlainLinears(layers, column)
-
-    return _text_weights(named, shape, make, tape)
+    return _text_weights(named, shape, PlainLinears, tape)
 
 
-def onednn_text_weights(named: Mapping[str, Tensor], shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
+def onednn_text_weights(named: NamedWeights, shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
     """The language model with its linear layers as oneDNN decode copies."""
-
-    def make(layers: Named, column: TapeColumn | None) -> Linears:
-        return OneDnnLinears(layers, column)
-
-    return _text_weights(named, shape, make, tape)
+    return _text_weights(named, shape, OneDnnLinears, tape)
 
 
-def int8_text_weights(named: Mapping[str, Tensor], shape: DecoderShape) -> TextWeights:
+def int8_text_weights(named: NamedWeights, shape: DecoderShape) -> TextWeights:
     """The language model with its linear layers, the head included, as 8-bit decode copies."""
 
-    def make(layers: Named, _column: TapeColumn | None) -> Linears:
+    def make(layers: Sequence[Factors], _column: TapeColumn | None) -> Linears:
         return Int8Linears(layers)
 
     return _text_weights(named, shape, make, None)
 
 
-Make = Callable[[Named, TapeColumn | None], Linears]
-"""Constructor of one implementation of linear layers."""
+Make = Callable[[Sequence[Factors], TapeColumn | None], Linears]
+"""Constructor of one implementation of linear layers that share an input."""
 
 
-def _text_weights(named: Mapping[str, Tensor], shape: DecoderShape, make: Make, tape: Tape | None) -> TextWeights:
-    embed = named[f"{TEXT}embed_tokens.weight"]
+def _text_weights(named: NamedWeights, shape: DecoderShape, make: Make, tape: Tape | None) -> TextWeights:
+    embed = named.tensors[f"{TEXT}embed_tokens.weight"]
     layers = tuple(
         _layer(named, f"{TEXT}layers.{index}.", shape, make, NO_COLUMNS if tape is None else tape.layer(index))
         for index in range(shape.num_layers)
     )
     return TextWeights(
         embed=embed,
-        decoder=Decoder(layers=layers, norm=_norm(named[f"{TEXT}norm.weight"], shape)),
-        head=make([(named.get(HEAD, embed), None)], None),
+        decoder=Decoder(layers=layers, norm=_norm(named.tensors[f"{TEXT}norm.weight"], shape)),
+        head=make([Factors(named.tensors.get(HEAD, embed), None)], None),
     )
 
 
 def _layer(
-    named: Mapping[str, Tensor], prefix: str, shape: DecoderShape, make: Make, columns: Sequence[TapeColumn | None]
+    named: NamedWeights, prefix: str, shape: DecoderShape, make: Make, columns: Sequence[TapeColumn | None]
 ) -> DecoderLayer:
     def linears(*names: str, group: LinearGroup) -> Linears:
-        paths = [f"{prefix}{name}" for name in names]
-        return make([(named[f"{path}.weight"], named.get(f"{path}.bias")) for path in paths], columns[group])
+        return make([named.factors(f"{prefix}{name}") for name in names], columns[group])
 
     def head_norm(name: str) -> Norm | None:
-        weight = named.get(f"{prefix}self_attn.{name}.weight")
+        weight = named.tensors.get(f"{prefix}self_attn.{name}.weight")
         return None if weight is None else _norm(weight, shape)
 
     return DecoderLayer(
-        input_norm=_norm(named[f"{prefix}input_layernorm.weight"], shape),
+        input_norm=_norm(named.tensors[f"{prefix}input_layernorm.weight"], shape),
         query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", group=LinearGroup.QKV),
         query_norm=head_norm("q_norm"),
         key_norm=head_norm("k_norm"),
         output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
-        post_norm=_norm(named[f"{prefix}post_attention_layernorm.weight"], shape),
+        post_norm=_norm(named.tensors[f"{prefix}post_attention_layernorm.weight"], shape),
         gate_up=linears("mlp.gate_proj", "mlp.up_proj", group=LinearGroup.GATE_UP),
         down=linears("mlp.down_proj", group=LinearGroup.DOWN),
     )
@@ -155,12 +160,12 @@ class Int8Linears:
 
     # quantizing the weights alone would be closer, but torch has no fast kernel for that in float32
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    def __init__(self, layers: Sequence[Factors]) -> None:
         # layers on one input as one product: the input is quantized once
-        weight_OE = torch.cat([weight for weight, _ in layers])
-        self._widths = [len(weight) for weight, _ in layers]
+        weight_OE = torch.cat(list(map(merged_weight, layers)))
+        self._widths = [len(each.weight) for each in layers]
         self._weight_OE, self._scale_O = _quantized(weight_OE)
-        biases = [bias for _, bias in layers if bias is not None]
+        biases = [each.bias for each in layers if each.bias is not None]
         assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
         self._bias_O = torch.cat(biases) if biases else None
 
@@ -192,11 +197,12 @@ class OneDnnLinears:
     # with 32 rows a matrix product is bound by reading the weights through the CPU's caches; oneDNN reads blocks that
     # are copied once per version of the weights, at the price of a second copy in memory
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None]], column: TapeColumn | None) -> None:
-        self._widths = [len(weight) for weight, _ in layers]
-        weight_OE = torch.cat([weight for weight, _ in layers]) if len(layers) > 1 else layers[0][0]
+    def __init__(self, layers: Sequence[Factors], column: TapeColumn | None) -> None:
+        self._widths = [len(each.weight) for each in layers]
+        weights = list(map(merged_weight, layers))
+        weight_OE = torch.cat(weights) if len(weights) > 1 else weights[0]
         self._blocked = ONEDNN._reorder_linear_weight(weight_OE, EXPECTED_ROWS)
-        biases = [bias for _, bias in layers if bias is not None]
+        biases = [each.bias for each in layers if each.bias is not None]
         assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
         self._bias_O = torch.cat(biases) if biases else None
         self._column = column

@@ -95,7 +95,7 @@ class PlainEngine:
 
     @property
     def weight_names(self) -> frozenset[str]:
-        """Hugging Face names of all weights of the network."""
+        """Names of all weights of the network (`models.trainable.factored_weights`)."""
         return weight_names(self._network)
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
     count_parameters,
+    factored_weights,
     lora_layers,
     merged_weights,
     policy_parameters,
@@ -196,12 +197,9 @@ class TorchPolicy:
         return stats.metrics() | always | {"memory/activations_gib": activations_gib}
 
     def weights(self) -> Weights:
-        """Current weights, adapters merged; a weight with neither adapter nor shards is the parameter, not a copy."""
+        """Current weights, adapters beside them; a weight without shards is the parameter, not a copy."""
         self._engine_has_these_weights = True
-        return self._merged_weights()
-
-    def _merged_weights(self) -> Weights:
-        return ((name, full(weight)) for name, weight in merged_weights(self._vlm.network))
+        return ((name, full(weight)) for name, weight in factored_weights(self._vlm.network))
 
     def save(self, folder: Path) -> None:
         """Write trainable parameters, optimizers and counters; TrainError if a frozen parameter has changed."""
@@ -229,7 +227,7 @@ class TorchPolicy:
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
         # every rank, since a full tensor is gathered from all
-        weights = dict(self._merged_weights())
+        weights = {name: full(weight) for name, weight in merged_weights(self._vlm.network)}
         self._ranks.run_on_first(lambda: save_network(self._vlm.network, folder, weights.items()))
 
     def describe(self) -> ModelFacts:

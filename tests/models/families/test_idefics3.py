@@ -23,6 +23,7 @@ from fovea.models.load import load_network
 from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.models.trainable import merged_weights
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
@@ -145,7 +146,7 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, ob
     }
     assert export(folder, tmp_path / "out").max_logprob_difference < 1e-4
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    trained = open_checkpoint(find_checkpoint(folder)).weights()
+    trained = merged_weights(open_checkpoint(find_checkpoint(folder)).vlm.network)
     exported = dict(plain.named_parameters())
     assert all(torch.equal(exported[name], tensor) for name, tensor in trained)
     base = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())

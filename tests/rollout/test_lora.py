@@ -1,0 +1,125 @@
+"""LoRA in the engine: adapters beside the weights, as in the trainer, and at addresses that stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.cluster.local import SharedWeights
+from fovea.config.run import Algorithm, Lora, Model, TinyModel
+from fovea.models.linear_factors import factors_of, merged_weight
+from fovea.models.tiny import TinyParts
+from fovea.models.trainable import choose_trainable, lora_layers, merged_weights
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.decode_step import GraphStepper
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.tuning import Tuning
+from fovea.train.packing import pack_row
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Completion, Prompt
+from fovea.utils.event_loop import wait_for
+from tests.policies import make_batch, train_settings
+from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
+from tests.tiny_models import CPU, mixed_prompts, tiny
+
+SMALL_RATIO = 5e-4
+"""Of the norm of an adapter's matrix to that of its weight: usual early in a run."""
+
+
+def with_lora(dtype: torch.dtype, ratio: float, family: str = "qwen3_vl", **settings: object) -> TinyParts:
+    """A tiny model with adapters of this relative size on all layers of the language model."""
+    parts = tiny(family, **settings)
+    parts.network.to(dtype)
+    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=4)), seed=0)
+    for number, layer in enumerate(lora_layers(parts.network).values()):
+        factors = factors_of(layer)
+        assert factors.up is not None
+        assert factors.down is not None
+        with torch.no_grad():
+            factors.up.normal_(generator=torch.Generator().manual_seed(number))
+            size = (factors.scale * factors.up.float() @ factors.down.float()).norm()
+            factors.up.mul_(ratio * factors.weight.float().norm() / size)
+    return parts
+
+
+def engine_of(parts: TinyParts, **tuning: object) -> EmbeddedEngine:
+    settings = Tuning(**tuning)  # type: ignore[arg-type]
+    return EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=10_000, tuning=settings)
+
+
+def policy_of(parts: TinyParts) -> TorchPolicy:
+    settings = train_settings(learning_rate=1e-2, lr_warmup_steps=0)
+    return TorchPolicy(VLM(parts.network), train=settings, algorithm=Algorithm(), temperature=1.0, max_steps=10)
+
+
+def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Completion]]) -> np.ndarray:
+    """The engine's log-probs less the trainer's, of every token."""
+    row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in drawn], CPU)
+    with torch.no_grad():
+        trained = VLM(parts.network)(row, temperature=1.0, chunk_tokens=10_000).logprobs_A.numpy()
+    return np.concatenate([c.logprobs_T for group in drawn for c in group]) - trained
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
+    parts = with_lora(torch.float32, 0.3, family)
+    engine, prompts = engine_of(parts, cache=cache), mixed_prompts(parts)
+    wait_for(SharedWeights(policy_of(parts), engine).push(0))
+    drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
+    assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
+
+
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+
+
+def test_decode_copies_have_the_adapters_merged() -> None:
+    parts = with_lora(torch.float32, 0.3, **WIDE)
+    engine, prompts = engine_of(parts), mixed_prompts(parts)
+    wait_for(SharedWeights(policy_of(parts), engine).push(0))
+    drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
+    assert engine._tuning.uses_onednn(12, parts.network.get_input_embeddings().weight)
+    assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
+
+
+def test_small_adapters_count_in_bfloat16() -> None:
+    """First tokens, which both sides compute from the same rows: equal to float rounding. Merged, seven of eight
+    weights stay as they were."""
+    parts = with_lora(torch.bfloat16, SMALL_RATIO)
+    changed = [
+        (merged_weight(factors_of(x)) != factors_of(x).weight).float().mean()
+        for x in lora_layers(parts.network).values()
+    ]
+    assert 0.05 < float(torch.stack(changed).mean()) < 0.25
+    prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=1)
+    engine = engine_of(parts)
+    wait_for(SharedWeights(policy_of(parts), engine).push(0))
+    beside = difference(parts, prompts, generate(engine, prompts, samplings, n=16))
+    assert np.abs(beside).max() < LOGPROB_TOLERANCE
+    merged = tiny("qwen3_vl")
+    merged.network.bfloat16()
+    merged_engine = engine_of(merged)
+    merged_engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    rounded = difference(parts, prompts, generate(merged_engine, prompts, samplings, n=16))
+    assert np.abs(rounded).mean() > 100 * LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_outlive_a_push_and_read_the_new_adapters(dtype: torch.dtype) -> None:
+    parts = with_lora(dtype, 0.3)
+    engine, policy, prompts = engine_of(parts, cache="paged"), policy_of(parts), mixed_prompts(parts)
+    sync = SharedWeights(policy, engine)
+    wait_for(sync.push(0))
+    before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
+    stepper, pages = engine._stepper, engine._cache
+    assert isinstance(stepper, GraphStepper)
+    old = dict(merged_weights(parts.network))
+    policy.update(make_batch(parts))
+    assert any(not torch.equal(old[name], x) for name, x in merged_weights(parts.network))
+    assert wait_for(sync.push(1)).bytes_copied == 0
+    assert (engine._stepper, engine._cache) == (stepper, pages)
+    after = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
+    limit = LOGPROB_TOLERANCE if dtype == torch.float32 else 0.1
+    assert np.abs(difference(parts, prompts, after)).max() < limit
+    assert np.abs(difference(parts, prompts, before)).max() > limit, "drawn before the update"
