@@ -210,8 +210,8 @@ def loaded(ranks: Ranks, folder: Path) -> Found:
 
 
 def bfloat16(ranks: Ranks, folder: Path) -> Found:
-    """Relative distance of the gradient of 66 micro-batches from that of one process, whose sum is float32."""
-    batch, found = many_groups(66), []
+    """Relative distance of the gradient of 18 micro-batches from that of one process, whose sum is float32."""
+    batch, found = many_groups(18), []
     for own in (ranks, ALONE):
         one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
         policy = policy_of(own, {}, model={**UNFROZEN, "dtype": "bfloat16"}, train=one_by_one)
