@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from fovea.build.model import make_vlm, open_vlm
 from fovea.build.policy import make_policy
-from fovea.build.targets import find_checkpoint, open_checkpoint
+from fovea.build.targets import CheckpointTarget, open_checkpoint
 from fovea.config.loading import dump_config
 from fovea.config.run import Config, Lora, Model, TinyModel
 from fovea.errors import ConfigError, FoveaError, ModelError
@@ -81,7 +81,8 @@ def test_a_checkpoint_opens_without_the_folder_it_started_from(tmp_path: Path) -
     policy.save(folder)
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
     shutil.rmtree(tmp_path / "adapter")
-    opened = dict(open_checkpoint(find_checkpoint(folder)).weights())
+    target = CheckpointTarget(name="run", folder=folder, run=tmp_path / "run")
+    opened = dict(open_checkpoint(target).weights())
     for name, weight in policy.weights():
         assert torch.equal(opened[name], weight), name
 
