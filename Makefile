@@ -22,7 +22,7 @@ help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(RUNS)  ## Train a tiny vision-language model on rendered scenes (CPU, a few minutes)
-	$(BIN)/fovea train recipes/shapes.yaml run_dir=runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/fovea train recipes/shapes.yaml 'run_dir=runs/demo-{time}'
 
 test: $(DEVELOPS)  ## Run the tests
 	$(BIN)/python -m pytest -m "$(MARKERS)"

@@ -19,7 +19,7 @@ from fovea.build.environment import make_environment
 from fovea.build.targets import Baseline, OpenedModel, Target, open_model, parse_targets, shared_settings
 from fovea.cluster.local import SharedWeights
 from fovea.config.loading import dump_config
-from fovea.config.run import Config
+from fovea.config.run import TIME, Config
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
@@ -103,6 +103,8 @@ class EvalSet:
     @staticmethod
     def of(config: Config, split: Split) -> EvalSet:
         """The rows that a run with these settings evaluates on: `evaluate.dev_size` of dev, else `test_size`."""
+        if TIME in config.run_dir:  # a recipe's, of no run yet: images are fetched into the cache
+            config = config.model_copy(update={"run_dir": str(Path(config.data.cache_dir).expanduser())})
         made = make_environment(config)
         tasks = made.environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size

@@ -42,15 +42,14 @@ def build(config: Config, environment: Environment | None = None, frames: Frames
     """
     started = perf_counter()
     with ExitStack() as on_failure:
-        folder = on_failure.enter_context(open_run_folder(Path(config.run_dir), config))
-        run = _make_services(config, make_environment(config, environment, frames), folder, started, environment)
+        config = on_failure.enter_context(open_run_folder(config))
+        run = _make_services(config, make_environment(config, environment, frames), started, environment)
         # from here on it is the run that closes its folder
         return replace(run, held=on_failure.pop_all())
 
 
-def _make_services(
-    config: Config, graded: GradedEnvironment, folder: Path, started: float, given: Environment | None
-) -> Run:
+def _make_services(config: Config, graded: GradedEnvironment, started: float, given: Environment | None) -> Run:
+    folder = Path(config.run_dir)
     config = within_epochs(config, partial(graded.environment.tasks, "train"))
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.resume() if config.resume == "auto" else None

@@ -6,10 +6,11 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.algorithm_parts import KlInReward
@@ -61,6 +62,8 @@ __all__ = [
     "VqaEnvironment",
 ]
 
+NAME, TIME = "{name}", "{time}"
+"""What is filled in in `run_dir`."""
 Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
 
 
@@ -259,8 +262,9 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Random seed of weights, data order and sampling."""
-    run_dir: MayChange[Annotated[str, Field(min_length=1)]] = "runs/run"
-    """Output folder of the run: config, metrics, samples, checkpoints, report."""
+    run_dir: MayChange[Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]] = f"runs/{NAME}-{TIME}"
+    """Output folder of the run: config, metrics, samples, checkpoints, report. {name} is environment.name; with {time},
+    every run gets a folder of its own, and runs/latest leads to it."""
     max_steps: MayChange[PositiveInt] = 1000
     """Number of RL steps; fewer where max_epochs ends the run before."""
     max_epochs: MayChange[PositiveInt | None] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,28 +13,43 @@ from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
+from fovea.data.bad_rows import BAD_ROWS_FILE
 from fovea.errors import ConfigError
 from fovea.run.lock import locked
+from fovea.run.rollout_step import UNSCORED_FILE
+from fovea.run.run_dir import make_folder
 from fovea.utils.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
 
 
 @contextmanager
-def open_run_folder(folder: Path, config: Config) -> Iterator[Path]:
-    """Make the folder, hold its lock and write the resolved settings; ConfigError when it holds another run.
+def open_run_folder(config: Config) -> Iterator[Config]:
+    """Make the folder of `run_dir`, hold its lock and write the settings; ConfigError when it holds another run.
 
-    A folder holds a run from its first checkpoint on, so that a start that failed earlier can be repeated.
+    Gives the settings with the folder that a pattern in `run_dir` became. A folder holds a run from its first
+    checkpoint on: a start that failed earlier can be repeated, and the folder that it has made goes with it.
     """
     with ExitStack() as held:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder, is_new = make_folder(config)
+            config = config.model_copy(update={"run_dir": str(folder)})
             held.enter_context(locked(folder))
+            if is_new:
+                held.callback(_delete_unless_begun, folder)
             check_run(folder, config)
             write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
         except OSError as error:
-            raise ConfigError(f"run_dir={folder} cannot be written: {error.strerror}; set another run_dir") from error
-        yield folder
+            raise ConfigError(
+                f"run_dir={config.run_dir} cannot be written: {error.strerror}; set another run_dir"
+            ) from error
+        yield config
+
+
+def _delete_unless_begun(folder: Path) -> None:
+    # lists of what was wrong are kept: messages refer to them
+    if not has_checkpoint(folder) and not any((folder / name).exists() for name in (BAD_ROWS_FILE, UNSCORED_FILE)):
+        shutil.rmtree(folder)
 
 
 def has_checkpoint(folder: Path) -> bool:

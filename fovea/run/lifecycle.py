@@ -26,6 +26,7 @@ from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
+from fovea.run.run_dir import link_latest
 from fovea.run.signal_watch import too_few_rows
 from fovea.run.state import TrainState
 from fovea.run.warmup import warm_up
@@ -50,8 +51,12 @@ async def begin(run: Run) -> TrainState:
     """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
     if warning := too_few_rows(len(run.sources.train), run.config.rollout):
         run.progress.print(warning)
-    if run.resumed is not None:
-        return await _resumed(run)
+    state = await (_begun(run) if run.resumed is None else _resumed(run))
+    link_latest(run.folder)
+    return state
+
+
+async def _begun(run: Run) -> TrainState:
     await run.weight_sync.push(0)
     await pass_parity_gate(run, version=0)
     # a forbidden overlap of the splits should fail before the hours of training, not after them

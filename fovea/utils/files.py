@@ -48,7 +48,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """An empty temporary folder beside `path`, flushed and renamed to it at the end of the block.
 
-    An error in the block deletes the temporary folder. `path` must be absent or empty, and have one writer at a time.
+    Its files get the permissions of any new file, by the umask. An error in the block deletes the temporary folder.
+    `path` must be absent or empty, and have one writer at a time.
     """
     path = path.absolute()  # "." has no name
     # one name for all: what a killed process left, which may be gigabytes, is deleted by the next one
@@ -57,7 +58,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        readable = partial.stat().st_mode & 0o666
         for written in (*partial.rglob("*"), partial):
+            if written.is_file():
+                written.chmod(readable)  # safetensors lets only the owner read what it writes
             _flush(written)
         os.replace(partial, path)
         _flush(path.parent)

@@ -340,7 +340,7 @@ def test_every_setting_is_described() -> None:
     ("key", "type_text", "default"),
     [
         ("seed", "integer >= 0 and < 4294967296", "0"),
-        ("run_dir", "text", "runs/run"),
+        ("run_dir", "text", "runs/{name}-{time}"),
         ("rollout.top_p", "number > 0 and <= 1", "1.0"),
         ("model.lora", "group of settings or null", "null"),
         ("model.lora.rank", "integer >= 1", "16"),

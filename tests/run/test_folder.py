@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fovea.config.describe import describe
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.run.folder import open_run_folder
+from fovea.run.run_dir import link_latest
 
 
 def config(**settings: object) -> Config:
@@ -17,20 +19,65 @@ def config(**settings: object) -> Config:
 
 
 def start(folder: Path, settings: Config) -> None:
-    with open_run_folder(folder, settings):
+    start_as_set(settings.model_copy(update={"run_dir": str(folder)}))
+
+
+def start_as_set(settings: Config) -> None:
+    with open_run_folder(settings):
         pass
 
 
 def holds_a_run(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     start(folder, config(max_steps=10))
     (folder / "checkpoints" / "step-0").mkdir(parents=True)
     return folder
 
 
 def test_a_start_that_failed_may_be_tried_again(tmp_path: Path) -> None:
-    start(tmp_path / "run", config())
-    start(tmp_path / "run", config(seed=3))
-    assert "seed: 3" in (tmp_path / "run" / "config.yaml").read_text()
+    start(tmp_path, config())
+    start(tmp_path, config(seed=3))
+    assert "seed: 3" in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_folder_that_was_made_for_a_failed_start_goes_with_it(tmp_path: Path) -> None:
+    start(tmp_path / "runs" / "new", config())
+    assert list((tmp_path / "runs").iterdir()) == []
+    with open_run_folder(config(run_dir=str(tmp_path / "runs" / "kept"))):
+        (tmp_path / "runs" / "kept" / "bad_rows.jsonl").touch()
+    assert (tmp_path / "runs" / "kept").is_dir(), "the message of the failure refers to the list"
+
+
+def test_a_pattern_gives_every_run_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_run_folder(config()) as one, open_run_folder(config()) as two, open_run_folder(config()) as three:
+        folders = {each.run_dir for each in (one, two, three)}
+        assert len(folders) == 3
+        assert all(re.fullmatch(r"runs/shapes-\d{8}-\d{6}(-\d)?", folder) for folder in folders)
+        assert f"run_dir: {one.run_dir}\n" in (tmp_path / one.run_dir / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"run_dir=runs/\{name\}-\{time\} is a new folder every time; .* runs/latest"):
+        start_as_set(config(resume="auto"))
+
+
+def test_a_pattern_without_a_time_is_one_folder(tmp_path: Path) -> None:
+    with open_run_folder(config(run_dir=f"{tmp_path}/{{name}}")) as named:
+        assert named.run_dir == f"{tmp_path}/shapes"
+
+
+def test_a_run_dir_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config(run_dir="~/x").run_dir == f"{tmp_path}/x"
+
+
+def test_the_latest_of_the_runs_with_a_time_is_linked(tmp_path: Path) -> None:
+    for name in ("shapes-20261122-100000", "shapes-20261122-100000-2", "mine"):
+        (tmp_path / name).mkdir()
+        link_latest(tmp_path / name)
+    assert (tmp_path / "latest").readlink() == Path("shapes-20261122-100000-2")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    link_latest(tmp_path / "shapes-20261122-100000")
+    assert not (tmp_path / "latest").is_symlink(), "a folder of the user's"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The name of a run's folder: fixed, or a pattern that gives every run its own; and the link to the latest."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+from fovea.config.run import NAME, TIME, Config
+from fovea.errors import ConfigError
+
+LATEST = "latest"
+TIME_FORMAT = "%Y%m%d-%H%M%S"
+_ENDS_IN_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+
+
+def make_folder(config: Config) -> tuple[Path, bool]:
+    """Make the folder of a run, and say whether it is new; that of a pattern with a time always is.
+
+    ConfigError where such a pattern is to be resumed.
+    """
+    if TIME not in config.run_dir:
+        folder = Path(config.run_dir.replace(NAME, config.environment.name))
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder, is_new
+    if config.resume == "auto":
+        raise ConfigError(
+            f"resume=auto goes on with the run in run_dir, but run_dir={config.run_dir} is a new folder every time; "
+            f"set run_dir to the folder of the run, such as runs/{LATEST}, or to one that is always the same"
+        )
+    for folder in _candidates(config):
+        # not first asked for: another run may begin in the same second
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder, True
+    raise AssertionError("candidates never end")
+
+
+def _candidates(config: Config) -> Iterator[Path]:
+    filled = config.run_dir.replace(NAME, config.environment.name).replace(TIME, datetime.now().strftime(TIME_FORMAT))
+    yield Path(filled)
+    yield from (Path(f"{filled}-{number}") for number in count(2))
+
+
+def link_latest(folder: Path) -> None:
+    """Let `latest` beside a folder whose name ends in a time lead to it; other folders are left alone."""
+    folder = folder.resolve()
+    link = folder.with_name(LATEST)
+    if not _ENDS_IN_TIME.search(folder.name) or (link.exists() and not link.is_symlink()):
+        return
+    with suppress(OSError):  # a file system without links
+        new = link.with_name(f".{uuid4().hex}.partial")
+        new.symlink_to(folder.name)
+        os.replace(new, link)
