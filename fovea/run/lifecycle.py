@@ -26,6 +26,7 @@ from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
+from fovea.run.rollout_step import cut_unscored, unscored_bytes
 from fovea.run.run_dir import link_latest
 from fovea.run.signal_watch import too_few_rows
 from fovea.run.state import TrainState
@@ -76,6 +77,7 @@ async def _begun(run: Run) -> TrainState:
 async def _resumed(run: Run) -> TrainState:
     assert run.resumed is not None
     saved, stream = run.resumed.state, run.stream
+    cut_unscored(run.folder, saved["unscored_bytes"])
     await run.policy.load(run.resumed.folder)
     stream.order.restore(saved["order"])
     stream.curriculum.restore(saved["curriculum"])
@@ -269,6 +271,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
         "pace": _pace(run.config),
         "bad_rows": len(run.sources.bad_rows),
         "fingerprint": run.fingerprint,
+        "unscored_bytes": unscored_bytes(run.folder),
     }
     await run.checkpoints.save(state.step, run.policy, saved)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,6 +154,18 @@ def record_unscored(folder: Path, step: int, rollout: Rollout) -> None:
 def record_unscored_answer(folder: Path, reason: str) -> None:
     """Append the reason why a held-out row has no score to unscored.jsonl."""
     _write_unscored(folder, [{"step": None, "reason": reason}])
+
+
+def unscored_bytes(folder: Path) -> int:
+    """Length of unscored.jsonl, for a checkpoint."""
+    file = folder / UNSCORED_FILE
+    return file.stat().st_size if file.exists() else 0
+
+
+def cut_unscored(folder: Path, num_bytes: int) -> None:
+    """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again."""
+    if unscored_bytes(folder) > num_bytes:
+        os.truncate(folder / UNSCORED_FILE, num_bytes)
 
 
 def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:

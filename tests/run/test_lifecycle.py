@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.loop import train
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, finish, read_dev
+from fovea.run.lifecycle import begin, finish, read_dev, save_checkpoint
+from fovea.run.rollout_step import record_unscored_answer
 from fovea.run.state import TrainState
 from fovea.run.warmup import Warmup
 from fovea.types import Evaluation, Metrics
@@ -138,3 +141,14 @@ def test_a_resumed_run_says_what_paces_it_now(tmp_path: Path) -> None:
         "train.learning_rate was 0.1 and is 0.05 from here on",
         "train.max_grad_norm was 1.0 and is 0.5 from here on",
     ]
+
+
+def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) -> None:
+    """Those from before the checkpoint stay; those after it are found again."""
+    run = bandit_run(tmp_path)
+    state = wait_for(begin(run))
+    record_unscored_answer(tmp_path, "before")
+    wait_for(save_checkpoint(run, replace(state, step=10)))
+    record_unscored_answer(tmp_path, "after")
+    wait_for(begin(bandit_run(tmp_path, resume=True)))
+    assert [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()] == ["before"]

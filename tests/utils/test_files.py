@@ -61,3 +61,13 @@ def test_what_a_killed_writer_left_is_not_in_the_folder(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "out") as partial:
         (partial / "whole").write_bytes(b"whole")
     assert names(tmp_path / "out") == ["whole"]
+
+
+def test_files_of_a_folder_are_for_others_to_read_as_the_umask_says(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "new") as folder:
+        (folder / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (folder / name).touch(mode=0o600)
+    (tmp_path / "any").touch()
+    expected = (tmp_path / "any").stat().st_mode
+    assert [(tmp_path / "new" / name).stat().st_mode for name in ("a", "inner/b")] == [expected, expected]
