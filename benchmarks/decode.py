@@ -68,7 +68,7 @@ def main(tokens: str = "48") -> None:
 def _measure(setting: Setting, num_tokens: int) -> None:
     case = replace(CASES[setting.case], vocabulary=setting.vocabulary)
     parts = endless(make_parts(case))
-    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=1 << 20)
+    engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=1 << 20)
     engine.load_weights(dict(merged_weights(parts.network)), version=0)
     tasks = make_tasks(case, setting.prompts)
     tasks = [replace(task, question=" ".join([task.question] * setting.question_repeats)) for task in tasks]

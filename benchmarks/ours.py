@@ -113,7 +113,7 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
     if config.train.gradient_checkpointing:
         recompute_activations(parts.network)
     cache = None if config.model.trains_vision else FeatureCache(2**30)
-    vlm = VLM(parts.network, attention=attention, feature_cache=cache).to(device)
+    vlm = VLM(parts.network, parts.processor.banned_ids, attention=attention, feature_cache=cache).to(device)
     tape = make_tape(config, vlm)
     return Shared(
         parts=parts,

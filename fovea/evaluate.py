@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuf
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator, image_type_of
 from fovea.evaluation.json_file import write_json
 from fovea.evaluation.tables import tables
+from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.rollout.base import Engine
@@ -168,7 +169,8 @@ async def ask_target(
     await SharedWeights(model, engine).push(0)
     # closed on every way out: the next target's engine needs the memory
     try:
-        return await _ask_model(target.name, engine, _source(eval_set, _renderer(eval_set, model)), eval_set, say)
+        answers = await _ask_model(target.name, engine, _source(eval_set, _renderer(eval_set, model)), eval_set, say)
+        return replace(answers, banned=describe_banned(model.processor))
     finally:
         await engine.close()
 

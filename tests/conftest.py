@@ -24,4 +24,4 @@ def parts(request: pytest.FixtureRequest) -> TinyParts:
 
 @pytest.fixture
 def vlm(parts: TinyParts) -> VLM:
-    return VLM(parts.network)
+    return VLM(parts.network, parts.processor.banned_ids)

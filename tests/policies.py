@@ -28,7 +28,11 @@ def train_settings(**settings: object) -> Train:
 def make_policy(parts: TinyParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
     settings = train_settings(**train)
     return TorchPolicy(
-        VLM(parts.network), train=settings, algorithm=algorithm or Algorithm(), temperature=0.9, max_steps=10
+        VLM(parts.network, parts.processor.banned_ids),
+        train=settings,
+        algorithm=algorithm or Algorithm(),
+        temperature=0.9,
+        max_steps=10,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import SuppressTokensLogitsProcessor
 
 from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.tiny import TinyParts
@@ -39,14 +40,16 @@ def reference_entropy(parts: TinyParts, prompt: Prompt, completion: np.ndarray, 
 
 
 def _predictions(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:
-    """Log-probs [T, vocabulary] at each token of the completion by transformers' sdpa attention."""
+    """Log-probs [T, vocabulary] at each token by transformers' sdpa attention, and its own mask of banned ids."""
     network = parts.network
     network.set_attn_implementation("sdpa")
     try:
         logits = network(**model_inputs(parts, prompt, completion), use_cache=False).logits[0]
     finally:
         use_segment_attention(network)
-    return (logits[prompt.num_tokens - 1 : -1].float() / temperature).log_softmax(-1)
+    scaled = logits[prompt.num_tokens - 1 : -1].float() / temperature
+    suppress = SuppressTokensLogitsProcessor(parts.processor.banned_ids)
+    return suppress(torch.zeros(0), scaled).log_softmax(-1)  # type: ignore[arg-type]
 
 
 def reference_states(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> Tensor:

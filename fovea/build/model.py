@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -49,21 +49,24 @@ def locate_model(config: Config, folder: Path, environment: Callable[[], Environ
     return settings.model_copy(update={"path": str(target), "tiny": None})
 
 
-def open_vlm(config: Config, settings: Model) -> PolicyNetwork:
+def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int]) -> PolicyNetwork:
     """Load the network of `settings` onto its device, with frozen parts and adapters of the config."""
-    return make_vlm(config, load_network(settings))
+    return make_vlm(config, load_network(settings), banned_ids)
 
 
-def make_vlm(config: Config, network: PreTrainedModel) -> PolicyNetwork:
-    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config."""
+def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:
+    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config.
+
+    `banned_ids` are those of the model's processor.
+    """
     device = pick_device(config.model.device)
     choose_trainable(network, config.model, config.seed)
     fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None
-    vlm = _fast_vlm(config, network, device) if fast else _plain_vlm(config, network, device)
+    vlm = _fast_vlm(config, network, banned_ids, device) if fast else _plain_vlm(config, network, banned_ids)
     return vlm.to(device)
 
 
-def _fast_vlm(config: Config, network: PreTrainedModel, device: torch.device) -> VLM:
+def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
     settings = config.model
     kernels = _liger_kernels(device) if config.train.backend.liger_kernels else TORCH_KERNELS
     if config.train.gradient_checkpointing:
@@ -71,6 +74,7 @@ def _fast_vlm(config: Config, network: PreTrainedModel, device: torch.device) ->
     _check_attention(settings, device)
     return VLM(
         network,
+        banned_ids,
         attention=settings.attention,
         feature_cache=None if settings.trains_vision else make_feature_cache(config),
         kernels=kernels,
@@ -78,11 +82,11 @@ def _fast_vlm(config: Config, network: PreTrainedModel, device: torch.device) ->
     )
 
 
-def _plain_vlm(config: Config, network: PreTrainedModel, device: torch.device) -> PlainVLM:
+def _plain_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PlainVLM:
     _check_plain(config)
     if config.train.gradient_checkpointing:
         recompute_plainly(network)
-    return PlainVLM(network, make_value_head(config, network))
+    return PlainVLM(network, banned_ids, make_value_head(config, network))
 
 
 def _check_plain(config: Config) -> None:

@@ -231,7 +231,7 @@ def open_model(
     processor, network = load_processor(settings), load_network(settings)
     if target.adapter is not None:
         _merge_adapter(network, target.adapter)
-    return OpenedModel(config=config, processor=processor, vlm=make_vlm(config, network))
+    return OpenedModel(config=config, processor=processor, vlm=make_vlm(config, network, processor.banned_ids))
 
 
 def _plain_model(model: Model, target: ModelTarget) -> Model:
@@ -278,9 +278,10 @@ def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = (), *, 
     file = target.run / CONFIG_FILE
     config = _without_first_adapter(load_config([file], overrides))
     model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
-    vlm = open_vlm(config, model)
+    processor = load_processor(model)
+    vlm = open_vlm(config, model, processor.banned_ids)
     left_out = load_trained(target.folder, vlm)
-    return OpenedModel(config=config, processor=load_processor(model), vlm=vlm, left_out=left_out)
+    return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
 
 
 def _environment_of(config: Config, file: Path, overrides: Sequence[str], *, trust: bool) -> Environment:

@@ -71,7 +71,7 @@ def make_worker(config: Config, model: Model, processor: Processor, ranks: Ranks
     """Make this process's share of the policy, and its engine, which has a copy of the tensors of a sharded policy."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    vlm = open_vlm(config, model)
+    vlm = open_vlm(config, model, processor.banned_ids)
     tape = make_tape(config, vlm) if ranks.mesh is None else None
     # copied before the policy's tensors are sharded in place
     engine_vlm = vlm if ranks.mesh is None else copy.deepcopy(vlm).requires_grad_(False)

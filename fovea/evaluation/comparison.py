@@ -19,6 +19,7 @@ from fovea.evaluation.statistics import (
     mean_estimate,
     paired_difference,
 )
+from fovea.models.processor import BannedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class TargetAnswers:
     """Reasons why rows were left out whose grader gave no score for this target's greedy answer."""
     is_model: bool = True
     """False for baselines."""
+    banned: BannedTokens | None = None
+    """Tokens that the model could not draw; None for baselines."""
 
     def accuracy(self, row: EvalRow) -> float:
         return self.greedy[row.id].answers[0].accuracy

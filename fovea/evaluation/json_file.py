@@ -24,6 +24,7 @@ def write_json(
     content = {
         **about,
         "targets": [asdict(each) for each in metrics],
+        "banned_tokens": {target.name: asdict(target.banned) for target in results.targets if target.banned},
         "skipped": {target.name: _skipped(target) for target in results.targets},
         "unscored": {target.name: list(target.unscored) for target in results.targets},
         "rows": [_row(row, results.targets) for row in results.rows],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +77,8 @@ def reloaded_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) ->
     prompt_ids_L, answer_ids_T = (
         torch.from_numpy(ids).to(device) for ids in (probe.prompt.token_ids_L, probe.token_ids_T)
     )
-    family = reloaded.processor.family
-    return plain_logprobs(network, family, prompt_ids_L, probe.prompt.images, answer_ids_T).cpu()
+    family, banned_ids = reloaded.processor.family, reloaded.processor.banned_ids
+    return plain_logprobs(network, family, banned_ids, prompt_ids_L, probe.prompt.images, answer_ids_T).cpu()
 
 
 def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool) -> float:
@@ -93,6 +94,8 @@ def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool)
         )
     if different is None and model.processor.stop_ids != reloaded.processor.stop_ids:
         different = f"its end tokens are {reloaded.processor.stop_ids}, not {model.processor.stop_ids}"
+    if different is None and merged:
+        different = _different_bans(model.vlm.banned_ids, reloaded)
     difference = 0.0
     if different is None:
         device = next(model.vlm.parameters()).device
@@ -114,6 +117,17 @@ def _different_weights(network: PreTrainedModel, reloaded: PreTrainedModel) -> s
         return f"its weights have other names, first {min(wanted.keys() ^ found.keys())}"
     first = next((name for name in wanted if not torch.equal(wanted[name].cpu(), found[name].cpu())), None)
     return None if first is None else f"the weight {first} has other values"
+
+
+def _different_bans(banned_ids: Sequence[int], reloaded: Reloaded) -> str | None:
+    """Whether transformers' generate, or a processor of ours, would draw other ids from the folder than the run did."""
+    assert reloaded.network.generation_config is not None
+    read = {
+        "its processor bans": reloaded.processor.banned_ids,
+        "its generation config suppresses": reloaded.network.generation_config.suppress_tokens or (),
+    }
+    different = next((name for name, ids in read.items() if set(ids) != set(banned_ids)), None)
+    return None if different is None else f"{different} other token ids than the run"
 
 
 def _different_prompt(probe: Probe, reloaded: Processor) -> str | None:

@@ -121,7 +121,7 @@ def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
 
 def write_model(folder: Path, model: OpenedModel) -> None:
     """Write weights with adapters merged, config, tokenizer with the chat template, and image processor."""
-    save_network(model.vlm.network, folder)
+    save_network(model.vlm, folder)
     processor, settings = model.processor, model.config.model
     processor.tokenizer.chat_template = processor.chat_template
     processor.tokenizer.save_pretrained(folder)
@@ -194,6 +194,7 @@ def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> s
             model_class=type(model.vlm.network).__name__,
             max_logprob_difference=exported.max_logprob_difference,
             left_out=exported.left_out,
+            banned_ids=model.processor.banned_ids,
         )
     )
 

@@ -34,6 +34,8 @@ class Card:
     model_class: str
     max_logprob_difference: float
     left_out: tuple[str, ...]
+    banned_ids: tuple[int, ...]
+    """Token ids that training never drew (`Processor.banned_ids`)."""
 
 
 def model_card(card: Card) -> str:
@@ -79,6 +81,11 @@ def _description(card: Card) -> str:
             f"The checkpoint also holds a value function ({', '.join(card.left_out)}), which only PPO training "
             "needs: it is not exported."
         )
+    if not card.adapter_only:
+        lines.append(
+            f"Training gave {len(card.banned_ids)} token ids, special tokens above all, probability 0: they are the "
+            "`suppress_tokens` of `generation_config.json`, which other engines than transformers' own have to be told."
+        )
     lines.append(
         "The folder was loaded again after it was written: log-probs of a probe with an image differ from those of the "
         f"checkpoint by {card.max_logprob_difference:.1e} at most."
@@ -99,6 +106,7 @@ def _how_to_load(card: Card) -> str:
     if card.adapter_only:
         load = (
             f'base = {card.model_class}.from_pretrained({json.dumps(card.config.model.path)}, dtype="auto")\n'
+            f"base.generation_config.suppress_tokens = {list(card.banned_ids)}  # never drawn in training\n"
             f"model = PeftModel.from_pretrained(base, {folder})"
         )
     imports = f"from transformers import AutoTokenizer, AutoImageProcessor, {card.model_class}"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fovea.models.drawn_distribution import drawn_logprobs_
 from fovea.models.families.base import ModelFamily
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
@@ -88,12 +88,18 @@ def _images_of(ids_L: Tensor, images: Iterator[PromptImage], family: ModelFamily
 
 
 def plain_logprobs(
-    network: Any, family: ModelFamily, prompt_ids_L: Tensor, images: tuple[PromptImage, ...], answer_ids_T: Tensor
+    network: Any,
+    family: ModelFamily,
+    banned_ids: Sequence[int],
+    prompt_ids_L: Tensor,
+    images: tuple[PromptImage, ...],
+    answer_ids_T: Tensor,
 ) -> Tensor:
     """Log-probs [T] of an answer at temperature 1, from the logits of transformers' forward."""
     ids_L = torch.cat([prompt_ids_L, answer_ids_T])[None]
     inputs = family.forward_inputs(ids_L, images)
     logits = network(input_ids=ids_L, attention_mask=torch.ones_like(ids_L), use_cache=False, **inputs).logits[0]
-    logprobs = F.log_softmax(logits[len(prompt_ids_L) - 1 : -1].float(), dim=-1)
-    found: Tensor = logprobs.gather(1, answer_ids_T[:, None])[:, 0]
+    banned_K = torch.tensor(banned_ids, dtype=torch.long, device=logits.device)
+    logprobs_TW = drawn_logprobs_(logits[len(prompt_ids_L) - 1 : -1].float(), 1.0, banned_K)
+    found: Tensor = logprobs_TW.gather(1, answer_ids_T[:, None])[:, 0]
     return found

@@ -1,11 +1,12 @@
 """Interface of a trainable network: packed rows in, log-probs, entropies and values of actions out.
 
-Axes: `A` actions of a row, `E` width of the language model.
+Axes: `A` actions of a row, `E` width of the language model, `K` banned ids.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,21 +28,35 @@ class PolicyNetwork(nn.Module):
     transformers' own forward.
     """
 
-    def __init__(self, network: PreTrainedModel, value_head: ValueHead | None = None) -> None:
+    banned_K: Tensor
+    """`banned_ids` on the device; an engine in this process draws with the same tensor."""
+
+    def __init__(
+        self, network: PreTrainedModel, banned_ids: Sequence[int], value_head: ValueHead | None = None
+    ) -> None:
+        """`banned_ids` are those of the model's processor (`Processor.banned_ids`)."""
         super().__init__()
         self.value_head = value_head
         self.network = network
         self.family = family_of(config_of(network), str(network.name_or_path))
+        self.banned_ids = tuple(banned_ids)
+        # a buffer, which moves to the device with the weights; derived from the tokenizer, and so in no checkpoint
+        self.register_buffer("banned_K", torch.tensor(self.banned_ids, dtype=torch.long), persistent=False)
 
     def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
-        """Log-probs and entropies [A] at `temperature`, and values [A] if there is a value head.
+        """Log-probs and entropies [A] of what is drawn at `temperature`, and values [A] if there is a value head.
 
         Logits are computed for `chunk_tokens` actions at a time.
         """
         hidden_AE = self.action_states(row)
         head: Any = self.network.get_output_embeddings()
         scores = token_scores(
-            hidden_AE, head.weight, row.target_ids_A, temperature=temperature, chunk_tokens=chunk_tokens
+            hidden_AE,
+            head.weight,
+            row.target_ids_A,
+            self.banned_K,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
         )
         return scores if self.value_head is None else replace(scores, values_A=self.value_head(hidden_AE))
 

@@ -30,8 +30,10 @@ class Processor:
     stop_ids: tuple[int, ...]
     """Ids that end a completion: those of the generation config, and the tokenizer's end token."""
     banned_ids: tuple[int, ...]
-    """Ids that are never sampled: special tokens (an image pad in a completion breaks the next forward pass) and
-    entries of the embedding beyond the tokenizer's vocabulary."""
+    """Ids that are never sampled, ascending: special tokens (an image pad in a completion breaks the next forward
+    pass), entries of the embedding beyond the tokenizer's vocabulary, and `suppress_tokens` of the generation config.
+
+    They have probability 0 in every engine and in the trainer (`models.drawn_distribution`)."""
     name: str
     """Folder or hub id, for messages."""
 
@@ -75,8 +77,30 @@ def make_processor(
         chat_template=chat_template,
         family=family_of(config, name),
         stop_ids=stop_ids,
-        banned_ids=_banned_ids(tokenizer, config.get_text_config().vocab_size, stop_ids),
+        banned_ids=_banned_ids(tokenizer, config.get_text_config().vocab_size, generation, stop_ids),
         name=name,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BannedTokens:
+    """The banned ids of a processor by kind, to be read by people."""
+
+    count: int
+    special: tuple[str, ...]
+    """Texts of the special tokens among them."""
+    num_beyond_tokenizer: int
+    """Number of entries of the embedding that no token of the tokenizer has."""
+
+
+def describe_banned(processor: Processor) -> BannedTokens:
+    """The banned ids of a processor by kind; those of neither kind are suppressed by the generation config."""
+    known = processor.tokenizer.added_tokens_decoder
+    special = [known[index].content for index in processor.banned_ids if index in known and known[index].special]
+    return BannedTokens(
+        count=len(processor.banned_ids),
+        special=tuple(special),
+        num_beyond_tokenizer=sum(index >= len(processor.tokenizer) for index in processor.banned_ids),
     )
 
 
@@ -94,10 +118,14 @@ def _stop_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) 
     return tuple(dict.fromkeys([*ids, *([own] if isinstance(own, int) else [])]))
 
 
-def _banned_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+def _banned_ids(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, generation: GenerationConfig, stop_ids: tuple[int, ...]
+) -> tuple[int, ...]:
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    beyond = range(len(tokenizer), vocab_size)
-    return tuple(sorted((special | set(beyond)) - set(stop_ids)))
+    beyond, suppressed = range(len(tokenizer), vocab_size), generation.suppress_tokens or ()
+    banned = special.union(beyond, suppressed).difference(stop_ids)
+    # a tokenizer may have more tokens than the network: what has no logit needs no ban
+    return tuple(sorted(index for index in banned if index < vocab_size))
 
 
 def _generation_config(path: str, revision: str, config: Any) -> GenerationConfig:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fovea.data.images import OpensImages
-from fovea.errors import BadRowError
+from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage
 
@@ -38,6 +38,7 @@ class Renderer:
         self._image_processor = processor.image_processor
         self._family = processor.family
         self._marks = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
+        self._banned_ids = frozenset(processor.banned_ids)
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._mark_id = token_id(processor.tokenizer, processor.family.image_token)
@@ -85,9 +86,15 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
-    def target(self, text: str) -> tuple[int, ...]:
-        """Token ids of an answer to imitate, with the end token."""
-        return (*self._ids(text), int(self._tokenizer.eos_token_id))
+    def target(self, text: str, where: str = "the answer") -> tuple[int, ...]:
+        """Token ids of an answer to imitate, with the end token; DataError if it holds a token that is never drawn."""
+        ids = self._ids(text)
+        for banned in self._banned_ids.intersection(ids):
+            raise DataError(
+                f"{where}: it contains {self.token_text(banned)}, which completions never hold: it cannot be imitated; "
+                "remove that mark from the answer"
+            )
+        return (*ids, int(self._tokenizer.eos_token_id))
 
     def token_text(self, index: int) -> str:
         """Text of one token; a special token is written out, such as <|im_end|>."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fovea.models.model_files import no_progress_bar
 from fovea.models.modules import config_of
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import merged_weights
 from fovea.types import Weights
 
@@ -29,11 +31,18 @@ def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> P
     assert set(loaded.missing_keys) <= {"lm_head.weight"}, loaded
     assert not loaded.unexpected_keys, loaded
     plain.tie_weights()
-    plain.generation_config = network.generation_config
     return plain
 
 
-def save_network(network: PreTrainedModel, folder: Path, weights: Weights | None = None) -> None:
-    """Write config and `weights` (by default the merged ones) as transformers reads them."""
+def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = None) -> None:
+    """Write config and `weights` (by default the merged ones) as transformers reads them.
+
+    generation_config.json lists the banned ids under `suppress_tokens`, so that transformers' generate draws from the
+    distribution that was trained.
+    """
+    plain = plain_network(vlm.network, weights)
+    plain.generation_config = copy.deepcopy(vlm.network.generation_config)
+    assert plain.generation_config is not None
+    plain.generation_config.suppress_tokens = list(vlm.banned_ids) or None
     with no_progress_bar():
-        plain_network(network, weights).save_pretrained(folder)
+        plain.save_pretrained(folder)

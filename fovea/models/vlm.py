@@ -35,14 +35,15 @@ class VLM(PolicyNetwork):
     def __init__(
         self,
         network: PreTrainedModel,
+        banned_ids: Sequence[int],
         *,
         attention: Kernel = "auto",
         feature_cache: FeatureCache | None = None,
         kernels: Kernels = TORCH_KERNELS,
         value_head: ValueHead | None = None,
     ) -> None:
-        """`feature_cache` requires a frozen vision tower."""
-        super().__init__(network, value_head)
+        """`banned_ids` as for any PolicyNetwork; `feature_cache` requires a frozen vision tower."""
+        super().__init__(network, banned_ids, value_head)
         assert self.family.fast_path is not None, f"{self.family.model_type} has no fast path"
         self._fast = self.family.fast_path
         self._feature_cache = feature_cache

@@ -24,7 +24,8 @@ class Warmup:
     order: Order
     source: PromptSource
     environment: Environment
-    answer_ids: Callable[[str], tuple[int, ...]]
+    answer_ids: Callable[[str, str], tuple[int, ...]]
+    """(answer, name of its row) -> token ids."""
 
 
 async def warm_up(
@@ -60,7 +61,7 @@ def _pairs_of(stage: Warmup, row: PromptedTask) -> Iterator[Pair]:
     environment, renderer, prompt = stage.environment, stage.source.renderer, row.prompt
     asked, turns = tuple(environment.prompt(row.task)), list[Turn]()
     for text in environment.demonstration(row.task):
-        answer_ids = stage.answer_ids(text)
+        answer_ids = stage.answer_ids(text, f"a demonstration of {row.task.id}")
         yield Pair(prompt=prompt, answer_ids=answer_ids)
         turns.append(Turn(messages=asked, text=text))
         messages = environment.reply(row.task, turns) if len(turns) < environment.max_turns else None

@@ -27,6 +27,7 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
     loss_A = policy.loss_A
     sums = {
         "entropy": scores.entropies_A.detach().sum(),
+        "banned_mass": scores.banned_mass_A.sum(),
         "clip_frac/low": policy.clipped_low_A.sum(),
         "clip_frac/high": policy.clipped_high_A.sum(),
         "ratio_mean": policy.ratio_A.sum(),

@@ -124,7 +124,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     # a seed with every branch in use, of tokens and of completions, the dual clip of a bad completion among them
     generator = torch.Generator().manual_seed(158)
     made = Setup(
-        ours=VLM(parts.network),
+        ours=VLM(parts.network, banned_ids=()),  # TRL bans none
         trainer=_trainer(other, tmp_path_factory.mktemp("trl")),
         parts=parts,
         prompts=prompts,

@@ -42,7 +42,7 @@ def test_features_are_cached_exactly_when_the_tower_is_frozen(
 ) -> None:
     config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
     environment = Shapes(config.environment, 0)  # type: ignore[arg-type]
-    vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment))
+    vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment), banned_ids=())
     assert isinstance(vlm._feature_cache, FeatureCache) is cached
     assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
 

@@ -269,6 +269,12 @@ def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
         parameter.view(-1)[0] += 0.5
     with pytest.raises(ModelError, match=f"the weight {name} has other values; nothing was written"):
         check(model, broken, probe, merged=True)
+    suppressed = json.loads((merged / "generation_config.json").read_text())["suppress_tokens"]
+    assert suppressed == list(model.processor.banned_ids) != []
+    free = reload_model(merged, model)
+    free.network.generation_config.suppress_tokens = None
+    with pytest.raises(ModelError, match="its generation config suppresses other token ids than the run"):
+        check(model, free, probe, merged=True)
     right = reload_model(merged, model)
     template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
     other_template = replace(right, processor=template)
@@ -341,6 +347,11 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     run, exported, majority, gold = content["targets"]
     assert {**run, "target": ""} == {**exported, "target": "", "versus_first": None, "versus_first_by_kind": {}}
     assert set(run["pass_at"]) == {"1", "2", "3"}
+    of_run, of_export = content["banned_tokens"].values()
+    assert of_run == of_export
+    assert (of_run["count"], of_run["num_beyond_tokenizer"]) == (7, 0), "the special tokens but the end of a turn"
+    assert "<|image_pad|>" in of_run["special"]
+    assert "<|im_end|>" not in of_run["special"]
     assert run["image_ablation"]["shuffled"]["n"] == 12
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
     assert "data:image/png;base64," in files[1].read_text()

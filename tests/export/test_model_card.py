@@ -39,6 +39,7 @@ def card(**changes: object) -> str:
         "model_class": "Qwen3VLForConditionalGeneration",
         "max_logprob_difference": 1e-6,
         "left_out": (),
+        "banned_ids": (3, 7),
     }
     return model_card(Card(**(fields | changes)))  # type: ignore[arg-type]
 
@@ -86,3 +87,4 @@ def test_an_adapter_says_where_it_goes() -> None:
     text = card(adapter_only=True)
     assert "library_name: peft" in text
     assert 'PeftModel.from_pretrained(base, "model")' in text
+    assert "base.generation_config.suppress_tokens = [3, 7]" in text

@@ -28,7 +28,7 @@ from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
 def logprobs(parts: TinyParts) -> torch.Tensor:
     row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
     with torch.no_grad():
-        return VLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
 
 
 def pefts(folder: Path, **settings: object) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path)
     pefts(tmp_path)
     lora = {"adapter": str(tmp_path), "rank": 4, "alpha": 12, "targets": ["q_proj", "down_proj"]}
     config = Config.model_validate({"model": {"tiny": {}, "lora": lora}, "algorithm": {"kl": "loss"}})
-    policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network))
+    policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network, banned_ids=()))
     batch = make_batch(tiny("qwen3_vl"))
     for start, reference in zip(policy.logprobs(batch), policy.reference_logprobs(batch), strict=True):
         np.testing.assert_allclose(reference, start, atol=1e-6)
@@ -75,7 +75,7 @@ def test_a_checkpoint_opens_without_the_folder_it_started_from(tmp_path: Path) -
     base = save(tiny("qwen3_vl"), tmp_path / "base")
     lora = {"adapter": str(tmp_path / "adapter"), "rank": 4, "alpha": 12, "targets": ["q_proj", "down_proj"]}
     config = Config.model_validate({"model": {"path": str(base), "lora": lora}})
-    policy = make_policy(config, open_vlm(config, config.model))
+    policy = make_policy(config, open_vlm(config, config.model, banned_ids=()))
     folder = tmp_path / "run" / "checkpoints" / "step-1"
     folder.mkdir(parents=True)
     policy.save(folder)

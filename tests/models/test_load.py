@@ -27,7 +27,7 @@ def load_both(settings: Model) -> TinyParts:
 def logprobs(parts: TinyParts) -> torch.Tensor:
     row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
     with torch.no_grad():
-        return VLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
 
 
 def test_a_saved_model_loads_to_the_same_logprobs(parts: TinyParts, tmp_path: Path) -> None:
@@ -70,6 +70,14 @@ def test_entries_beyond_the_tokenizer_are_banned(tmp_path: Path) -> None:
     parts.network.resize_token_embeddings(size + 5)
     loaded = load_processor(Model(path=str(save(parts, tmp_path))))
     assert set(range(size, size + 5)) <= set(loaded.banned_ids)
+
+
+def test_what_the_generation_config_suppresses_is_banned_but_for_end_tokens(tmp_path: Path) -> None:
+    parts = tiny("qwen3_vl")
+    end, beyond = parts.processor.stop_ids[0], len(parts.processor.tokenizer)
+    parts.network.generation_config.suppress_tokens = [5, end, beyond]
+    loaded = load_processor(Model(path=str(save(parts, tmp_path))))
+    assert set(loaded.banned_ids) == {5, *parts.processor.banned_ids}, "the network has no row for the last"
 
 
 def broken_folders(tmp_path: Path) -> dict[str, Path]:

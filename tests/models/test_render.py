@@ -117,6 +117,11 @@ def test_target_ends_with_the_stop_token(parts: TinyParts) -> None:
     assert parts.processor.tokenizer.decode(ids[:-1]) == "\\boxed{3}"
 
 
+def test_an_answer_with_a_token_that_is_never_drawn_is_refused(parts: TinyParts) -> None:
+    with pytest.raises(DataError, match=r"row 7: it contains <\|vision_start\|>, which completions never hold"):
+        renderer(parts).target("<|vision_start|>", where="row 7")
+
+
 @pytest.mark.parametrize("family", PROCESSORS)
 def test_mixed_prompts_have_what_they_say(family: str) -> None:
     prompts = mixed_prompts(tiny(family))

@@ -41,7 +41,7 @@ def with_lora(parts: TinyParts, **lora: object) -> TinyParts:
 def logprobs(parts: TinyParts) -> torch.Tensor:
     row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
     with torch.no_grad():
-        return VLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
 
 
 def test_only_adapters_on_language_layers_are_trained(parts: TinyParts) -> None:
@@ -207,6 +207,10 @@ def test_a_group_shares_the_mask_of_its_prompt() -> None:
     ids = random_completions([(4,)])[0][0]
     row = pack_row(parts.processor.family, mixed_prompts(parts)[:1], [[ids, ids]], CPU)
     with torch.no_grad():
-        first, second = VLM(parts.network).train()(row, temperature=1.0, chunk_tokens=100).logprobs_A.split(4)
+        first, second = (
+            VLM(parts.network, parts.processor.banned_ids)
+            .train()(row, temperature=1.0, chunk_tokens=100)
+            .logprobs_A.split(4)
+        )
     assert first[0] == second[0]
     assert (first[1:] != second[1:]).all()

@@ -20,7 +20,12 @@ LOGPROB_TOLERANCE = 1e-5
 
 def make_engine(parts: TinyParts, max_batch_tokens: int = 10_000, **tuning: object) -> EmbeddedEngine:
     options = Tuning(**tuning)  # type: ignore[arg-type]
-    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=max_batch_tokens, tuning=options)
+    engine = EmbeddedEngine(
+        VLM(parts.network, parts.processor.banned_ids),
+        parts.processor,
+        max_batch_tokens=max_batch_tokens,
+        tuning=options,
+    )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine
 

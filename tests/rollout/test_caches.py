@@ -178,7 +178,7 @@ def test_room_for_tokens_grows_by_doubling() -> None:
 
 def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones() -> None:
     parts = tiny("qwen2_vl")
-    engine = EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=8000)
+    engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=8000)
     engine.load_weights(dict(merged_weights(parts.network)), version=0)
     held: list[int] = []
     reserve = KeyValues.reserve

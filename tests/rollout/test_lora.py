@@ -45,19 +45,29 @@ def with_lora(dtype: torch.dtype, ratio: float, family: str = "qwen3_vl", **sett
 
 def engine_of(parts: TinyParts, **tuning: object) -> EmbeddedEngine:
     settings = Tuning(**tuning)  # type: ignore[arg-type]
-    return EmbeddedEngine(VLM(parts.network), parts.processor, max_batch_tokens=10_000, tuning=settings)
+    return EmbeddedEngine(
+        VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=10_000, tuning=settings
+    )
 
 
 def policy_of(parts: TinyParts) -> TorchPolicy:
     settings = train_settings(learning_rate=1e-2, lr_warmup_steps=0)
-    return TorchPolicy(VLM(parts.network), train=settings, algorithm=Algorithm(), temperature=1.0, max_steps=10)
+    return TorchPolicy(
+        VLM(parts.network, parts.processor.banned_ids),
+        train=settings,
+        algorithm=Algorithm(),
+        temperature=1.0,
+        max_steps=10,
+    )
 
 
 def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Completion]]) -> np.ndarray:
     """The engine's log-probs less the trainer's, of every token."""
     row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in drawn], CPU)
     with torch.no_grad():
-        trained = VLM(parts.network)(row, temperature=1.0, chunk_tokens=10_000).logprobs_A.numpy()
+        trained = VLM(parts.network, parts.processor.banned_ids)(
+            row, temperature=1.0, chunk_tokens=10_000
+        ).logprobs_A.numpy()
     return np.concatenate([c.logprobs_T for group in drawn for c in group]) - trained
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from fovea.rollout.embedded.sampler import (
     _kept,
-    bans_of,
     inverse_cdf,
     inverse_cdf_plain,
     needs_of,
@@ -28,7 +33,7 @@ def draw_rows(
     logits: torch.Tensor, uniform: torch.Tensor, samplings: list[Sampling], banned: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     settings, needs = row_settings(samplings, CPU), needs_of(samplings)
-    return sample_tokens(logits, uniform, settings, needs, bans_of(banned, logits.shape[1], CPU))
+    return sample_tokens(logits.clone(), uniform, settings, needs, torch.tensor(banned, dtype=torch.long))
 
 
 def random_logits(rows: int = 64, vocabulary: int = 50) -> torch.Tensor:
@@ -68,7 +73,7 @@ def test_frequencies_are_the_probabilities() -> None:
     allowed = (logits[0] / 0.7).index_fill(0, torch.tensor([2]), -torch.inf).softmax(-1)
     torch.testing.assert_close(counts, allowed, atol=0.01, rtol=0)
     assert counts[2] == counts[4] == 0
-    torch.testing.assert_close(logprobs, (logits[0] / 0.7).log_softmax(-1)[tokens])
+    torch.testing.assert_close(logprobs, allowed.log()[tokens])
 
 
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability() -> None:
@@ -149,15 +154,9 @@ def test_rows_of_every_kind_share_a_batch() -> None:
     tokens, logprobs = draw_rows(logits, u, samplings, banned)
     for row, sampling in enumerate(samplings):
         alone, logprob = draw_rows(logits[row : row + 1], u[row : row + 1], [sampling], banned)
-        expected = (logits[row] / (sampling.temperature or 1)).log_softmax(-1)[tokens[row]]
+        scaled = logits[row : row + 1] / (sampling.temperature or 1)
+        expected = SuppressTokensLogitsProcessor(banned)(None, scaled)[0].log_softmax(-1)[tokens[row]]
         assert tokens[row] == alone[0]
         assert tokens[row] not in banned
         torch.testing.assert_close(logprobs[row], expected, atol=1e-6, rtol=0)
         torch.testing.assert_close(logprob[0], expected, atol=1e-6, rtol=0)
-
-
-def test_bans_are_a_tail_and_the_rest() -> None:
-    bans = bans_of([2, 5, 8, 9], 10, CPU)
-    assert (bans.size, bans.ids.tolist()) == (8, [2, 5])
-    allowed = bans.allowed(torch.zeros(1, 10))
-    assert allowed.isfinite()[0].nonzero()[:, 0].tolist() == [0, 1, 3, 4, 6, 7]

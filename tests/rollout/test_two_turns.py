@@ -172,12 +172,12 @@ def test_the_plain_path_gives_the_same_logprobs_for_later_turns() -> None:
     parts = tiny("qwen3_vl")
     groups = drawn(parts, make_engine(parts))
     batch = batch_of(groups)
-    plain = PlainVLM(tiny("qwen3_vl").network)
+    plain = PlainVLM(tiny("qwen3_vl").network, parts.processor.banned_ids)
     scored = [
         TorchPolicy(vlm, train=train_settings(), algorithm=Algorithm(), temperature=TEMPERATURE, max_steps=10).logprobs(
             batch
         )
-        for vlm in (VLM(parts.network), plain)
+        for vlm in (VLM(parts.network, parts.processor.banned_ids), plain)
     ]
     for fast, slow in zip(*scored, strict=True):
         np.testing.assert_allclose(fast, slow, atol=TOLERANCE)

@@ -50,7 +50,7 @@ def stage(**settings: object) -> Warmup:
         order=Order(["all", "all"], weights={}, seed=0),
         source=source,
         environment=BanditEnvironment(),
-        answer_ids=lambda text: (ANSWERS.index(text), 9),
+        answer_ids=lambda text, _row: (ANSWERS.index(text), 9),
     )
 
 
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     answers = [renderer(parts).target(text) for text in ("\\boxed{3}", "\\boxed{red}", "yes")]
     pairs = [Pair(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
     expected = -torch.cat([reference_logprobs(parts, pair.prompt, np.array(pair.answer_ids)) for pair in pairs]).mean()
-    trainer = SupervisedTrainer(VLM(parts.network), Settings(lr_warmup_steps=0))
+    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
     losses = [trainer.update(pairs) for _ in range(80)]
     assert losses[0] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert losses[-1] < 0.05 < losses[0]
@@ -93,16 +93,24 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
 def test_gradients_of_the_warm_up_are_clipped() -> None:
     parts = tiny("qwen3_vl")
     pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = SupervisedTrainer(VLM(parts.network), Settings())
+    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     trainer.update(pairs)
     norm = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
     assert float(norm) == pytest.approx(1.0, rel=1e-3)
 
 
+def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
+    parts = tiny("qwen3_vl")
+    banned = parts.processor.banned_ids[0]
+    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
+        trainer.update([Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))])
+
+
 def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
     parts = tiny("qwen3_vl")
     pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = SupervisedTrainer(VLM(parts.network), Settings())
+    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)
     with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):

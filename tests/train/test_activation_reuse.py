@@ -48,7 +48,11 @@ class Pair:
         **train: object,
     ) -> None:
         choose_trainable(parts.network, settings, seed=0)
-        self.vlm = VLM(parts.network, feature_cache=None if settings.trains_vision else FeatureCache(2**20))
+        self.vlm = VLM(
+            parts.network,
+            parts.processor.banned_ids,
+            feature_cache=None if settings.trains_vision else FeatureCache(2**20),
+        )
         self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
         self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
@@ -231,7 +235,9 @@ def test_some_updates_are_plain_so_that_the_sampler_stays_checked() -> None:
 
 def test_what_does_not_fit_is_computed_again() -> None:
     parts = tiny("qwen3_vl")
-    graph_bytes = VLM(parts.network).graph_bytes([image for prompt in mixed_prompts(parts) for image in prompt.images])
+    graph_bytes = VLM(parts.network, parts.processor.banned_ids).graph_bytes(
+        [image for prompt in mixed_prompts(parts) for image in prompt.images]
+    )
     for max_bytes, images in ((graph_bytes + 1000, 3), (graph_bytes - 1, 0)):
         pair = Pair(tiny("qwen3_vl"), max_bytes=max_bytes)
         metrics = pair.policy.update(batch_of(pair.prompts, pair.rollout()))
@@ -314,6 +320,8 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
 @pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(decode_steps_per_sync=3), Tuning(cache="paged")])
 def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
     parts = tiny("qwen3_vl")
-    tape = Tape(VLM(parts.network).linear_widths, 2**20, torch.float32)
+    tape = Tape(VLM(parts.network, parts.processor.banned_ids).linear_widths, 2**20, torch.float32)
     with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding over the dense cache"):
-        EmbeddedEngine(VLM(parts.network), parts, max_batch_tokens=1000, tape=tape, tuning=tuning)
+        EmbeddedEngine(
+            VLM(parts.network, parts.processor.banned_ids), parts, max_batch_tokens=1000, tape=tape, tuning=tuning
+        )

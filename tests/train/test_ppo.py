@@ -53,7 +53,7 @@ def ppo_policy(
     settings = train_settings(**{"lr_warmup_steps": 0, **train})
     width = config_of(parts.network).text_config.hidden_size
     head = None if separate else ValueHead(width, detach_trunk=detach_trunk)
-    vlm = VLM(parts.network, value_head=head)
+    vlm = VLM(parts.network, parts.processor.banned_ids, value_head=head)
     model = ValueModel(copy.deepcopy(vlm)) if separate else None
     linear = (model.head if model is not None else vlm.value_head).linear  # type: ignore[union-attr]
     torch.nn.init.normal_(linear.weight, std=0.1)

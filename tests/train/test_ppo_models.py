@@ -44,7 +44,7 @@ def built_policy(
     parts = tiny("qwen3_vl")
     for parameter in parts.network.parameters():
         parameter.data = parameter.data.to(dtype)
-    return make_policy(config, make_vlm(config, parts.network))
+    return make_policy(config, make_vlm(config, parts.network, parts.processor.banned_ids))
 
 
 def tensors(policy: TorchPolicy) -> dict[str, Tensor]:

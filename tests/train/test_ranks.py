@@ -61,8 +61,9 @@ def policy_of(
             **settings,
         }
     )
-    network = tiny("qwen3_vl").network.to(getattr(torch, config.model.dtype))
-    return make_policy(config, make_vlm(config, network), ranks=ranks)
+    parts = tiny("qwen3_vl")
+    network = parts.network.to(getattr(torch, config.model.dtype))
+    return make_policy(config, make_vlm(config, network, parts.processor.banned_ids), ranks=ranks)
 
 
 @cache

@@ -179,9 +179,9 @@ def test_minibatches_take_that_many_optimizer_steps() -> None:
 def test_kl_term_pulls_towards_the_reference() -> None:
     """At the reference itself the k3 estimate has no gradient; away from it, it has."""
     parts = tiny("qwen3_vl")
-    reference = VLM(tiny("qwen3_vl").network).requires_grad_(False)
+    reference = VLM(tiny("qwen3_vl").network, parts.processor.banned_ids).requires_grad_(False)
     policy = TorchPolicy(
-        VLM(parts.network),
+        VLM(parts.network, parts.processor.banned_ids),
         train=Train(learning_rate=1e-3),
         algorithm=Algorithm(kl=KlInLoss(coef=1.0)),
         temperature=1.0,
@@ -221,7 +221,7 @@ def test_frozen_vision_tower_stays_and_its_features_are_made_once(lora: bool) ->
     choose_trainable(parts.network, settings, seed=0)
     cache = FeatureCache(2**20)
     policy = TorchPolicy(
-        VLM(parts.network, feature_cache=cache),
+        VLM(parts.network, parts.processor.banned_ids, feature_cache=cache),
         train=Train(learning_rate=1e-2),
         algorithm=Algorithm(),
         temperature=1.0,
@@ -329,12 +329,12 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
         parts.network.to(dtype)
         reference.network.to(dtype)
         return TorchPolicy(
-            VLM(parts.network),
+            VLM(parts.network, parts.processor.banned_ids),
             train=Train(learning_rate=1e-3),
             algorithm=Algorithm(kl=KlInLoss(coef=1.0)),
             temperature=1.0,
             max_steps=10,
-            reference=VLM(reference.network).requires_grad_(False),
+            reference=VLM(reference.network, reference.processor.banned_ids).requires_grad_(False),
         )
 
     policy, batch = policy_with_reference(), make_batch(tiny("qwen3_vl"))

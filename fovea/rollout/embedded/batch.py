@@ -3,7 +3,8 @@
 The state of all rows lives in tensors on the device, so that a decode step launches the same few operators however many
 rows run; Python handles single rows only when some have finished.
 
-Axes: `B` rows of the batch, `T` tokens of a completion plus one scratch column, `P` prompts, `W` vocabulary.
+Axes: `B` rows of the batch, `T` tokens of a completion plus one scratch column, `P` prompts, `W` vocabulary,
+`K` banned ids.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fovea.models.activation_tape import NOT_RECORDED
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
 from fovea.rollout.embedded.detokenizer import CompletionText
-from fovea.rollout.embedded.sampler import Bans, RowSettings, needs_of, row_settings, sample_tokens, uniforms
+from fovea.rollout.embedded.sampler import RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.types import Completion
 
 
@@ -119,9 +120,9 @@ def completion_of(finished: FinishedRow, text: CompletionText, version: int) -> 
 class DecodeBatch:
     """Rows that decode together, in the order of the KV cache's rows."""
 
-    def __init__(self, device: torch.device, stop_ids: Tensor, bans: Bans, text: CompletionText) -> None:
+    def __init__(self, device: torch.device, stop_ids: Tensor, banned_K: Tensor, text: CompletionText) -> None:
         self.rows: list[DecodeRow] = []
-        self._device, self._stop_ids, self._bans, self._text = device, stop_ids, bans, text
+        self._device, self._stop_ids, self._banned_K, self._text = device, stop_ids, banned_K, text
         self._state: RowState | None = None
         self._needs = needs_of([])
         self._rows_with_stop: list[int] = []
@@ -200,7 +201,7 @@ class DecodeBatch:
         state = _map(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B
         uniform_B = state.uniforms_BT[row_B, column_B]
-        token_B, logprob_B = sample_tokens(logits_BW, uniform_B, state.settings, self._needs, self._bans)
+        token_B, logprob_B = sample_tokens(logits_BW, uniform_B, state.settings, self._needs, self._banned_K)
         state.tokens_BT[row_B, column_B] = token_B
         state.logprobs_BT[row_B, column_B] = logprob_B
         state.token_B.copy_(token_B)

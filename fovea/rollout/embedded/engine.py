@@ -35,7 +35,6 @@ from fovea.rollout.embedded.linears import (
 )
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
-from fovea.rollout.embedded.sampler import bans_of
 from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper
 from fovea.types import Completion, Request
 from fovea.utils.lru_cache import LRUCache
@@ -70,7 +69,6 @@ class EmbeddedEngine:
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = next(vlm.parameters()).device
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
-        self._banned_ids = processor.banned_ids
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
         self._may_approximate = True
@@ -197,9 +195,8 @@ class EmbeddedEngine:
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
-        weights, cache = self._loaded_weights(), self._ready_cache()
-        bans = bans_of(self._banned_ids, len(weights.embed), self._device)
-        batch = DecodeBatch(self._device, self._stop_ids, bans, self._text)
+        cache = self._ready_cache()
+        batch = DecodeBatch(self._device, self._stop_ids, self._vlm.banned_K, self._text)
         try:
             while self._queue or batch.rows:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together

@@ -21,7 +21,6 @@ from fovea.models.trainable import weight_names
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.detokenizer import CompletionText
-from fovea.rollout.embedded.sampler import bans_of
 from fovea.types import Completion, Request
 
 
@@ -35,7 +34,7 @@ class PlainEngine:
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = next(vlm.parameters()).device
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
-        self._bans = bans_of(processor.banned_ids, vlm.text_config.vocab_size, self._device)
+        self._banned_K = vlm.banned_K
         self._version: int | None = None
         self._asleep = False
         self._unpaused = asyncio.Event()
@@ -81,7 +80,7 @@ class PlainEngine:
             logits_BW: Tensor = following.logits[:, -1].float()
             return logits_BW
 
-        batch = DecodeBatch(self._device, self._stop_ids, self._bans, self._text)
+        batch = DecodeBatch(self._device, self._stop_ids, self._banned_K, self._text)
         batch.add([queued], out.logits[:, -1].float())
         # no compaction here: the batch is removed when all of its rows have finished
         while len(finished := batch.sync_finished()) < len(batch):

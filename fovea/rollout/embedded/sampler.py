@@ -1,9 +1,10 @@
-"""Sampling of tokens: temperature, top-k, top-p and min-p, then the inverse CDF of a request's own uniform numbers.
+"""Sampling of tokens: top-k, top-p and min-p, then the inverse CDF of a request's own uniform numbers.
 
 `inverse_cdf` searches a large vocabulary in two levels, first for a block of tokens, then within it, so that only the
 sums of blocks and one block per row are accumulated; `inverse_cdf_plain` accumulates everything and is its slow twin.
 
-Axes: `B` rows of the decode batch, `W` vocabulary, `K` blocks of it, `X` tokens of a block.
+Axes: `B` rows of the decode batch, `W` vocabulary, `K` banned ids, `J` blocks of the vocabulary, `X` tokens of
+a block.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.models.drawn_distribution import drawn_logprobs_
 from fovea.types import Sampling
 
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
@@ -45,29 +47,6 @@ class SamplingNeeds:
     """Some row uses top-k, top-p or min-p, which need a sort of the vocabulary."""
     has_greedy: bool
     has_sampled: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bans:
-    """Token ids that are never sampled."""
-
-    size: int
-    """First id of the banned tail of the vocabulary: rows of the embedding beyond the tokenizer."""
-    ids: Tensor
-    """Banned ids below `size`."""
-
-    def allowed(self, logprobs_BW: Tensor) -> Tensor:
-        """A copy of the log-probs without the banned tail, -inf at the other banned ids."""
-        return logprobs_BW[:, : self.size].index_fill(1, self.ids, -torch.inf)
-
-
-def bans_of(banned: Sequence[int], vocabulary: int, device: torch.device) -> Bans:
-    """Split banned ids into a tail of the vocabulary and the rest."""
-    ids, size = set(banned), vocabulary
-    while size - 1 in ids:
-        size -= 1
-    inside = sorted(token for token in ids if token < size)
-    return Bans(size=size, ids=torch.tensor(inside, dtype=torch.long, device=device))
 
 
 def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
@@ -104,31 +83,30 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
 
 
 def sample_tokens(
-    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds, bans: Bans
+    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds, banned_K: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before bans, top-k, top-p and min-p.
+    """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before top-k, top-p and min-p.
 
-    `uniform_B` is float64. With float32 logits a token's probability is exact to float32 rounding.
+    The log-probs are among the ids that are not banned (`drawn_logprobs_`, which overwrites the logits). `uniform_B` is
+    float64. With float32 logits a token's probability is exact to float32 rounding.
     """
-    if needs.needs_temperature:
-        logits_BW = logits_BW / settings.temperature_B1
-    logprobs_BW = logits_BW.log_softmax(dim=-1)
-    allowed_BW = bans.allowed(logprobs_BW)
+    temperature = settings.temperature_B1 if needs.needs_temperature else 1.0
+    logprobs_BW = kept_BW = drawn_logprobs_(logits_BW, temperature, banned_K)
     if needs.needs_truncation:
-        allowed_BW = allowed_BW.masked_fill(~_kept(allowed_BW, settings), -torch.inf)
-    tokens_B = _choose(allowed_BW, uniform_B, settings, needs)
+        kept_BW = logprobs_BW.masked_fill(~_kept(logprobs_BW, settings), -torch.inf)
+    tokens_B = _choose(kept_BW, uniform_B, settings, needs)
     return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _choose(allowed_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds) -> Tensor:
+def _choose(kept_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds) -> Tensor:
     """Choose the argmax in greedy rows, a sampled token in the others."""
     if not needs.has_sampled:
-        likeliest_B: Tensor = allowed_BW.argmax(dim=-1)
+        likeliest_B: Tensor = kept_BW.argmax(dim=-1)
         return likeliest_B
-    drawn_B: Tensor = inverse_cdf(allowed_BW.softmax(dim=-1), uniform_B)
+    drawn_B: Tensor = inverse_cdf(kept_BW.softmax(dim=-1), uniform_B)
     if not needs.has_greedy:
         return drawn_B
-    return torch.where(settings.greedy_B, allowed_BW.argmax(dim=-1), drawn_B)
+    return torch.where(settings.greedy_B, kept_BW.argmax(dim=-1), drawn_B)
 
 
 def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
@@ -146,12 +124,12 @@ def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
-    """Sums of blocks of the vocabulary [B, K]; the last block may be short."""
+    """Sums of blocks of the vocabulary [B, J]; the last block may be short."""
     whole = probs_BW.shape[1] // size * size
-    sums_BK: Tensor = probs_BW[:, :whole].unflatten(1, (-1, size)).sum(dim=-1)
+    sums_BJ: Tensor = probs_BW[:, :whole].unflatten(1, (-1, size)).sum(dim=-1)
     if whole == probs_BW.shape[1]:
-        return sums_BK
-    return torch.cat([sums_BK, probs_BW[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+        return sums_BJ
+    return torch.cat([sums_BJ, probs_BW[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
 
 
 def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:

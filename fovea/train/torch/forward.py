@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.config.run import Train
+from fovea.models.drawn_distribution import check_drawable
 from fovea.models.flops import training_passes
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
@@ -54,9 +55,15 @@ class Scorer:
         return scores
 
     def micro_batches(self, groups: Sequence[SampleGroup]) -> list[MicroBatch]:
-        """Micro-batches of this rank's share of the groups; all ranks have the same number of them."""
+        """Micro-batches of this rank's share of the groups; all ranks have the same number of them.
+
+        TrainError where an action is a banned token, as it may be in samples that no engine of ours drew.
+        """
         if not groups:
             return []
+        for group in groups:
+            actions = np.concatenate([sample.token_ids_T[sample.mask_T] for sample in group.samples])
+            check_drawable(actions, self.vlm.banned_ids, f"a sample of {group.task_id}")
         train = self._train
         slices = slice_groups(groups, train.max_tokens_per_microbatch if train.enable_dynamic_batch_size else None)
         shares = assign_to_ranks(slices, self.cost, self._ranks.size)

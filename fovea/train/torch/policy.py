@@ -228,7 +228,7 @@ class TorchPolicy:
         """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
         # every rank, since a full tensor is gathered from all
         weights = {name: full(weight) for name, weight in merged_weights(self._vlm.network)}
-        self._ranks.run_on_first(lambda: save_network(self._vlm.network, folder, weights.items()))
+        self._ranks.run_on_first(lambda: save_network(self._vlm, folder, weights.items()))
 
     def describe(self) -> ModelFacts:
         """Device, parameter counts and number of ranks."""

@@ -10,6 +10,7 @@ import torch
 
 from fovea.config.run import Warmup
 from fovea.errors import TrainError
+from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
@@ -27,7 +28,11 @@ WEIGHT_DECAY = 0.01
 
 
 class SupervisedTrainer:
-    """Trains by next-token cross-entropy on the answers, averaged over their tokens, with packed rows as in RL."""
+    """Trains by next-token cross-entropy on the answers, averaged over their tokens, with packed rows as in RL.
+
+    The cross-entropy is that of the distribution which RL draws from and trains on, at temperature 1: banned ids are
+    out of it here too, so that there is one meaning of log-prob, and nothing is spent on what cannot be drawn.
+    """
 
     def __init__(self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE) -> None:
         self._vlm = vlm
@@ -42,8 +47,10 @@ class SupervisedTrainer:
         self._steps = 0
 
     def update(self, pairs: Sequence[Pair]) -> float:
-        """Take one optimizer step on the pairs; returns their loss, over all ranks."""
+        """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
         settings = self._settings
+        for pair in pairs:
+            check_drawable(np.asarray(pair.answer_ids), self._vlm.banned_ids, "an answer of the warm-up")
         rate = learning_rate(
             self._steps,
             peak=settings.learning_rate,

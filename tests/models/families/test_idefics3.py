@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, Idefics3Processor
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Idefics3Processor,
+    SuppressTokensLogitsProcessor,
+)
 
 from fovea.build.run import build
 from fovea.build.targets import find_checkpoint, open_checkpoint
@@ -76,7 +82,7 @@ def test_logprobs_and_draws_equal_transformers(splits: bool, tmp_path: Path) -> 
     processor, network = load_processor(Model(path=str(folder))), load_network(Model(path=str(folder)))
     prompts = [renderer(folder).prompt(chat) for chat in CHATS.values()]
     completions = random_completions([(5, 3), (4,), (2, 6)])
-    vlm = PlainVLM(network)
+    vlm = PlainVLM(network, processor.banned_ids)
     row = pack_row(vlm.family, prompts, completions, CPU)
     expected = []
     with torch.no_grad():
@@ -87,6 +93,7 @@ def test_logprobs_and_draws_equal_transformers(splits: bool, tmp_path: Path) -> 
                 ids = torch.from_numpy(np.concatenate([prompt.token_ids_L, completion]))[None]
                 given = {key: pixels[key] for key in ("pixel_values", "pixel_attention_mask") if pixels}
                 logits = network(input_ids=ids, **given).logits[0, prompt.num_tokens - 1 : -1]
+                logits = SuppressTokensLogitsProcessor(processor.banned_ids)(ids, logits)
                 expected.append(logits.log_softmax(-1).gather(1, torch.from_numpy(completion)[:, None])[:, 0])
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
     engine = PlainEngine(vlm, processor, max_batch_tokens=10_000)

@@ -35,7 +35,7 @@ def test_logprobs_entropies_values_and_gradients_equal_the_fast_path(family: str
         parts = tiny(family)
         head = ValueHead(64, detach_trunk=False)
         torch.nn.init.constant_(head.linear.weight, 0.1)
-        vlm = kind(parts.network, value_head=head)
+        vlm = kind(parts.network, parts.processor.banned_ids, value_head=head)
         row = pack_row(vlm.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU, padded_tokens)
         found = vlm(row, temperature=0.8, chunk_tokens=10)
         assert found.values_A is not None
@@ -57,7 +57,7 @@ def test_logprobs_equal_transformers_one_row_at_a_time(parts: TinyParts) -> None
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     row = pack_row(parts.processor.family, prompts, completions, CPU)
     with torch.no_grad():
-        found = PlainVLM(parts.network)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        found = PlainVLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
         expected = [
             reference_logprobs(parts, prompt, completion)
             for prompt, group in zip(prompts, completions, strict=True)
@@ -68,7 +68,7 @@ def test_logprobs_equal_transformers_one_row_at_a_time(parts: TinyParts) -> None
 
 def test_gradient_checkpointing_changes_nothing() -> None:
     parts = tiny("qwen3_vl")
-    vlm = PlainVLM(parts.network).train()
+    vlm = PlainVLM(parts.network, parts.processor.banned_ids).train()
     row = pack_row(vlm.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU)
     results = []
     for recompute in (False, True):
@@ -80,7 +80,9 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 
 def plain_engine(parts: TinyParts, max_batch_tokens: int = 10_000) -> PlainEngine:
-    engine = PlainEngine(PlainVLM(parts.network), parts.processor, max_batch_tokens=max_batch_tokens)
+    engine = PlainEngine(
+        PlainVLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=max_batch_tokens
+    )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine
 
@@ -119,7 +121,13 @@ def test_an_update_moves_the_weights_as_on_the_fast_path() -> None:
     for kind in (VLM, PlainVLM):
         parts = tiny("qwen2_5_vl")
         settings = train_settings(plain_update_every_steps=1)
-        policy = TorchPolicy(kind(parts.network), train=settings, algorithm=Algorithm(), temperature=0.9, max_steps=10)
+        policy = TorchPolicy(
+            kind(parts.network, parts.processor.banned_ids),
+            train=settings,
+            algorithm=Algorithm(),
+            temperature=0.9,
+            max_steps=10,
+        )
         metrics = policy.update(make_batch(parts))
         moved.append((metrics, {name: x.detach().clone() for name, x in parts.network.named_parameters()}))
     (fast, fast_weights), (plain, plain_weights) = moved
@@ -139,7 +147,7 @@ def test_turns_with_images_of_their_own_are_drawn_and_scored_as_on_the_fast_path
             for a, b in zip(first.tokens, second.tokens, strict=True):
                 np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
     batch, scored = batch_of(groups), []
-    for model in (VLM(fast.network), PlainVLM(plain.network)):
+    for model in (VLM(fast.network, fast.processor.banned_ids), PlainVLM(plain.network, plain.processor.banned_ids)):
         policy = TorchPolicy(model, train=train_settings(), algorithm=Algorithm(), temperature=0.9, max_steps=10)
         scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
     for one, other in zip(scored[0].samples, scored[1].samples, strict=True):

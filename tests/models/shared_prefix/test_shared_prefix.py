@@ -35,7 +35,7 @@ def test_logprobs_and_gradients_equal_separate_rows(parts: TinyParts, temperatur
     )
     expected.sum().backward()
     expected_gradients = gradients(parts.network)
-    vlm = VLM(parts.network, attention=attention)
+    vlm = VLM(parts.network, parts.processor.banned_ids, attention=attention)
     row = pack_row(parts.processor.family, prompts, completions, CPU)
     scores = vlm(row, temperature=temperature, chunk_tokens=1000)
     scores.logprobs_A.sum().backward()
@@ -68,6 +68,7 @@ def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: TinyParts) -> N
     row = pack_row(parts.processor.family, mixed_prompts(parts)[:1], random_completions(UNEQUAL[:1]), CPU)
     hidden = vlm.action_states(row)
     logits = parts.network.get_submodule("lm_head")(hidden)
+    logits[:, list(parts.processor.banned_ids)] = -torch.inf
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
     entropies = vlm(row, temperature=0.5, chunk_tokens=1000).entropies_A
     torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0)
@@ -91,9 +92,9 @@ def test_cached_features_equal_encoded_ones_and_are_made_once(parts: TinyParts) 
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     row = pack_row(parts.processor.family, prompts, completions, CPU)
     with torch.no_grad():
-        encoded = VLM(parts.network)(row, temperature=1.0, chunk_tokens=1000).logprobs_A
+        encoded = VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=1000).logprobs_A
         cache = FeatureCache(2**20)
-        cached_vlm = VLM(parts.network, feature_cache=cache)
+        cached_vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
         passes = [cached_vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A for _ in range(3)]
     assert cache.encoded_images == 3
     for cached in passes:
@@ -107,7 +108,7 @@ def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(pa
     expected = [reference_logprobs(parts, prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
     torch.cat(expected).sum().backward()
     expected_gradients = gradients(parts.network)
-    vlm = VLM(parts.network)
+    vlm = VLM(parts.network, parts.processor.banned_ids)
     encoded: list[int] = []
     tower = parts.network.get_submodule("model.visual")
     tower.register_forward_pre_hook(lambda _module, args: encoded.append(len(args[0])))
@@ -168,7 +169,7 @@ def test_grouped_heads_with_more_than_one_key_head() -> None:
     expected = torch.cat(
         [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
     )
-    scores = VLM(parts.network)(
+    scores = VLM(parts.network, parts.processor.banned_ids)(
         pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
     )
     torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
@@ -181,7 +182,7 @@ def test_deepstack_that_reaches_the_last_layer() -> None:
     expected = torch.cat(
         [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
     )
-    scores = VLM(parts.network)(
+    scores = VLM(parts.network, parts.processor.banned_ids)(
         pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
     )
     torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)

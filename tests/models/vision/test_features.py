@@ -35,7 +35,7 @@ def assert_equal(first: ImageFeatures, second: ImageFeatures) -> None:
 def test_feature_cache_keeps_to_its_bound(parts: TinyParts) -> None:
     render = renderer(parts)
     images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(5)]
-    vlm = VLM(parts.network)
+    vlm = VLM(parts.network, parts.processor.banned_ids)
     with torch.no_grad():
         one = vlm.encode(images[:1])[0].num_bytes
         cache = FeatureCache(2 * one)
@@ -53,8 +53,13 @@ def test_cached_features_do_not_depend_on_what_was_encoded_beside_them(parts: Ti
     images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(7)]
     torch.set_num_threads(2)
     try:
-        together = VLM(parts.network, feature_cache=FeatureCache(2**20)).image_features(images)
-        alone = [VLM(parts.network, feature_cache=FeatureCache(2**20)).image_features([each])[0] for each in images]
+        together = VLM(parts.network, parts.processor.banned_ids, feature_cache=FeatureCache(2**20)).image_features(
+            images
+        )
+        alone = [
+            VLM(parts.network, parts.processor.banned_ids, feature_cache=FeatureCache(2**20)).image_features([each])[0]
+            for each in images
+        ]
     finally:
         torch.set_num_threads(1)
     for a, b in zip(together, alone, strict=True):
@@ -69,7 +74,7 @@ def test_what_leaves_memory_comes_back_from_a_file_bit_for_bit(
     parts.network.to(dtype)
     images = pictures(parts)
     cache = FeatureCache(0, SpillFolder(tmp_path / "features", GENEROUS))
-    vlm = VLM(parts.network, feature_cache=cache)
+    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
     first, second = vlm.image_features(images), vlm.image_features(images[::-1])[::-1]
     assert (cache.memory_hits, cache.file_hits, cache.encoded_images) == (0, 5, 5)
     for a, b in zip(first, second, strict=True):
@@ -79,9 +84,9 @@ def test_what_leaves_memory_comes_back_from_a_file_bit_for_bit(
 def test_each_read_is_counted_where_it_was_served(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     images = pictures(parts)
-    one = VLM(parts.network).encode(images[:1])[0].num_bytes
+    one = VLM(parts.network, parts.processor.banned_ids).encode(images[:1])[0].num_bytes
     cache = FeatureCache(2 * one, SpillFolder(tmp_path / "features", GENEROUS))
-    vlm = VLM(parts.network, feature_cache=cache)
+    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
     vlm.image_features(images)
     vlm.image_features([*images[3:], images[3]])
     assert (cache.memory_hits, cache.file_hits, cache.encoded_images) == (2, 0, 5), "an image twice is one read"
@@ -92,10 +97,10 @@ def test_each_read_is_counted_where_it_was_served(tmp_path: Path) -> None:
 def test_files_keep_to_their_bound_and_the_oldest_go(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     images = pictures(parts)
-    one = VLM(parts.network).encode(images[:1])[0].num_bytes
+    one = VLM(parts.network, parts.processor.banned_ids).encode(images[:1])[0].num_bytes
     folder = tmp_path / "features"
     cache = FeatureCache(0, SpillFolder(folder, 2 * one))
-    vlm = VLM(parts.network, feature_cache=cache)
+    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
     for picture in images:
         vlm.image_features([picture])
         tensors = sum(path.stat().st_size for path in folder.iterdir())
@@ -110,7 +115,7 @@ def test_files_keep_to_their_bound_and_the_oldest_go(tmp_path: Path) -> None:
 def test_features_larger_than_the_bound_are_not_written(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     cache = FeatureCache(0, SpillFolder(tmp_path / "features", 10))
-    VLM(parts.network, feature_cache=cache).image_features(pictures(parts, 2))
+    VLM(parts.network, parts.processor.banned_ids, feature_cache=cache).image_features(pictures(parts, 2))
     assert list((tmp_path / "features").iterdir()) == []
 
 
@@ -120,7 +125,7 @@ def test_a_damaged_file_is_encoded_again(damage: str, tmp_path: Path) -> None:
     images = pictures(parts, 1)
     folder = tmp_path / "features"
     cache = FeatureCache(0, SpillFolder(folder, GENEROUS))
-    vlm = VLM(parts.network, feature_cache=cache)
+    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
     (before,) = vlm.image_features(images)
     (path,) = folder.iterdir()
     if damage == "gone":
@@ -170,5 +175,5 @@ def test_a_folder_that_cannot_be_made_says_which_setting_asked(tmp_path: Path) -
 
 def test_a_copy_of_the_model_shares_the_memory() -> None:
     parts = tiny("qwen3_vl")
-    vlm = VLM(parts.network, feature_cache=FeatureCache(GENEROUS))
+    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=FeatureCache(GENEROUS))
     assert copy.deepcopy(vlm)._feature_cache is vlm._feature_cache
