@@ -15,7 +15,7 @@ from PIL.Image import Image
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, grouped
 from fovea.evaluation.statistics import Estimate
-from fovea.evaluation.tables import percent_text
+from fovea.evaluation.tables import mean_text, percent_text
 from fovea.report.html import page_environment
 from fovea.report.samples import png_bytes
 from fovea.utils.files import write_atomically
@@ -67,11 +67,12 @@ def write_evaluation(
 ) -> Path:
     """Write the page to `path` and return that; `settings` is the YAML text at its end."""
     page = page_environment()
-    page.filters["with_interval"] = percent_text
+    page.filters |= {"with_interval": percent_text, "mean_with_interval": mean_text}
     content = page.get_template("evaluation.html.j2").render(
         title=title,
         metrics=metrics,
         tables=_tables(metrics),
+        part_names=sorted({name for each in metrics for name in each.parts}),
         ks=sorted({k for each in metrics for k in each.pass_at}),
         outcomes=outcomes(results, images_of),
         config=settings,

@@ -18,7 +18,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fovea.evaluation.statistics import format_interval, wilson_interval
 from fovea.metrics.log import read_metrics
+from fovea.report.about import about
 from fovea.report.curve import CURVE_FILE, draw_curve
+from fovea.report.figure_rows import figure_rows
+from fovea.report.panels import draw_panels
 from fovea.report.samples import SampleRecord, read_samples, sample_steps
 from fovea.report.summary import SUMMARY_FILE, SummaryJson, read_summary
 from fovea.types import Metrics
@@ -26,6 +29,8 @@ from fovea.utils.files import write_atomically
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
+MAX_SAMPLE_STEPS = 40
+"""Steps whose samples are in the page; a bound, because images are embedded."""
 SMALL_IMAGE_PX = 128
 """Smaller images are enlarged without blur."""
 
@@ -66,9 +71,8 @@ class PhaseTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStep:
-    """The sample records of one step; `when` is early, middle or late."""
+    """The sample records of one step."""
 
-    when: str
     step: int
     records: tuple[SampleRecord, ...]
 
@@ -108,8 +112,13 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
     # every file may be missing: the report is also written of an unfinished or crashed run
     summary_path, config_path = run_dir / SUMMARY_FILE, run_dir / CONFIG_FILE
     summary = read_summary(summary_path) if summary_path.exists() else None
+    config = config_path.read_text(encoding="utf-8") if config_path.exists() else None
     return {
         "name": run_dir.resolve().name,
+        "about": about(run_dir, config),
+        "figures": figure_rows(summary) if summary else [],
+        "panels": draw_panels(metrics),
+        "num_sample_steps": len(sample_steps(run_dir)),
         "summary": summary,
         "headline": _headline(summary, metrics),
         "types": _kind_accuracies(summary) if summary else [],
@@ -118,7 +127,7 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
         "phases": _phase_totals(metrics),
         "machine": _machine_stats(metrics),
         "samples": _sample_steps(run_dir),
-        "config": config_path.read_text(encoding="utf-8") if config_path.exists() else None,
+        "config": config,
     }
 
 
@@ -202,12 +211,11 @@ def _machine_stats(metrics: Sequence[Metrics]) -> list[Stat]:
 
 
 def _sample_steps(run_dir: Path) -> list[SampleStep]:
+    """All recorded steps; evenly spaced ones where there are more than MAX_SAMPLE_STEPS."""
     steps = sample_steps(run_dir)
-    if not steps:
-        return []
-    when = {steps[len(steps) // 2]: "middle", steps[-1]: "late", steps[0]: "early"}
-    records = read_samples(run_dir, when)
-    return [SampleStep(when=when[step], step=step, records=records[step]) for step in sorted(when)]
+    places = {round(place * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1)) for place in range(MAX_SAMPLE_STEPS)}
+    chosen = steps if len(steps) <= MAX_SAMPLE_STEPS else [steps[place] for place in sorted(places)]
+    return [SampleStep(step=step, records=records) for step, records in read_samples(run_dir, chosen).items()]
 
 
 def _values(metrics: Sequence[Mapping[str, float]], key: str) -> list[float]:

@@ -39,6 +39,11 @@ class Change:
         return f"{self.name} was {self.before or 'not there'} and is {self.now or 'not there'}"
 
 
+def library_versions(fingerprint: Fingerprint) -> dict[str, str]:
+    """The versions of libraries in a fingerprint, by name."""
+    return {name.removeprefix(LIBRARY): text for name, text in fingerprint.items() if name.startswith(LIBRARY)}
+
+
 def changes(before: Fingerprint, now: Fingerprint) -> list[Change]:
     """The entries that differ between two fingerprints, in their order."""
     return [

@@ -57,7 +57,8 @@ def take_fingerprint(config: Config, model: Model, sources: Sources, user: objec
 def _row_files(config: Config) -> Iterator[Path]:
     """The files on this machine that the settings name for rows; of a folder those that may hold a table."""
     environment = config.environment
-    for source in (*getattr(environment, "train_files", ()), *getattr(environment, "test_files", ())):
+    named = (getattr(environment, f"{split}_files", None) or () for split in ("train", "dev", "test"))
+    for source in (source for files in named for source in files):
         path = Path(source if Path(source).expanduser().exists() else source.rpartition("@")[0] or source).expanduser()
         if is_url(source):
             continue

@@ -21,10 +21,12 @@ from fovea.evaluation.figures import dev_metrics
 from fovea.evaluation.shared_images import SharedImages, find_shared_images
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
+from fovea.report.about import write_versions
 from fovea.report.html import write_report
 from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
 from fovea.run.context import Run
+from fovea.run.fingerprint import library_versions
 from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
 from fovea.run.rollout_step import cut_unscored, unscored_bytes
 from fovea.run.run_dir import link_latest
@@ -50,6 +52,7 @@ async def closing(run: Run) -> AsyncIterator[None]:
 
 async def begin(run: Run) -> TrainState:
     """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
+    write_versions(run.folder, library_versions(run.fingerprint))
     if warning := too_few_rows(len(run.sources.train), run.config.rollout):
         run.progress.print(warning)
     state = await (_begun(run) if run.resumed is None else _resumed(run))

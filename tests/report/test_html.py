@@ -1,6 +1,7 @@
 import base64
 import hashlib
 import html
+import io
 import math
 import re
 import shutil
@@ -12,14 +13,18 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from fovea.config.loading import dump_config, load_config
 from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
 from fovea.metrics.log import JsonlSink, MetricsLog
+from fovea.report.about import write_versions
 from fovea.report.html import write_report
-from fovea.report.samples import SampleRecord, png_bytes, write_samples
+from fovea.report.panels import draw_panels
+from fovea.report.samples import SampleRecord, png_bytes, sample_steps, write_samples
 from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "geo3k.yaml"
 ATTACKS = (
     "<script>document.title='owned'</script>",
     '"><img src=x onerror="document.title=\'owned\'">',
@@ -158,18 +163,17 @@ def test_phases_and_memory(tmp_path: Path) -> None:
     )
 
 
-def test_early_middle_and_late_samples(tmp_path: Path) -> None:
+def test_samples_of_all_steps_are_folded(tmp_path: Path) -> None:
     page = Page(write_report(fill(tmp_path, "How many?")))
-    assert re.findall(r"Step \d+ \(\w+\)", page.text) == [
-        "Step 1 (early)",
-        "Step 3 (middle)",
-        "Step 5 (late)",
-    ]
+    steps = [int(step) for step in re.findall(r"Step (\d+) ", page.text)]
+    assert steps == sample_steps(tmp_path)
+    folded = [attributes for attributes in page.attributes("details") if attributes.get("class") == "step"]
+    assert ["open" in attributes for attributes in folded] == [True, *[False] * (len(steps) - 2), True]
     assert "Truth: How many? of step 3" in page.text
     assert "reward 0.75 , accuracy 1, How many? of step 3 0.5, format 0.25" in page.text
     assert "(nothing) reward not finite , accuracy 0, truncated" in page.text
     pictures = [image["src"] for image in page.attributes("img") if image.get("class") == "small"]
-    assert [base64.b64decode(source.partition(",")[2]) for source in pictures] == [PNG] * 3
+    assert [base64.b64decode(source.partition(",")[2]) for source in pictures] == [PNG] * 5
 
 
 def test_a_missing_image_is_a_note_on_the_page(tmp_path: Path) -> None:
@@ -177,15 +181,54 @@ def test_a_missing_image_is_a_note_on_the_page(tmp_path: Path) -> None:
     (image,) = (run_dir / "samples" / "images").iterdir()
     image.unlink()
     page = Page(write_report(run_dir))
-    assert page.text.count("Image 1 is missing: its file in samples/images is gone.") == 3
-    assert [image for image in page.attributes("img") if image.get("class") != "curve"] == []
+    assert page.text.count("Image 1 is missing: its file in samples/images is gone.") == 5
+    assert [image for image in page.attributes("img") if not (image.get("class") or "").startswith("curve")] == []
 
 
-def test_two_steps_are_early_and_late(tmp_path: Path) -> None:
-    for step in (50, 100):
+def test_a_bounded_number_of_steps_is_shown(tmp_path: Path) -> None:
+    for step in range(1, 101):
         write_samples(tmp_path, step, [record("x", images=())])
     page = Page(write_report(tmp_path))
-    assert re.findall(r"Step \d+ \(\w+\)", page.text) == ["Step 50 (early)", "Step 100 (late)"]
+    steps = [int(step) for step in re.findall(r"Step (\d+) ", page.text)]
+    assert (len(steps), steps[0], steps[-1]) == (40, 1, 100)
+    assert "40 of 100 recorded steps are shown." in page.text
+
+
+def test_the_head_says_what_was_trained_and_with_what(tmp_path: Path) -> None:
+    settings = load_config([RECIPE], ["environment.dev_files=null"])
+    (tmp_path / "config.yaml").write_text(dump_config(settings))
+    write_versions(tmp_path, {"torch": "2.9.0", "fovea": ATTACK})
+    page = Page(write_report(tmp_path))
+    for text in (
+        "model Qwen/Qwen3-VL-2B-Instruct",
+        "algorithm grpo (advantage grpo, loss clip)",
+        "dev rows 5 % of the training rows, held out by image",
+        "test rows data/geo3k/test.parquet",
+        "versions torch 2.9.0, fovea " + ATTACKS[0],
+    ):
+        assert text in page.text, text
+    assert ATTACKS[0] not in page.source
+
+
+def test_curves_of_signal_parts_length_entropy_and_kl(tmp_path: Path) -> None:
+    assert draw_panels([{"step": 1.0, "loss": 0.5}]) is None
+    rows = [
+        {"step": float(n), "groups/without_signal_frac": 0.5, "entropy": 1.0, "kl/reference": 0.1, "reward/format": 1.0}
+        | {"reward/distance_km": 3.0, "dev/reward": 0.5}
+        for n in range(1, 60)
+    ]
+    drawn = draw_panels(rows)
+    assert drawn is not None
+    assert Image.open(io.BytesIO(drawn)).width > 800
+
+
+def test_rewards_parts_and_image_types_have_intervals(tmp_path: Path) -> None:
+    final = replace(FINAL, rewards=(0.5,) * 10 + (1.0,) * 10, parts={ATTACK: (0.0, 1.0)}, by_image_type={"map": (1.0,)})
+    write_summary(tmp_path / "summary.json", replace(SUMMARY, final=final))
+    page = Page(write_report(tmp_path))
+    assert "reward 0.75 [0.638, 0.862] 20" in page.text
+    assert "accuracy on map 1 [0.207, 1] 1" in page.text
+    assert ATTACKS[0] not in page.source
 
 
 def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:
@@ -194,8 +237,8 @@ def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:
     assert [tag for tag, _ in attacked.tags] == [tag for tag, _ in plain.tags]
     assert [sorted(found) for _, found in attacked.tags] == [sorted(found) for _, found in plain.tags]
     assert not any(attack in attacked.source for attack in ATTACKS)
-    # prompt, truth, kind, answer and part name of three records; question type, phase, config
-    assert attacked.text.count(ATTACK) == 3 * 5 + 3
+    # prompt, truth, kind, answer and part name of five records; question type, phase, config
+    assert attacked.text.count(ATTACK) == 5 * 5 + 3
 
 
 def test_a_folder_name_is_text(tmp_path: Path) -> None:

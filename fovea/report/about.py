@@ -1,0 +1,66 @@
+"""The facts of a run at the head of its report: model, algorithm, data, versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fovea.errors import DataError
+from fovea.utils.files import write_atomically
+
+VERSIONS_FILE = "versions.json"
+
+
+def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
+    """Write the library versions that the run uses now, by name."""
+    write_atomically(run_dir / VERSIONS_FILE, (json.dumps(versions, indent=2) + "\n").encode())
+
+
+def about(run_dir: Path, config_text: str | None) -> dict[str, str]:
+    """Facts of a run as label and text, from its settings and versions; those that are not known are left out."""
+    facts = _facts_of_settings(yaml.safe_load(config_text)) if config_text else {}
+    if (versions := _read_versions(run_dir)) is not None:
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return {label: text for label, text in facts.items() if text}
+
+
+def _facts_of_settings(settings: Any) -> dict[str, str]:
+    """The facts among settings, which may be of another version and lack any key."""
+    model, environment = _section(settings, "model"), _section(settings, "environment")
+    algorithm, rollout = _section(settings, "algorithm"), _section(settings, "rollout")
+    parts = [_section(algorithm, part).get("name") for part in ("advantage", "loss")]
+    return {
+        "model": str(model.get("path") or ("a tiny model with random weights" if model.get("tiny") else "")),
+        "algorithm": f"{algorithm.get('name', '')} (advantage {parts[0]}, loss {parts[1]})" if all(parts) else "",
+        "environment": str(environment.get("name", "")),
+        **{f"{split} rows": _files(environment, split) for split in ("train", "dev", "test")},
+        "a step": f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} answers"
+        if rollout
+        else "",
+    }
+
+
+def _files(environment: Mapping[str, Any], split: str) -> str:
+    files = environment.get(f"{split}_files")
+    if split == "dev" and files is None and environment.get("dev_share"):
+        return f"{100 * float(environment['dev_share']):g} % of the training rows, held out by image"
+    return ", ".join(map(str, files or ()))
+
+
+def _section(settings: Any, name: str) -> Mapping[str, Any]:
+    section = settings.get(name) if isinstance(settings, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
+
+
+def _read_versions(run_dir: Path) -> Mapping[str, str] | None:
+    path = run_dir / VERSIONS_FILE
+    if not path.exists():
+        return None
+    try:
+        return {str(name): str(version) for name, version in json.loads(path.read_bytes()).items()}
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} holds no versions ({error}); delete it, and the report leaves them out") from error

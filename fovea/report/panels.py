@@ -1,0 +1,82 @@
+"""Small curves of a run by step: parts of the reward, dev figures, length, entropy, KL, groups with signal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fovea.report.curve import running_mean, set_title, tidy
+
+MAX_LINES = 8
+"""Lines in one panel; a reward function of the user's may have many parts."""
+Metrics = Mapping[str, float]
+
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Groups with signal, share": ("groups/with_signal_frac",),
+    "Tokens per answer": ("response_tokens_mean",),
+    "Entropy, nats": ("entropy",),
+    "KL, nats": ("kl/reference", "kl/reward", "rollout_train_kl"),
+}
+
+
+def draw_panels(metrics: Sequence[Metrics]) -> bytes | None:
+    """The panels as a PNG file; None where no metric for any of them was written."""
+    rows = [_with_signal(row) for row in metrics]
+    panels = {title: [key for key in keys if _has(rows, key)] for title, keys in {**_parts(rows), **PANELS}.items()}
+    panels = {title: keys for title, keys in panels.items() if keys}
+    if not panels:
+        return None
+    lines = -(-len(panels) // 2)
+    figure = Figure(figsize=(8.4, 0.4 + 2.1 * lines), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, 2, squeeze=False).flat
+    for panel, (title, keys) in zip(axes, panels.items(), strict=False):
+        _draw(panel, title, keys, rows)
+    for panel in axes[len(panels) :]:
+        panel.set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _parts(rows: Sequence[Metrics]) -> dict[str, tuple[str, ...]]:
+    """Panels of the parts of the reward, while training and on dev; distances, which have a unit, apart."""
+    named = sorted({key for row in rows for key in row})
+    training = [key for key in named if key.startswith("reward/") and key.count("/") == 1]
+    dev = [key for key in named if key.startswith("dev/reward")]
+    return {
+        "Parts of the reward": _without_km(training),
+        "On dev: reward and parts": _without_km(dev),
+        "Distance, km": tuple(key for key in (*training, *dev) if key.endswith("_km") and "within" not in key),
+    }
+
+
+def _without_km(keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(key for key in keys if not key.endswith("distance_km"))[:MAX_LINES]
+
+
+def _with_signal(row: Metrics) -> Metrics:
+    silent_frac = row.get("groups/without_signal_frac")
+    return row if silent_frac is None else {**row, "groups/with_signal_frac": 1 - silent_frac}
+
+
+def _has(rows: Sequence[Metrics], key: str) -> bool:
+    return any(key in row for row in rows)
+
+
+def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics]) -> None:
+    for key in keys:
+        steps, values = np.array([(row["step"], row[key]) for row in rows if key in row], dtype=np.float64).T
+        window = int(np.clip(len(values) // 25, 1, 50))
+        label = key.removeprefix("dev/").removeprefix("reward/")
+        marker = "o" if len(values) < 30 else None
+        panel.plot(steps, running_mean(values, window), linewidth=1.5, marker=marker, markersize=2.5, label=label)
+    set_title(panel, title)
+    tidy(panel)
+    if len(keys) > 1:
+        panel.legend(frameon=False, fontsize=7)
