@@ -139,4 +139,4 @@ def write(folder: Path, site: str) -> Mapping[str, str]:
     lines = [line if isinstance(line, str) else json.dumps(line) for line, _ in mixed]
     (folder / "bad.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "good.jsonl").write_text("".join(json.dumps(line) + "\n" for line in good))
-    return {f"bad.jsonl row {n}": reason for n, (_, reason) in enumerate(mixed) if reason}
+    return {f"bad.jsonl line {n}": reason for n, (_, reason) in enumerate(mixed, start=1) if reason}
