@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,10 @@ def evaluate_targets(
     config = shared_settings(targets, recipe, overrides, trust=trust)
     console, progress = Console(), Console(quiet=quiet)
     eval_set = EvalSet.of(config, split)
-    results = compare(targets, eval_set, overrides, lambda text: progress.print(Text(text, style="dim")), trust=trust)
+    with closing(eval_set.grading):
+        results = compare(
+            targets, eval_set, overrides, lambda text: progress.print(Text(text, style="dim")), trust=trust
+        )
     metrics = target_metrics(results)
     title = f"{len(results.rows)} {split} rows of {config.environment.name}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):

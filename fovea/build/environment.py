@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fovea.build.data import make_access, make_opener
+from fovea.build.opinions import with_opinions
 from fovea.config.run import (
     CaptionEnvironment,
     Config,
@@ -61,7 +62,8 @@ def make_environment(config: Config, given: Any = None, frames: Frames | None = 
     if config.reward is not None:
         # an environment's stages belong to its own graders
         made = replace(made, grading=reward_grading(config, config.reward), stages=Stages())
-    return replace(made, grading=replace(made.grading, reward_limit=config.reward_limit))
+    grading = with_opinions(config, made.grading)
+    return replace(made, grading=replace(grading, reward_limit=config.reward_limit))
 
 
 def _check_frames(config: Config, given: Any, frames: Frames) -> None:
@@ -159,6 +161,7 @@ def make_caption(config: Config, settings: CaptionEnvironment, frames: Frames | 
     from fovea.environments.graders.judge import JudgeClient, limits_of
 
     opener = make_opener(config.data, Path(config.run_dir))
-    judged = JudgedCaptionGrader(metrics, JudgeClient(settings.judge), opener)
+    client = JudgeClient(settings.judge)
+    judged = JudgedCaptionGrader(metrics, client, opener)
     calls = LimitedCalls(limits_of(settings.judge))
-    return GradedEnvironment(environment=caption, grading=Grading(graders=(judged,), calls=calls))
+    return GradedEnvironment(environment=caption, grading=Grading(graders=(judged,), calls=calls, clients=(client,)))

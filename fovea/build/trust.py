@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fovea.config.loading import keys_of
-from fovea.config.run import CaptionEnvironment, Config, OwnEnvironment
+from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
 from fovea.errors import ConfigError
 
 
@@ -40,10 +40,15 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
             f"runs the code of environment={environment.file}",
             "environment=FILE.py:CLASS of yours",
         )
-    judge = environment.judge if isinstance(environment, CaptionEnvironment) else None
-    if judge is not None and judge.api_key_env is not None:
-        yield (
-            "environment.judge.url",
-            f"sends the key in {judge.api_key_env} to environment.judge.url={judge.url}",
-            "environment.judge.url=URL",
-        )
+    for key, judge in _judges(config).items():
+        if judge is not None and judge.api_key_env is not None:
+            yield f"{key}.url", f"sends the key in {judge.api_key_env} to {key}.url={judge.url}", f"{key}.url=URL"
+
+
+def _judges(config: Config) -> dict[str, Judge | None]:
+    environment = config.environment
+    return {
+        "environment.judge": environment.judge if isinstance(environment, CaptionEnvironment) else None,
+        "model_reward.judge": config.model_reward.judge if config.model_reward else None,
+        "second_opinion.judge": config.second_opinion.judge if config.second_opinion else None,
+    }

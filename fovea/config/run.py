@@ -39,6 +39,7 @@ from fovea.config.environments import (
     VqaEnvironment,
 )
 from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.model_reward import ModelReward, SecondOpinion
 from fovea.config.splits import SplitFiles
 
 # part of the tree, from files of their own
@@ -292,6 +293,8 @@ class Config(Section):
     """Largest size of a reward, from any environment or your own code; a larger one is an error that names its row."""
     reward_calls_at_once: PositiveInt = 1
     """Concurrent calls, in threads; more than 1 only for thread-safe code."""
+    model_reward: ModelReward | None = None
+    second_opinion: SecondOpinion | None = None
     curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None
@@ -332,6 +335,7 @@ def _disagreements(config: Config) -> Iterator[str]:
         )
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
+    yield from _second_opinion_without_a_rule(config)
     yield from _too_short(config)
 
 
@@ -359,6 +363,16 @@ def _weights_in_epochs(config: Config) -> Iterator[str]:
     }
     for setting in (name for name, given in weights.items() if given):
         yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
+
+
+def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:
+    """A second opinion where no rule can be overruled."""
+    ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
+    if config.second_opinion is not None and not ruled:
+        yield (
+            "second_opinion overrules the rule of environment.name=vqa or geo3k, and this run has none of these "
+            "graders; set second_opinion=null, or use model_reward"
+        )
 
 
 def _too_short(config: Config) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fovea.config.run import CaptionEnvironment
 from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
-from fovea.environments.dataset_prompts import IMAGE_MARK, plain_answer
+from fovea.environments.dataset_prompts import plain_answer, question_of
 from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
 from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
@@ -202,8 +202,3 @@ def captions_of(cell: object, where: str) -> list[str]:
 def caption_of(response: str) -> str:
     """The caption in a response: the text after the reasoning."""
     return response.rpartition("</think>")[2].strip()[:MAX_CHARS]
-
-
-def question_of(task: Task) -> str:
-    """The question without its image marks."""
-    return task.question.replace(IMAGE_MARK, "").strip()

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from fovea.environments.graders.math_answer import last_boxed
 from fovea.errors import BadRowError
-from fovea.types import ImageRef, Message
+from fovea.types import ImageRef, Message, Task
 
 IMAGE_MARK = "<image>"
 _NATIVE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -141,3 +141,8 @@ def _parts(text: str, images: Iterator[ImageRef]) -> tuple[str | ImageRef, ...]:
     for piece in after:
         parts += [next(images), piece]
     return tuple(part for part in parts if part != "")
+
+
+def question_of(task: Task) -> str:
+    """The question without its image marks."""
+    return task.question.replace(IMAGE_MARK, "").strip()

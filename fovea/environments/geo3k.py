@@ -51,6 +51,11 @@ class Geo3kGrader:
         graded = grade(turns[-1].text, task.answer, think_tags=self._config.think_tags)
         return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
 
+    def overruled(self, score: Score, *, right: bool) -> Score:
+        """The score of the same response, had its answer been found right, or wrong; its format counts as before."""
+        graded = Grade(score=float(right), parts={**score.parts, "answer": float(right)})
+        return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
+
     def _reward(self, graded: Grade) -> float:
         """A weighted mean of answer and format as in verl and EasyR1, or one of two values as in RLinf."""
         bounds = self._config.binary_rewards

@@ -62,6 +62,10 @@ class VqaGrader:
         graded = grade(turns[-1].text, truths, options=options)
         return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
 
+    def overruled(self, score: Score, *, right: bool) -> Score:
+        """The score of the same answer, had it been found right, or wrong."""
+        return Score(reward=float(right), accuracy=float(right), parts={**score.parts, "answer": float(right)})
+
 
 def true_answers(task: Task, config: VqaEnvironment) -> list[str]:
     """The answers of all annotators of a row, or its one answer."""

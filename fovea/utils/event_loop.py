@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
+MAX_ENDING_SECONDS = 10.0
 Result = TypeVar("Result")
 
 
@@ -93,9 +94,17 @@ class BackgroundLoop:
         """The result of a coroutine on that loop; awaited from another loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
 
-    def close(self) -> None:
-        """Stop the loop and its thread; a later `run` starts another."""
-        if self._loop is not None:
+    def close(self, *endings: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Await the endings on the loop, then stop it and its thread; a later `run` starts another.
+
+        A loop that never ran has nothing to end.
+        """
+        if self._loop is None:
+            return
+        try:
+            for ending in endings:
+                asyncio.run_coroutine_threadsafe(ending(), self._loop).result(timeout=MAX_ENDING_SECONDS)
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 

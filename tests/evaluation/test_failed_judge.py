@@ -6,12 +6,18 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from fovea.build.run import build
 from fovea.cli.main import app
+from fovea.config.run import Config
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from fovea.metrics.names import undefined
 from tests.chat_server import Endpoint, says
 from tests.environments.files import files, row
 
@@ -52,3 +58,28 @@ def test_a_failed_call_is_an_error_by_default(tmp_path: Path, endpoint: Endpoint
     failed = evaluated(tmp_path, endpoint, "error")
     assert failed.exit_code == 2, failed.output
     assert failed.stderr.strip().endswith("fix it, or set environment.judge.on_failure=drop to leave such groups out")
+
+
+def test_a_run_leaves_the_row_out_of_its_readings(tmp_path: Path, endpoint: Endpoint) -> None:
+    """The first call is about a test row, before training; the judge is a part of another environment's reward."""
+    judge = {"url": endpoint.url, "model": "m", "max_retries": 0, "max_concurrency": 1, "on_failure": "drop"}
+    settings: dict[str, Any] = {
+        "run_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+        "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300}},
+        "environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 4},
+        "model_reward": {"weight": 0.5, "judge": judge},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
+        "evaluate": {"image_controls": False, "shared_images": "ignore"},
+        "parity": {"prompts": 0},
+        "log": {"tensorboard": False, "progress": False},
+    }
+    summary = train(build(Config.model_validate(settings)))
+    assert summary.before is not None
+    assert (summary.before.num_rows, summary.before.num_unscored) == (3, 1)
+    assert (summary.final.num_rows, summary.final.num_unscored) == (4, 0)
+    (row_of_step,) = read_metrics(tmp_path / "run")
+    assert (row_of_step["reward/judge"], row_of_step["groups/unscored"]) == (1.0, 0.0)
+    assert not list(undefined(row_of_step))
+    (listed,) = (tmp_path / "run" / "unscored.jsonl").read_text().splitlines()
+    assert json.loads(listed)["step"] is None

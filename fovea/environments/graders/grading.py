@@ -6,11 +6,18 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from fovea.environments.graders.base import Grader
-from fovea.environments.graders.limited_calls import LimitedCalls
+from fovea.environments.graders.limited_calls import LimitedCalls, UnlimitedCalls
 from fovea.errors import DataError, ScoreError
 from fovea.types import Score, Task, Turn
+
+
+class Closes(Protocol):
+    """What holds connections."""
+
+    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +26,21 @@ class Grading:
 
     graders: tuple[Grader, ...]
     """One for each stage of the curriculum, or one for all; the last one scores held-out rows."""
-    calls: LimitedCalls | None = None
+    calls: LimitedCalls | UnlimitedCalls | None = None
     """Limits for graders that wait. None: graders that never wait, awaited in turn without a task or a thread."""
     reward_limit: float = math.inf
     """Size above which a reward is an error: it would drown all others, and its square may not be finite."""
+    clients: tuple[Closes, ...] = ()
+    """Connections that the graders use on the loop of their calls."""
 
     def at(self, stage: int) -> Grading:
         """The same with the grader of a stage of the curriculum; 0 is the first."""
         return replace(self, graders=(self.graders[stage],)) if len(self.graders) > 1 else self
 
     def close(self) -> None:
-        """Stop the thread in which waiting graders are called."""
+        """Close the clients and stop the thread in which waiting graders are called."""
         if self.calls is not None:
-            self.calls.loop.close()
+            self.calls.loop.close(*(client.aclose for client in self.clients))
 
     async def scores(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
         """The scores of several episodes of one task, in their order.

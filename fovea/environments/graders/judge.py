@@ -22,6 +22,8 @@ from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
 
+KEY = "environment.judge"
+"""Settings of the judge of captions."""
 MAX_REPLY_BYTES = 1 << 20
 _TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _WRONG_SETTING = {401, 403, 404}
@@ -31,11 +33,11 @@ _SCORE = re.compile(
 )
 
 
-def limits_of(settings: Judge) -> CallLimits:
-    """The limits of a judge's calls."""
+def limits_of(settings: Judge, key: str = KEY) -> CallLimits:
+    """The limits of the calls of a judge whose settings are at `key`."""
     return CallLimits(
         name=f"the judge at {settings.url}",
-        settings="environment.judge.",
+        settings=f"{key}.",
         calls_at_once=settings.max_concurrency,
         timeout_seconds=settings.timeout_seconds,
         max_retries=settings.max_retries,
@@ -44,12 +46,18 @@ def limits_of(settings: Judge) -> CallLimits:
 
 
 class JudgeClient:
-    """A client of `environment.judge`; all of its calls are made on one event loop."""
+    """A client of a judge; all of its calls are made on one event loop, on which it is closed."""
 
-    def __init__(self, settings: Judge) -> None:
+    def __init__(self, settings: Judge, key: str = KEY) -> None:
+        """`key` is where the settings are, for messages."""
         self._settings = settings
-        headers = _headers(settings.api_key_env)
+        self._key = key
+        headers = _headers(settings.api_key_env, key)
         self._client = httpx2.AsyncClient(headers=headers, timeout=None, follow_redirects=False)
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
 
     async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
         """The judge's score over `max_score`: 0..1.
@@ -79,7 +87,7 @@ class JudgeClient:
             content = await _bounded(response)
         if response.status_code in _WRONG_SETTING:
             raise ConfigError(
-                f"environment.judge: {url} answers {response.status_code} ({_shown(content)}); correct url, model or "
+                f"{self._key}: {url} answers {response.status_code} ({_shown(content)}); correct url, model or "
                 "api_key_env"
             )
         if response.status_code in _TRY_AGAIN:
@@ -105,13 +113,13 @@ def parsed_score(reply: str, max_score: float) -> float:
     return score
 
 
-def _headers(api_key_env: str | None) -> dict[str, str]:
+def _headers(api_key_env: str | None, key_of_settings: str) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     if api_key_env is not None:
         key = os.environ.get(api_key_env, "").strip()
         if not key:
             raise ConfigError(
-                f"environment.judge.api_key_env={api_key_env}, but there is no such environment variable; export it, "
+                f"{key_of_settings}.api_key_env={api_key_env}, but there is no such environment variable; export it, "
                 "or unset the setting"
             )
         headers["authorization"] = f"Bearer {key}"

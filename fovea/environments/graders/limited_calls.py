@@ -33,6 +33,17 @@ class CallLimits:
     on_failure: Literal["error", "drop"] = "error"
 
 
+class UnlimitedCalls:
+    """Calls of graders that keep to limits of their own, on an event loop beside the run's."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = BackgroundLoop(name)
+
+    async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
+        """The grader's score; to be awaited on `loop`."""
+        return await grader.score(task, turns)
+
+
 class LimitedCalls:
     """Calls of a run's graders within shared limits."""
 

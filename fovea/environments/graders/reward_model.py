@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
 import torch
+from PIL.Image import Image
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
 
 from fovea.config.run import RewardModel
@@ -41,8 +43,8 @@ class RewardScorer:
         self._model = model.eval().to(settings.device)
         self._lock = Lock()
 
-    def score(self, question: str, answer: str) -> float:
-        """The logistic function of the model's output: 0..1."""
+    def score(self, question: str, answer: str, images: Sequence[Image] = ()) -> float:
+        """The logistic function of the model's output: 0..1. It does not look at `images`."""
         encoded = self._encoded(question, answer)
         length, limit = encoded["input_ids"].shape[1], getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:

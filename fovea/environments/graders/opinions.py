@@ -1,0 +1,123 @@
+"""Graders that ask a model besides the environment's own grader: as a part of the reward, or as a second opinion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from PIL.Image import Image
+
+from fovea.data.images import OpenImage
+from fovea.environments.dataset_prompts import question_of
+from fovea.environments.graders.base import Grader
+from fovea.environments.graders.limited_calls import LimitedCalls
+from fovea.types import Score, Task, Turn
+from fovea.utils.event_loop import gather_or_cancel
+
+
+class AsksJudge(Protocol):
+    """`judge.JudgeClient`, or a stand-in."""
+
+    async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float: ...
+
+
+class ScoresAnswers(Protocol):
+    """A reward model, or a stand-in; its calls block."""
+
+    def score(self, question: str, answer: str, images: Sequence[Image]) -> float: ...
+
+
+class Overrulable(Grader, Protocol):
+    """A grader by a rule, whose verdict another may overrule."""
+
+    def overruled(self, score: Score, *, right: bool) -> Score:
+        """The score of the same episode, had the rule found its answer right, or wrong."""
+        ...
+
+
+class OpinionOfJudge:
+    """A judge as a grader of the last turn."""
+
+    def __init__(self, judge: AsksJudge, open_image: OpenImage) -> None:
+        self._judge = judge
+        self._open_image = open_image
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where the judge gives none."""
+        # images may come from far away, and must not hold up the replies to other calls
+        images = await asyncio.to_thread(_opened, task, self._open_image)
+        judged = await self._judge.score(images, question_of(task), turns[-1].text, [task.answer])
+        return Score(reward=judged, accuracy=judged)
+
+
+class OpinionOfRewardModel:
+    """A reward model as a grader of the last turn."""
+
+    def __init__(self, model: ScoresAnswers, open_image: OpenImage) -> None:
+        self._model = model
+        self._open_image = open_image
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        scored = await asyncio.to_thread(self._scored, task, turns[-1].text)
+        return Score(reward=scored, accuracy=scored)
+
+    def _scored(self, task: Task, answer: str) -> float:
+        return self._model.score(question_of(task), answer, _opened(task, self._open_image))
+
+
+def _opened(task: Task, open_image: OpenImage) -> list[Image]:
+    return [open_image(ref) for ref in task.images]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedGrader:
+    """A grader whose calls keep to limits of their own."""
+
+    grader: Grader
+    calls: LimitedCalls
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return await self.calls.score(self.grader, task, turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithModelReward:
+    """The environment's own reward and a model's score, weighted; the accuracy stays the environment's."""
+
+    own: Grader
+    model: Grader
+    name: str
+    """Name of the model's score among the parts."""
+    weight: float
+    """Share of the model's score in the reward."""
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        own, model = await gather_or_cancel([self.own.score(task, turns), self.model.score(task, turns)])
+        reward = (1 - self.weight) * own.reward + self.weight * model.reward
+        return replace(own, reward=reward, parts={**own.parts, self.name: model.reward})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithSecondOpinion:
+    """The rule's verdict, unless a judge says otherwise; the part `overruled` is 1 where it did."""
+
+    rule: Overrulable
+    judge: Grader
+    ask: Literal["wrong", "always"]
+    accept_score: float
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        own = await self.rule.score(task, turns)
+        rule_says = own.accuracy > 0
+        if rule_says and self.ask == "wrong":
+            return _noted(own, overruled=False)
+        judge_says = (await self.judge.score(task, turns)).reward >= self.accept_score
+        if judge_says == rule_says:
+            return _noted(own, overruled=False)
+        return _noted(self.rule.overruled(own, right=judge_says), overruled=True)
+
+
+def _noted(score: Score, *, overruled: bool) -> Score:
+    return replace(score, parts={**score.parts, "overruled": float(overruled)})

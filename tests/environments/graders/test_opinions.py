@@ -1,0 +1,210 @@
+"""Models that grade beside the environment's own grader: real servers and real, tiny reward models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from fovea.build.environment import GradedEnvironment, make_environment
+from fovea.build.opinions import _scorer
+from fovea.config.run import Config, RewardModel
+from fovea.environments.graders.reward_model import RewardScorer
+from fovea.errors import ConfigError, ModelError, UnscoredError
+from fovea.models.vision_reward import VisionRewardScorer
+from fovea.types import ImageRef
+from tests.chat_server import Endpoint, says
+from tests.environments.files import files, row
+from tests.environments.test_caption import save_reward_model
+from tests.grading import score_in_run
+from tests.reference import model_inputs
+from tests.tiny_models import renderer, save, tiny, user
+
+ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue")]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Endpoint]]:
+    endpoints: list[Endpoint] = []
+
+    def start(*replies: tuple[int, bytes]) -> Endpoint:
+        endpoints.append(Endpoint(*replies))
+        return endpoints[-1]
+
+    yield start
+    for endpoint in endpoints:
+        endpoint.server.shutdown()
+        endpoint.server.server_close()
+
+
+def judge(endpoint: Endpoint, **more: object) -> dict[str, object]:
+    return {"url": endpoint.url, "model": "m", "max_retries": 0, **more}
+
+
+def made(folder: Path, environment: dict[str, object] | str, **settings: object) -> GradedEnvironment:
+    if isinstance(environment, str):
+        environment = {"name": environment, **files(folder, ROWS)}
+    given = {"model": {"tiny": {}}, "run_dir": str(folder / "run"), "environment": environment, **settings}
+    return make_environment(Config.model_validate(given))
+
+
+def graded(environment: GradedEnvironment, text: str, index: int = 0) -> Any:
+    return score_in_run(environment.grading, environment.environment.tasks("test")[index], text)
+
+
+def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    endpoint = serve(says("Fair.\nScore: 5"))
+    reward = {"weight": 0.25, "judge": judge(endpoint)}
+    vqa = made(tmp_path, "vqa", model_reward=reward)
+    score = graded(vqa, r"\boxed{3}")
+    assert (score.reward, score.accuracy) == (0.75 * 1 + 0.25 * 0.5, 1.0)
+    assert score.parts == {"answer": 1.0, "judge": 0.5}
+    (request,) = endpoint.requests
+    image, text = request["messages"][0]["content"]  # type: ignore[index]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert "<question>\nHow many circles?\n</question>" in text["text"]
+    assert "<truth>\n3\n</truth>" in text["text"]
+    assert "<answer>\n\\boxed{3}\n</answer>" in text["text"]
+
+    shapes = made(tmp_path, {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}, model_reward=reward)
+    target = shapes.environment.target(shapes.environment.tasks("test")[0])
+    assert graded(shapes, target).parts["judge"] == 0.5
+    geo3k = made(tmp_path, "geo3k", model_reward=reward)
+    assert graded(geo3k, "no idea").reward == pytest.approx(0.25 * 0.5)
+    for each in (vqa, shapes, geo3k):
+        each.grading.close()
+
+
+def test_it_is_a_part_of_the_users_own_reward_too(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
+    endpoint = serve(says("Score: 10"))
+    own = made(
+        tmp_path, "vqa", reward=f"{tmp_path / 'mine.py'}:score", model_reward={"weight": 0.5, "judge": judge(endpoint)}
+    )
+    score = graded(own, "one two three")
+    assert (score.reward, score.parts) == (2.0, {"words": 3.0, "judge": 1.0})
+    own.grading.close()
+
+
+def test_a_judge_that_fails_leaves_the_group_out(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    endpoint = serve((400, b"no"))
+    dropped = made(tmp_path, "vqa", model_reward={"judge": judge(endpoint, on_failure="drop")})
+    with pytest.raises(UnscoredError, match=r"^test/0: the judge at .* gave no score: status 400"):
+        graded(dropped, "3")
+    stopped = made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})
+    with pytest.raises(Exception, match=r"set model_reward\.judge\.on_failure=drop to leave such groups out"):
+        graded(stopped, "3")
+
+
+@pytest.mark.parametrize("name", ["vqa", "geo3k"])
+def test_a_second_opinion_is_asked_where_the_rule_says_wrong(
+    name: str, tmp_path: Path, serve: Callable[..., Endpoint]
+) -> None:
+    endpoint = serve(says("The same number.\nScore: 9"), says("Another.\nScore: 3"))
+    both = made(tmp_path, name, second_opinion={"judge": judge(endpoint)})
+    right = graded(both, r"\boxed{3}")
+    assert (right.accuracy, right.parts["overruled"], endpoint.requests) == (1.0, 0.0, [])
+    overruled = graded(both, r"\boxed{a triple of circles}")
+    assert (overruled.reward, overruled.accuracy) == (right.reward, 1.0)
+    assert (overruled.parts["overruled"], overruled.parts["answer"]) == (1.0, 1.0)
+    wrong = graded(both, r"\boxed{a pair of circles}")
+    assert (wrong.accuracy, wrong.parts["overruled"]) == (0.0, 0.0)
+    assert len(endpoint.requests) == 2
+    both.grading.close()
+
+
+def test_a_format_that_is_missing_stays_missing(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    geo3k = made(tmp_path, "geo3k", second_opinion={"judge": judge(serve(says("Score: 10")))})
+    score = graded(geo3k, "three circles")
+    assert (score.reward, score.accuracy, score.parts["format"]) == (pytest.approx(0.9), 1.0, 0.0)
+    geo3k.grading.close()
+
+
+def test_all_answers_may_be_asked_about(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    endpoint = serve(says("Score: 2"))
+    vqa = made(tmp_path, "vqa", second_opinion={"judge": judge(endpoint), "ask": "always"})
+    score = graded(vqa, r"\boxed{3}")
+    assert (score.reward, score.accuracy, score.parts["overruled"]) == (0.0, 0.0, 1.0)
+    assert graded(vqa, r"\boxed{4}").parts["overruled"] == 0.0
+    vqa.grading.close()
+
+
+def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
+    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    with pytest.raises(ValidationError, match=r"set exactly one of model_reward\.judge and model_reward\.reward_model"):
+        made(tmp_path, "vqa", model_reward={"weight": 0.5})
+    with pytest.raises(ValidationError, match=r"second_opinion overrules the rule of environment\.name=vqa or geo3k"):
+        made(tmp_path, {"name": "shapes"}, second_opinion={"judge": endpoint})
+    with pytest.raises(ConfigError, match=r"second_opinion\.judge\.api_key_env=NO_KEY, but there is no such"):
+        made(tmp_path, "vqa", second_opinion={"judge": {**endpoint, "api_key_env": "NO_KEY"}})
+
+
+def test_the_connections_are_closed_at_the_end(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    endpoint = serve(says("Score: 1"))
+    caption = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge(endpoint), **files(tmp_path, ROWS)}
+    for each in (made(tmp_path, caption), made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})):
+        graded(each, "x")
+        (client,) = each.grading.clients
+        assert not client._client.is_closed  # type: ignore[attr-defined]
+        each.grading.close()
+        assert client._client.is_closed  # type: ignore[attr-defined]
+
+
+def vision_reward_model(folder: Path, family: str = "qwen2_5_vl", head: str = "score") -> tuple[Any, torch.Tensor]:
+    """A tiny vision-language model with a head beside its weights; the head is large, so that scores differ."""
+    parts = tiny(family)
+    parts.processor.tokenizer.chat_template = parts.processor.chat_template
+    save(parts, folder)
+    weight = torch.randn(1, parts.network.config.get_text_config().hidden_size, generator=torch.manual_seed(0))
+    file = folder / "model.safetensors"
+    tensors = {name: x for name, x in load_file(file).items() if not name.startswith("lm_head")}
+    save_file({**tensors, f"{head}.weight": weight}, file, metadata={"format": "pt"})
+    return parts, weight
+
+
+@pytest.mark.parametrize("head", ["score", "v_head.summary"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_reward_model_reads_the_image(family: str, head: str, tmp_path: Path) -> None:
+    """Against transformers' own forward of the whole model, whose last hidden state meets the head."""
+    parts, weight = vision_reward_model(tmp_path, family, head)
+    scorer = VisionRewardScorer(RewardModel(path=str(tmp_path)))
+    red, blue = (Image.new("RGB", (64, 64), colour) for colour in ("red", "blue"))
+    prompt = renderer(parts).prompt(user(ImageRef(source=np.asarray(red)), "What colour?"))
+    inputs = model_inputs(parts, prompt, np.asarray(renderer(parts).target("red")))
+    with torch.no_grad():
+        states = parts.network(**inputs, use_cache=False, output_hidden_states=True).hidden_states[-1]
+    expected = float(torch.sigmoid(states[0, -1].float() @ weight[0]))
+    assert scorer.score("What colour?", "red", [red]) == pytest.approx(expected, abs=1e-4)
+    assert abs(scorer.score("What colour?", "red", [red]) - scorer.score("What colour?", "red", [blue])) > 1e-4
+
+
+def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "vision").mkdir()
+    save_reward_model(tmp_path / "text")
+    vision_reward_model(tmp_path / "vision")
+    assert isinstance(_scorer(RewardModel(path=str(tmp_path / "text"))), RewardScorer)
+    assert isinstance(_scorer(RewardModel(path=str(tmp_path / "vision"))), VisionRewardScorer)
+    vqa = made(tmp_path, "vqa", model_reward={"reward_model": {"path": str(tmp_path / "vision")}})
+    score = graded(vqa, r"\boxed{3}")
+    assert score.reward == pytest.approx(0.5 + 0.5 * score.parts["reward_model"])
+    vqa.grading.close()
+
+
+def test_a_folder_without_a_head_is_named(tmp_path: Path) -> None:
+    save(tiny("qwen2_5_vl"), tmp_path)
+    with pytest.raises(ModelError, match=r"has no head that scores \(score\.weight or v_head\.summary\.weight"):
+        VisionRewardScorer(RewardModel(path=str(tmp_path)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    hidden = json.loads((tmp_path / "config.json").read_text())["text_config"]["hidden_size"]
+    save_file({**tensors, "score.weight": torch.zeros(2, hidden)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="has 2 outputs, and a reward is one number"):
+        VisionRewardScorer(RewardModel(path=str(tmp_path)))
