@@ -102,6 +102,8 @@ def test_a_judge_that_fails_leaves_the_group_out(tmp_path: Path, serve: Callable
     stopped = made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})
     with pytest.raises(Exception, match=r"set model_reward\.judge\.on_failure=drop to leave such groups out"):
         graded(stopped, "3")
+    dropped.grading.close()
+    stopped.grading.close()
 
 
 @pytest.mark.parametrize("name", ["vqa", "geo3k"])
