@@ -240,7 +240,9 @@ class Checkpoint(Section):
     every_steps: NonNegativeInt = 100
     """Interval of checkpoints; 0: before the first step and at the end only."""
     keep: PositiveInt = 2
-    """Checkpoints kept; older ones are deleted."""
+    """Checkpoints kept; older ones are deleted, but for the last one before a run of skipped updates."""
+    keep_best: bool = False
+    """Save at the best dev accuracy so far (evaluate.every_steps), and keep that checkpoint besides."""
 
 
 class Log(Section):
@@ -315,6 +317,11 @@ class Config(Section):
 def _disagreements(config: Config) -> Iterator[str]:
     """Settings of one section that cannot work with those of another."""
     algorithm, rollout = config.algorithm, config.rollout
+    if config.checkpoint.keep_best and not config.evaluate.every_steps:
+        yield (
+            "checkpoint.keep_best=true keeps the checkpoint of the best dev reading, but evaluate.every_steps=0 takes "
+            "none; set evaluate.every_steps"
+        )
     if rollout.engine.decode_weights == "int8" and not algorithm.importance_sampling_fix:
         yield (
             "rollout.engine.decode_weights=int8 draws from other probabilities than those that are trained; set "

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from fovea.errors import DataError
 from fovea.run.disk import folder_bytes, room_for
+from fovea.run.kept import Kept
 from fovea.run.manifest import damage, write_manifest
 from fovea.train.base import Policy
 from fovea.utils.files import atomic_folder
@@ -62,8 +63,8 @@ class Checkpoints:
         self._root = run_dir / "checkpoints"
         self._keep = keep
 
-    async def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint atomically, then delete all but the newest `keep`."""
+    async def save(self, step: int, policy: Policy, state: Mapping[str, Any], kept: Kept | None = None) -> None:
+        """Write a checkpoint atomically, then delete all but the newest `keep` and those of `kept`."""
         final = self._root / f"step-{step}"
         if final.exists():
             return  # the last regular checkpoint is also the one at the end
@@ -73,8 +74,11 @@ class Checkpoints:
             await policy.save(folder)
             (folder / STATE).write_text(json.dumps({"step": step, **state}))
             write_manifest(folder)
-        for old in self._folders()[: -self._keep]:
-            _delete(old)
+        folders = self._folders()
+        beyond = kept.steps([_step_of(folder) for folder in folders]) if kept else set()
+        for old in folders[: -self._keep]:
+            if _step_of(old) not in beyond:
+                _delete(old)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; None before the first, DataError when all are damaged."""
@@ -108,7 +112,11 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         # other names, such as a copy that the user made, are not ours to delete
         found = (folder for folder in self._root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
-        return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+        return sorted(found, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _estimated_bytes(policy: Policy) -> int:

@@ -192,13 +192,20 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     metrics |= run.sources.bad_rows.metrics()
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}"))
+    state = replace(state, kept=state.kept.after_step(step, metrics, keep_best=settings.checkpoint.keep_best))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
+    if state.kept.skipped_since == step:
+        run.progress.print(
+            f"step {step}: the update was skipped, since something in it is not finite; the last checkpoint before it is "
+            "kept: to go back there, delete the later ones and set resume=auto"
+        )
     if hint := run.signal_watch.hint(metrics, settings.rollout):
         run.progress.print(hint)
     if step % settings.log.samples_every_steps == 0 or step == 1:
         write_samples(run.folder, step, sample_records(groups, run.open_image))
-    if settings.checkpoint.every_steps and step % settings.checkpoint.every_steps == 0:
+    every_steps = settings.checkpoint.every_steps
+    if (every_steps and step % every_steps == 0) or state.kept.best_step == step:
         await save_checkpoint(run, state)
     return state
 
@@ -276,7 +283,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
         "fingerprint": run.fingerprint,
         "unscored_bytes": unscored_bytes(run.folder),
     }
-    await run.checkpoints.save(state.step, run.policy, saved)
+    await run.checkpoints.save(state.step, run.policy, saved, state.kept)
 
 
 async def save_and_say(run: Run, state: TrainState) -> None:

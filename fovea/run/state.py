@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from fovea.evaluation.shared_images import Searched, SharedImages
+from fovea.run.kept import Kept
 from fovea.types import Evaluation
 
 
@@ -23,6 +24,7 @@ class TrainState:
     after_warmup: Evaluation | None = None
     warmup_seconds: float = 0.0
     rl_seconds: float = 0.0
+    kept: Kept = field(default_factory=Kept)
     shared_images: SharedImages | None = None
     """Test images that are in the training split; None: not looked for."""
     started: float = field(default_factory=perf_counter)
@@ -43,6 +45,7 @@ class TrainState:
             "warmup_seconds": self.warmup_seconds,
             "rl_seconds": self.rl_seconds,
             "shared_images": asdict(self.shared_images) if self.shared_images else None,
+            "kept": asdict(self.kept),
             "total_seconds": self.total_seconds,
         }
 
@@ -57,6 +60,7 @@ class TrainState:
             warmup_seconds=saved["warmup_seconds"],
             rl_seconds=saved["rl_seconds"],
             shared_images=_shared_images_from_json(saved["shared_images"]),
+            kept=Kept(**saved["kept"]),
             started=started,
             earlier_seconds=saved["total_seconds"],
         )
