@@ -25,11 +25,11 @@ def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
     if len(metrics) > 1:
         made.append([_differences(metrics)])
     if len(first.by_kind) > 1:
-        made.append(_side_by_side(metrics, "Accuracy by question type in %", lambda each: each.by_kind))
-    made.append(_side_by_side(metrics, "Accuracy by image type in %", lambda each: each.by_image_type))
+        made.append(_side_by_side(metrics, "Accuracy by question type in %", lambda each: each.by_kind, show=cell))
+    made.append(_side_by_side(metrics, "Accuracy by image type in %", lambda each: each.by_image_type, show=cell))
     made.append(_side_by_side(metrics, "Mean reward, and the parts of it", _rewards, show=mean_cell))
-    made.append(_side_by_side(metrics, "Sampled answers: pass@k and majority vote, in %", _sampled))
-    made.append(_side_by_side(metrics, "Image ablation (shuffled, blank), accuracy in %", _image_ablation))
+    made.append(_side_by_side(metrics, "Sampled answers: pass@k and majority vote, in %", _sampled, show=cell))
+    made.append(_side_by_side(metrics, "Image ablation (shuffled, blank), accuracy in %", _image_ablation, show=cell))
     return [table for of_figure in made for table in of_figure]
 
 
@@ -60,21 +60,26 @@ def _side_by_side(
     title: str,
     figures_of: Callable[[TargetMetrics], Mapping[str, Cell]],
     *,
-    show: Callable[[Cell], Text] | None = None,
+    show: Callable[[Cell], Text],
 ) -> list[Table]:
     """A line for each figure and a column for each target, in tables of a few targets; none without figures."""
-    names = list(dict.fromkeys(name for each in metrics for name in figures_of(each)))
-    if not names:
-        return []
+    having = [each for each in metrics if figures_of(each)]
+    names = dict.fromkeys(name for each in having for name in figures_of(each))
     made = []
-    for start in range(0, len(metrics), TARGETS_PER_TABLE):
-        shown = metrics[start : start + TARGETS_PER_TABLE]
+    for start in range(0, len(having), TARGETS_PER_TABLE):
+        shown = having[start : start + TARGETS_PER_TABLE]
         table = Table(title=title, title_justify="left")
-        _columns(table, "", [each.target for each in shown])
+        _columns(table, "", [*(each.target for each in shown), "n"])
         for name in names:
-            table.add_row(Text(name), *((show or cell)(figures_of(each).get(name)) for each in shown))
+            figures = [figures_of(each).get(name) for each in shown]
+            table.add_row(Text(name), *map(show, figures), _counts(figures))
         made.append(table)
     return made
+
+
+def _counts(figures: Sequence[Cell]) -> str:
+    """The number of rows behind figures, once where all are of the same number."""
+    return " / ".join(dict.fromkeys(str(value.n) for value in figures if value is not None))
 
 
 def _rewards(each: TargetMetrics) -> Mapping[str, Cell]:
@@ -120,11 +125,16 @@ def mean_cell(value: Cell) -> Text:
 
 
 def mean_text(value: Cell) -> str:
-    """A mean in its own unit as `0.512 [0.48, 0.54]` or `312 [250, 375]`; empty where undefined."""
+    """A mean in its own unit as `0.512 [0.48, 0.54]` or `1,312 [1,250, 1,375]`; empty where undefined."""
     if value is None or math.isnan(value.mean):
         return ""
-    interval = f" [{value.low:.3g}, {value.high:.3g}]" if math.isfinite(value.low) else ""
-    return f"{value.mean:.3g}{interval}"
+    interval = f" [{_short(value.low)}, {_short(value.high)}]" if math.isfinite(value.low) else ""
+    return f"{_short(value.mean)}{interval}"
+
+
+def _short(value: float) -> str:
+    """Three digits, and no exponent for thousands (kilometres)."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def percent_text(value: Cell) -> str:

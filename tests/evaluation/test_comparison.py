@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_json
-from fovea.evaluation.statistics import bootstrap_interval
-from fovea.evaluation.tables import percent_text, tables
+from fovea.evaluation.statistics import Estimate, bootstrap_interval
+from fovea.evaluation.tables import mean_text, percent_text, tables
 
 KINDS = ["count", "colour", "count", "colour"]
 
@@ -125,6 +126,12 @@ def test_tables_are_legible_at_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "…" in line]
     assert not [line for line in lines if line.count("[") != line.count("]")], "an interval is cut in two"
+
+
+def test_means_are_short_whatever_their_unit() -> None:
+    assert mean_text(Estimate(mean=0.5, low=0.3012, high=0.7, n=9)) == "0.5 [0.301, 0.7]"
+    assert mean_text(Estimate(mean=1234.5, low=987.6, high=20015.2, n=9)) == "1,234 [988, 20,015]"
+    assert mean_text(Estimate(mean=2.0, low=math.nan, high=math.nan, n=1)) == "2"
 
 
 def test_percent_texts() -> None:

@@ -44,7 +44,8 @@ def settings(**more: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "model"} if Path("model").exists() else {"tiny": {}},
-            "environment": {"name": "geo3k", "train_files": ["train.jsonl"], "test_files": ["test.jsonl"]},
+            "environment": {"name": "geo3k", "train_files": ["train.jsonl"], "test_files": ["test.jsonl"]}
+            | {"dev_share": 0},
             "reward": "own.py:right",
             "run_dir": "run",
             "max_steps": 1,

@@ -20,7 +20,7 @@ def doctor(folder: Path, rows: list[dict[str, object]], *words: str) -> Result:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = folder / "recipe.yaml"
-    recipe.write_text(f"environment: {{name: vqa, train_files: [{file}], test_files: [{file}]}}\n")
+    recipe.write_text(f"environment: {{name: vqa, train_files: [{file}], test_files: [{file}], dev_share: 0}}\n")
     small = [TINY, "data.on_bad_row=skip", "parity.prompts=2", "rollout.max_new_tokens=4", *SLOW]
     return CliRunner().invoke(app, ["doctor", str(recipe), *small, *words], env={"COLUMNS": "400"})
 
