@@ -75,7 +75,7 @@ def picture(shade: int) -> bytes:
 
 
 def test_the_frame_of_the_page_trains() -> None:
-    (code,) = [code for kind, code in BLOCKS if kind == "python" and "GeoSpot" in code]
+    (code,) = [code for kind, code in BLOCKS if kind == "python" and "photos.csv" in code]
     places = [("France", "Paris", 48.86, 2.35), ("Japan", "Tokyo", 35.69, 139.69)] * 5
     with served({f"/{index}.png": picture(20 * index) for index in range(10)}) as site:
         urls = [f"{site.url}/{index}.png" for index in range(10)]
@@ -92,6 +92,15 @@ def test_the_frame_of_the_page_trains() -> None:
     rows = metrics()
     assert len(rows) == 2
     assert all("reward/country" in row for row in rows)
+
+
+def test_the_mixture_of_the_page_trains() -> None:
+    """With rendered scenes in place of the recipes, of which one needs files."""
+    (code,) = [code for kind, code in BLOCKS if kind == "python" and "mix(" in code]
+    small = re.sub(r'load_config\(\[Path\("recipes/\w+.yaml"\)\]\)', "load_config([], SETTINGS)", code)
+    assert small.count("SETTINGS") == 2
+    exec(compile(small, "own.md", "exec"), {"SETTINGS": [*SMALL, *SHAPES]})
+    assert any(key.startswith("accuracy/train/geometry/") for row in metrics() for key in row)
 
 
 FAILS = """

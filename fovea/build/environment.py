@@ -47,13 +47,15 @@ class GradedEnvironment:
 def make_environment(config: Config, given: Any = None, frames: Frames | None = None) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; `reward`, if set, replaces its graders.
 
-    A given object with `graders` is an environment of Fovea; any other is treated like a user's class from a file.
-    `frames` replaces the files of the settings.
+    A GradedEnvironment is taken as it is (`build.mixture`), an object with `graders` is an environment of Fovea, and
+    any other is treated like a user's class from a file. `frames` replaces the files of the settings.
     """
     if frames is not None:
         _check_frames(config, given, frames)
     if given is None:
         made = named_environment(config, frames)
+    elif isinstance(given, GradedEnvironment):
+        made = given
     elif hasattr(given, "graders"):
         made = own_environment(given)
     else:

@@ -8,6 +8,7 @@ from fovea.config.algorithm_parts import Critic as CriticSettings
 from fovea.config.run import Config
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
+from fovea.environments.mixture import with_shares
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.models.activation_tape import Tape
@@ -90,7 +91,7 @@ def make_warmup(config: Config, environment: Environment, train: PromptSource, r
         # a data order of its own, so that the rows of RL do not depend on how long the warm-up took
         order=Order(
             kinds_of(train.tasks),
-            weights=settings.kind_weights,
+            weights=with_shares(settings.kind_weights, train.tasks),
             seed=config.seed + 1,
             setting="warmup.kind_weights",
         ),

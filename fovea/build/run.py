@@ -34,7 +34,9 @@ from fovea.run.inputs import take_fingerprint
 from fovea.run.rollout_step import TaskStream, record_unscored_answer
 
 
-def build(config: Config, environment: Environment | None = None, frames: Frames | None = None) -> Run:
+def build(
+    config: Config, environment: Environment | GradedEnvironment | None = None, frames: Frames | None = None
+) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
     `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`;
@@ -43,7 +45,9 @@ def build(config: Config, environment: Environment | None = None, frames: Frames
     started = perf_counter()
     with ExitStack() as on_failure:
         config = on_failure.enter_context(open_run_folder(config))
-        run = _make_services(config, make_environment(config, environment, frames), started, environment)
+        graded = make_environment(config, environment, frames)
+        user = environment.environment if isinstance(environment, GradedEnvironment) else environment
+        run = _make_services(config, graded, started, user)
         # from here on it is the run that closes its folder
         return replace(run, held=on_failure.pop_all())
 

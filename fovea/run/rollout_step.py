@@ -126,7 +126,7 @@ async def _roll_out_batch(
 
 def _unscored_metrics(stream: TaskStream, unscored: Sequence[str]) -> Metrics:
     """Number of groups without a score, as a metric, for graders that may give none."""
-    return {"groups/unscored": float(len(unscored))} if stream.grading.calls is not None else {}
+    return {"groups/unscored": float(len(unscored))} if stream.grading.waits else {}
 
 
 def _split_by_signal(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:

@@ -32,13 +32,22 @@ class Grading:
     """Size above which a reward is an error: it would drown all others, and its square may not be finite."""
     clients: tuple[Closes, ...] = ()
     """Connections that the graders use on the loop of their calls."""
+    parts: tuple[Grading, ...] = ()
+    """Those that the graders call in their turn, closed with this one."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether some grader may wait, and may leave an answer without a score."""
+        return self.calls is not None or any(part.waits for part in self.parts)
 
     def at(self, stage: int) -> Grading:
         """The same with the grader of a stage of the curriculum; 0 is the first."""
         return replace(self, graders=(self.graders[stage],)) if len(self.graders) > 1 else self
 
     def close(self) -> None:
-        """Close the clients and stop the thread in which waiting graders are called."""
+        """Close the clients and stop the thread in which waiting graders are called, those of the parts included."""
+        for part in self.parts:
+            part.close()
         if self.calls is not None:
             self.calls.loop.close(*(client.aclose for client in self.clients))
 

@@ -1,0 +1,124 @@
+"""Several environments in one run, each with its own rows, prompts and graders: a mixture deals every task to its own.
+
+A task of the mixture has the id `PART/ID` and the kind `PART`, or `PART/KIND` where its environment tells kinds apart,
+so that every metric by question type is one by environment, too. How often a part comes is its share, and not the
+number of its rows: `MixedTasks.shares` gives the weights by which `data.order.Order` draws kinds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fovea.data.order import LazyTasks, Place, kinds_of, place_of
+from fovea.environments.base import Environment, Split
+from fovea.environments.graders.grading import Grading
+from fovea.errors import ConfigError
+from fovea.types import Message, Score, Task, Turn
+
+ALL = "all"
+"""The kind of tasks whose environment tells no kinds apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One environment of a mixture, with the graders of its answers."""
+
+    environment: Environment
+    grading: Grading
+    share: float
+    """How often its rows are drawn, relative to the shares of the other parts."""
+
+
+class Mixture(Environment):
+    """The environments of `parts`, by name; a split holds the rows of that split in all parts."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        for name, part in parts.items():
+            if not name or "/" in name or not part.share > 0:
+                raise ConfigError(
+                    f"the part {name!r} of a mixture has the share {part.share:g}; give it a name without a slash, and "
+                    "a share above 0"
+                )
+        self._parts = parts
+        self.max_turns = max(part.environment.max_turns for part in parts.values())
+        self.graders = (MixtureGrader(parts),)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return MixedTasks({name: part.environment.tasks(split) for name, part in self._parts.items()}, self._parts)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        part, own = dealt(task, self._parts)
+        return part.environment.prompt(own)
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        part, own = dealt(task, self._parts)
+        return None if len(turns) >= part.environment.max_turns else part.environment.reply(own, turns)
+
+    def target(self, task: Task) -> str:
+        part, own = dealt(task, self._parts)
+        return part.environment.target(own)
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        part, own = dealt(task, self._parts)
+        return part.environment.demonstration(own)
+
+
+class MixedTasks(LazyTasks):
+    """The tasks of all parts under names of the mixture, spread so that every prefix holds parts by their rows."""
+
+    def __init__(self, tasks: Mapping[str, Sequence[Task]], parts: Mapping[str, Part]) -> None:
+        self._names = list(tasks)
+        self._tasks = list(tasks.values())
+        rows = [(number, row) for number, own in enumerate(self._tasks) for row in range(len(own))]
+        # evaluations read the first rows of a split
+        self._rows = sorted(rows, key=lambda place: ((place[1] + 0.5) / len(self._tasks[place[0]]), place[0]))
+        self._shares = {name: parts[name].share for name in tasks}
+        kinds_of_parts = [kinds_of(own) for own in self._tasks]
+        kinds = [_kind(self._names[number], kinds_of_parts[number][row]) for number, row in self._rows]
+        super().__init__(self._mixed, range(len(kinds)), kind_of=kinds.__getitem__)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The weight of each kind relative to its share of the rows, by which parts come by their shares."""
+        num_rows = {name: len(own) for name, own in zip(self._names, self._tasks, strict=True)}
+        return {kind: self._shares[part := kind.partition("/")[0]] / num_rows[part] for kind in Counter(self.kinds)}
+
+    def place(self, index: int) -> Place | None:
+        number, row = self._rows[index]
+        return place_of(self._tasks[number], row)
+
+    def _mixed(self, index: int) -> Task:
+        number, row = self._rows[index]
+        name, task = self._names[number], self._tasks[number][row]
+        return replace(task, id=f"{name}/{task.id}", kind=_kind(name, task.kind))
+
+
+def with_shares(weights: Mapping[str, float], tasks: Sequence[Task]) -> Mapping[str, float]:
+    """Weights of kinds, times those by which the parts of a mixture come by their shares."""
+    if not isinstance(tasks, MixedTasks):
+        return weights
+    return {**weights, **{kind: share * weights.get(kind, 1.0) for kind, share in tasks.shares.items()}}
+
+
+class MixtureGrader:
+    """The graders of all parts; a part of several stages is scored by its last."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        part, own = dealt(task, self._parts)
+        (score,) = await part.grading.scores(own, [turns])
+        return score
+
+
+def dealt(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
+    """The part that a task of the mixture belongs to, and the task as its environment made it."""
+    name, _, own = task.id.partition("/")
+    return parts[name], replace(task, id=own, kind=task.kind.partition("/")[2] or ALL)
+
+
+def _kind(name: str, kind: str) -> str:
+    return name if kind == ALL else f"{name}/{kind}"
