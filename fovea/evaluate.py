@@ -19,7 +19,7 @@ from fovea.build.engine import make_engine, make_evaluator
 from fovea.build.environment import make_environment
 from fovea.build.targets import Baseline, OpenedModel, Target, open_model, parse_targets, shared_settings
 from fovea.cluster.local import SharedWeights
-from fovea.config.loading import dump_config
+from fovea.config.loading import dump_config, public_settings
 from fovea.config.run import TIME, Config
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment, Split
@@ -39,6 +39,7 @@ from fovea.rollout.base import Engine
 from fovea.run.rollout_step import rollout_sampling
 from fovea.types import Message, Prompt, Task
 from fovea.utils.event_loop import wait_for
+from fovea.utils.shown_text import printable, without_secrets
 
 Say = Callable[[str], None]
 
@@ -71,7 +72,11 @@ def evaluate_targets(
     eval_set = EvalSet.of(config, split)
     with closing(eval_set.grading):
         results = compare(
-            targets, eval_set, overrides, lambda text: progress.print(Text(text, style="dim")), trust=trust
+            targets,
+            eval_set,
+            overrides,
+            lambda text: progress.print(Text(printable(without_secrets(text)), style="dim")),
+            trust=trust,
         )
     metrics = target_metrics(results)
     title = f"{len(results.rows)} {split} rows of {config.environment.name}"
@@ -79,7 +84,7 @@ def evaluate_targets(
         console.print(table)
     if output_files.json_file is not None:
         about = {"environment": config.environment.name, "split": split, "fovea": __version__}
-        write_json(output_files.json_file, results, metrics, about, config.model_dump(mode="json"))
+        write_json(output_files.json_file, results, metrics, about, public_settings(config))
         console.print(Text(f"metrics and answers: {output_files.json_file}"))
     if output_files.html_file is not None:
         page = write_evaluation(

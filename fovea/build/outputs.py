@@ -8,6 +8,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from fovea.config.loading import public_settings
 from fovea.config.run import Config, Log
 from fovea.metrics.log import JsonlSink, Sink, TensorBoardSink
 from fovea.metrics.profile import StepProfile
@@ -28,7 +29,7 @@ def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
             WandbSink(
                 folder,
                 project=config.log.wandb_project,
-                settings=config.model_dump(mode="json"),
+                settings=public_settings(config),
                 resume_step=start_step,
             )
         )

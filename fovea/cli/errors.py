@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import typer
 
 from fovea.errors import FoveaError
+from fovea.utils.shown_text import printable, without_secrets
 
 
 @contextmanager
@@ -19,7 +20,8 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except FoveaError as error:
         if debug:
             traceback.print_exc()
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        line = printable(without_secrets(" ".join(str(error).split())))
+        typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
     except OSError as error:  # a full disk, a folder without permission
         if debug:

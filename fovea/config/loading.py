@@ -29,6 +29,7 @@ from fovea.config.recipes import COMMAND_LINE, parse_override, read_recipe, writ
 from fovea.config.run import Config
 from fovea.config.type_text import hint, one_of, show
 from fovea.errors import ConfigError
+from fovea.utils.shown_text import tree_without_secrets
 
 MOVED_AT_ONCE = 5
 """Moved settings that one message names; the config.yaml of an old run has some thirty."""
@@ -47,12 +48,23 @@ def dropped_settings(recipes: Sequence[Path], overrides: Sequence[str]) -> Tree:
     return {key: value for key, value in before.items() if key not in after and not key.startswith(replaced)}
 
 
+def public_settings(config: Config) -> Tree:
+    """Every setting as JSON has it, without the passwords and keys of URLs: for files, pages and services.
+
+    A run itself goes on with the URLs that it was given.
+    """
+    settings: Tree = tree_without_secrets(config.model_dump(mode="json"))
+    return settings
+
+
 def dump_config(config: Config, sections: Collection[str] = ()) -> str:
     """Every setting as YAML, in the order of the sections; `load_config` reads it back to an equal tree.
 
+    Only passwords and keys of URLs are hidden, and must be given again.
+
     With `sections` those alone. ConfigError for one that there is not.
     """
-    tree = config.model_dump(mode="json")
+    tree = public_settings(config)
     unknown = next((section for section in sections if section not in tree), None)
     if unknown is not None:
         raise ConfigError(f"{unknown}: no section of a recipe; there are {', '.join(tree)}")

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.evaluation.statistics import Difference, Estimate, format_interval
+from fovea.utils.shown_text import printable
 
 Cell = Estimate | Difference | None
 TARGETS_PER_TABLE = 2
@@ -72,7 +73,7 @@ def _side_by_side(
         _columns(table, "", [*(each.target for each in shown), "n"])
         for name in names:
             figures = [figures_of(each).get(name) for each in shown]
-            table.add_row(Text(name), *map(show, figures), _counts(figures))
+            table.add_row(Text(printable(name)), *map(show, figures), _counts(figures))
         made.append(table)
     return made
 

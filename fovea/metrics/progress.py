@@ -13,6 +13,8 @@ from rich.progress import Progress as Columns
 from rich.spinner import Spinner
 from rich.text import Text
 
+from fovea.utils.shown_text import printable, without_secrets
+
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
 """Smallest number of plain lines in a run, for runs too fast for one every LINE_EVERY_S."""
@@ -55,6 +57,7 @@ class Progress:
 
     def stage(self, text: str) -> None:
         """Show work before, between or after the steps by a text such as `warm-up 125/800  loss 0.41`."""
+        text = printable(without_secrets(text))
         self._stage = Spinner("dots", Text(text))
         if not self._live:
             self._lines.stage(text)
@@ -71,7 +74,7 @@ class Progress:
     def print(self, renderable: RenderableType) -> None:
         """Print above the live display; a string as it is, without rich's markup or line breaks."""
         if isinstance(renderable, str):
-            self._console.print(Text(renderable), soft_wrap=True)
+            self._console.print(Text(printable(without_secrets(renderable))), soft_wrap=True)
         else:
             self._console.print(renderable)
 

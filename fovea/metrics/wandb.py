@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from fovea.errors import MissingExtraError
+from fovea.errors import ConfigError, MissingExtraError, first_line
 
 try:
     import wandb
@@ -33,14 +33,20 @@ class WandbSink:
         resume_step: int = 0,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            id=_run_id(run_dir / RUN_ID_FILE, keep=resume_step > 0),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(settings or {}),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_dir.name,
+                id=_run_id(run_dir / RUN_ID_FILE, keep=resume_step > 0),
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(settings or {}),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"log.wandb_project={project}: {first_line(error)}; run `wandb login`, set WANDB_API_KEY, or set "
+                "WANDB_MODE=offline to log on this machine alone"
+            ) from error
         # our own `step` as x axis: W&B's step counter only grows, and would reject the steps repeated after a resume
         self._run.define_metric("*", step_metric="step")
 

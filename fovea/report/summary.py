@@ -19,6 +19,7 @@ from fovea.evaluation.statistics import Estimate, estimate
 from fovea.evaluation.tables import cell, mean_cell
 from fovea.types import Evaluation
 from fovea.utils.files import json_number, write_atomically
+from fovea.utils.shown_text import printable
 
 SUMMARY_FILE = "summary.json"
 
@@ -198,7 +199,7 @@ def rewards_table(summary: Summary) -> Table | None:
     of_stages = [{"reward": figures.reward, **figures.parts} for figures in stages.values()]
     for name, value in of_stages[-1].items():
         assert value is not None
-        table.add_row(Text(name), *(mean_cell(of.get(name)) for of in of_stages), str(value.n))
+        table.add_row(Text(printable(name)), *(mean_cell(of.get(name)) for of in of_stages), str(value.n))
     return table
 
 
@@ -211,7 +212,9 @@ def image_types_table(summary: Summary) -> Table | None:
     table = _table("Accuracy by image type in %, with 95 % intervals", "")
     _add_columns(table, "image type", [*stages, "n"])
     for name, value in types.items():
-        table.add_row(Text(name), *(cell(figures.by_image_type.get(name)) for figures in stages.values()), str(value.n))
+        table.add_row(
+            Text(printable(name)), *(cell(figures.by_image_type.get(name)) for figures in stages.values()), str(value.n)
+        )
     return table
 
 
@@ -262,7 +265,7 @@ def _stages(summary: Summary) -> dict[str, Evaluation]:
 
 
 def _add_row(table: Table, name: str, columns: Sequence[Sequence[float]]) -> None:
-    table.add_row(Text(name), *map(_cell, columns), str(len(columns[-1])))
+    table.add_row(Text(printable(name)), *map(_cell, columns), str(len(columns[-1])))
 
 
 def _cell(values: Sequence[float]) -> Text:

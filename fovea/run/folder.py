@@ -19,6 +19,7 @@ from fovea.run.lock import locked
 from fovea.run.rollout_step import UNSCORED_FILE
 from fovea.run.run_dir import make_folder
 from fovea.utils.files import write_atomically
+from fovea.utils.shown_text import tree_without_secrets
 
 CONFIG_FILE = "config.yaml"
 
@@ -83,7 +84,7 @@ def _check_same(saved: Path, config: Config) -> None:
         raise ConfigError(
             f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
         )
-    before = _fixed_settings(tree)
+    before = _fixed_settings(tree_without_secrets(tree))  # an earlier version wrote them
     now = _fixed_settings(yaml.safe_load(dump_config(config)))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):

@@ -175,6 +175,29 @@ def test_wandb_starts_a_new_run_for_a_new_run(tmp_path: Path) -> None:
     assert wandb_sink._run_id(path, keep=False) != first
 
 
+def test_without_a_key_for_wandb_the_fix_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("fovea.metrics.wandb", exc_type=ImportError)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from fovea.errors import ConfigError; from fovea.metrics.wandb import WandbSink\n"
+        "try: WandbSink(Path(sys.argv[1]), project='p')\n"
+        "except ConfigError as error: print('one line:', error)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    # a home without the keys of whoever runs this
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(
+        command,
+        env={**environment, "HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "one line: log.wandb_project=p: UsageError: No API key configured" in done.stdout, done.stderr
+    assert "set WANDB_API_KEY, or set WANDB_MODE=offline" in done.stdout
+
+
 def test_without_wandb_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "fovea.metrics.wandb", raising=False)

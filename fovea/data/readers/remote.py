@@ -21,6 +21,7 @@ from fovea.data.images import check_bytes
 from fovea.data.readers.base import first_line
 from fovea.data.readers.copies import copied_once
 from fovea.errors import BadRowError, DataError, MissingExtraError, named
+from fovea.utils.shown_text import lacks_secrets
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 _DOWNLOAD_SECONDS = 3600.0
@@ -45,6 +46,11 @@ def expand(url: str, setting: str) -> list[str]:
 
 def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
     """Return a local copy of the file at a URL, made unless the same state of the file was copied before."""
+    if lacks_secrets(url):
+        raise DataError(
+            f"{setting}: {url} had a password or key, which the settings of a run do not keep; add {setting}=[...] "
+            "with the whole URL"
+        )
     if is_web(url):
         return _web_copy(url, setting, folder, limits)
     filesystem, path = _filesystem(url, setting)

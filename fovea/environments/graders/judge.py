@@ -21,6 +21,7 @@ from fovea.config.run import Judge
 from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
+from fovea.utils.shown_text import without_secrets
 
 KEY = "environment.judge"
 """Settings of the judge of captions."""
@@ -36,7 +37,7 @@ _SCORE = re.compile(
 def limits_of(settings: Judge, key: str = KEY) -> CallLimits:
     """The limits of the calls of a judge whose settings are at `key`."""
     return CallLimits(
-        name=f"the judge at {settings.url}",
+        name=f"the judge at {without_secrets(settings.url)}",
         settings=f"{key}.",
         calls_at_once=settings.max_concurrency,
         timeout_seconds=settings.timeout_seconds,
@@ -87,8 +88,8 @@ class JudgeClient:
             content = await _bounded(response)
         if response.status_code in _WRONG_SETTING:
             raise ConfigError(
-                f"{self._key}: {url} answers {response.status_code} ({_shown(content)}); correct url, model or "
-                "api_key_env"
+                f"{self._key}: {without_secrets(url)} answers {response.status_code} ({_shown(content)}); "
+                "correct url, model or api_key_env"
             )
         if response.status_code in _TRY_AGAIN:
             raise TryAgainError(f"gave no score: status {response.status_code} ({_shown(content)})")

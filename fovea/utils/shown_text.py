@@ -1,0 +1,44 @@
+"""Text as it may be shown: on a terminal, and to whoever gets to read a run's files."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "***"
+"""Stands for a password or a key."""
+# C0, DEL and C1 but for tab and newline, which move no cursor up; and what reverses the order of letters
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_USER_INFO = re.compile(r"(?<=://)[^/?#@\s]+@")
+_KEY_IN_QUERY = re.compile(
+    r"([?&][^=&#\s]*(?:key(?!word)|token|secret|password|passwd|signature|credential|auth(?!or)|\bsig)[^=&#\s]*=)[^&#\s\"']+",
+    re.IGNORECASE,
+)
+
+
+def printable(text: str) -> str:
+    """The text without the characters by which rows and models could steer a terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def without_secrets(text: str) -> str:
+    """The text with the passwords and keys of its URLs hidden: user info, and values of queries that look like keys."""
+    if "://" not in text:
+        return text
+    return _KEY_IN_QUERY.sub(rf"\1{HIDDEN}", _USER_INFO.sub(f"{HIDDEN}@", text))
+
+
+def tree_without_secrets(value: Any) -> Any:
+    """Nested mappings and lists with `without_secrets` applied to every text."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {key: tree_without_secrets(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [tree_without_secrets(entry) for entry in value]
+    return value
+
+
+def lacks_secrets(url: str) -> bool:
+    """Whether a URL had a password or key that `without_secrets` has hidden."""
+    return f"//{HIDDEN}@" in url or f"={HIDDEN}" in url
