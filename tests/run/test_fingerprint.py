@@ -67,8 +67,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "own.py").write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        build(settings(run_dir="maker")).held.close()
-        shutil.move("maker/model", "model")
+        maker = build(settings(run_dir="maker"))
+        shutil.copytree("maker/model", "model")
+        maker.held.close()  # deletes the folder, as no step was taken
         train(build(settings()))
     return folder
 
