@@ -101,7 +101,7 @@ def other_tokenizer(folder: Path) -> None:
         (lambda folder: write_rows(folder / "train.jsonl", "0123456780"), r"train row 9 \(train\.jsonl line \d+\) was"),
         (swapped_rows, r"train row 0 \(train\.jsonl line \d+\) was [0-9a-f]+ and is [0-9a-f]+; train row 1 \("),
         (lambda folder: write_rows(folder / "train.jsonl", "01234567891"), "number of train rows was 10 and is 11"),
-        (lambda folder: write_rows(folder / "test.jsonl", "9123456789"), r"dev row 0 .*; test row 0"),
+        (lambda folder: write_rows(folder / "test.jsonl", "9123456789"), r"test row 0"),
         (lambda folder: write_rows(folder / "train.jsonl", picture=1), r"train row 0 .*; and 7 more; set them back"),
         (inverted_reward, r"other inputs than it has read so far: code of reward=.*own\.py:right was \d+ bytes"),
         (flipped_weight, r"so far: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
