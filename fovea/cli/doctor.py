@@ -95,7 +95,8 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
         config = _without_side_effects(recipes, overrides, folder)
         from fovea.build.run import build
         from fovea.run.lifecycle import measure_parity
-        from fovea.run.parity import parity_failure, parity_table
+        from fovea.run.parity import parity_table
+        from fovea.run.parity_reading import parity_failure
         from fovea.utils.event_loop import wait_for
 
         reading = wait_for(measure_parity(build(config)))

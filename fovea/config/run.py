@@ -231,7 +231,12 @@ class Parity(Section):
     """Time for finding training rows that can be used, which is long where images come from hosts that do not answer;
     the check goes on with those found by then."""
     max_abs_logprob_diff: PositiveFloat = 0.1
-    """Largest mean absolute difference; above it, with or without images, the run stops."""
+    """Largest mean absolute difference; above it, with or without images, the run stops.
+
+    With images the mean may be 4 times that without, plus a tenth of this limit."""
+    max_k3: PositiveFloat = 0.02
+    """Largest k3 (an estimate of the KL divergence per token), with or without images; a mean difference of 0.1 gives
+    0.005 where all tokens differ by as much, and far more where a few are far off."""
 
 
 class Checkpoint(Section):

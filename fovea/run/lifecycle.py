@@ -27,7 +27,8 @@ from fovea.report.samples import sample_records, write_samples
 from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
-from fovea.run.parity import ParityReading, parity_failure, read_parity, summary_line, write_parity
+from fovea.run.parity import read_parity, summary_line, write_parity
+from fovea.run.parity_reading import ParityReading, parity_failure
 from fovea.run.rollout_step import cut_unscored, unscored_bytes
 from fovea.run.run_dir import link_latest
 from fovea.run.signal_watch import too_few_rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import request_seed
+from fovea.run.parity_reading import DrawnToken, KindReading, ParityReading, nan_as_infinity
 from fovea.run.parity_rows import PromptKind, usable_prompts
 from fovea.run.rollout_step import training_sampling
 from fovea.train.base import Needs, Policy
@@ -37,57 +37,6 @@ from fovea.utils.files import json_number, write_atomically
 PARITY_FILE = "parity.json"
 SAMPLES_PER_PROMPT = 2
 """Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnToken:
-    """One sampled token with the log-probs of engine and trainer."""
-
-    row: str
-    """Id of its task."""
-    number: int
-    """Position in the completion, from 1."""
-    token_id: int
-    text: str
-    engine_logprob: float
-    trainer_logprob: float
-
-    @property
-    def gap(self) -> float:
-        """Absolute difference; NaN, which exceeds any limit, where a side is not finite."""
-        return abs(self.engine_logprob - self.trainer_logprob)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindReading:
-    """Parity over all tokens sampled for one kind of prompt."""
-
-    kind: PromptKind
-    prompts: int
-    tokens: int
-    mean_abs: float
-    k3: float
-    """Mean of e^x - x - 1 with x = trainer - engine: the k3 estimate of KL(engine || trainer)."""
-    worst: DrawnToken
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityReading:
-    """Result of the parity gate."""
-
-    model: str
-    engine: str
-    limit: float
-    kinds: tuple[KindReading, ...]
-
-    @property
-    def worst(self) -> KindReading:
-        """The kind of prompt with the largest mean difference; NaN counts as larger than any number."""
-        return max(self.kinds, key=lambda kind: _nan_as_infinity(kind.mean_abs))
-
-    @property
-    def passed(self) -> bool:
-        return self.worst.mean_abs <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,22 +82,12 @@ async def read_parity(
         model=config.model.name,
         engine=engine.name,
         limit=config.parity.max_abs_logprob_diff,
+        max_k3=config.parity.max_k3,
         kinds=tuple(
             _reading(kind, sum(each.kind == kind for each in drawn), of_kind)
             for kind, of_kind in tokens.items()
             if of_kind
         ),
-    )
-
-
-def parity_failure(reading: ParityReading) -> str:
-    """Error message of a parity beyond the limit."""
-    kind, token = reading.worst, reading.worst.worst
-    return (
-        f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
-        f"differ by {kind.mean_abs:.3g} on average, and parity.max_abs_logprob_diff={reading.limit:g}; worst is token "
-        f"{token.text!r} (id {token.token_id}), number {token.number} of a completion of {token.row}: "
-        f"{token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. {_likely_fix(reading)}"
     )
 
 
@@ -243,36 +182,24 @@ def _reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> Ki
         tokens=len(tokens),
         mean_abs=float((engine - trainer).abs().mean()),
         k3=float(k3(engine, trainer).mean()),
-        worst=max(tokens, key=lambda token: _nan_as_infinity(token.gap)),
-    )
-
-
-def _nan_as_infinity(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _likely_fix(reading: ParityReading) -> str:
-    if reading.engine.endswith("(int8 decoding)"):
-        return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
-    over = [kind.kind for kind in reading.kinds if not kind.mean_abs <= reading.limit]
-    if over == ["with images"] and len(reading.kinds) > 1:
-        return "Without images they agree: look at the positions of image tokens and at what encodes the images"
-    return (
-        "Engine and trainer hold other weights, or one of them computes another model: compare both with transformers "
-        "(`fovea doctor RECIPE` measures again), or raise the limit for an engine that is known to be this inexact"
+        worst=max(tokens, key=lambda token: nan_as_infinity(token.gap)),
     )
 
 
 def summary_line(reading: ParityReading) -> str:
     """One line about a parity result: the verdict, with the difference that it is about."""
     verdict = "agree" if reading.passed else "differ"
+    broken = reading.violation
+    if broken is not None and reading.worst.mean_abs <= reading.limit:
+        return f"engine and trainer differ (on prompts {broken.kind.kind} they {broken.text}; {PARITY_FILE})"
     return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}; {PARITY_FILE})"
 
 
 def _json(reading: ParityReading, step: int) -> str:
     about = {"step": step, "model": reading.model, "engine": reading.engine, "passed": reading.passed}
     kinds = [_kind_json(kind) for kind in reading.kinds]
-    return json.dumps(about | {"max_abs_logprob_diff": reading.limit, "prompts": kinds}, indent=2) + "\n"
+    limits = {"max_abs_logprob_diff": reading.limit, "max_k3": reading.max_k3}
+    return json.dumps(about | limits | {"prompts": kinds}, indent=2) + "\n"
 
 
 def _kind_json(kind: KindReading) -> dict[str, object]:

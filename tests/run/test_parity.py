@@ -21,7 +21,8 @@ from fovea.metrics.log import read_metrics
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, gate_reading
-from fovea.run.parity import DrawnToken, _reading
+from fovea.run.parity import _reading
+from fovea.run.parity_reading import DrawnToken
 from fovea.run.parity_rows import without_images
 from fovea.types import Batch, ImageRef, Message, Weights
 from fovea.utils.event_loop import wait_for
