@@ -44,7 +44,8 @@ def with_opinions(config: Config, grading: Grading) -> Grading:
         graders = [_second_opinion(grader, judge, config.second_opinion) for grader in graders]
     if config.model_reward is not None:
         graders = _model_rewards(graders, config.model_reward, opener, clients)
-    return Grading(graders=tuple(graders), calls=UnlimitedCalls("models that grade"), clients=tuple(clients))
+    calls = UnlimitedCalls("models that grade")
+    return Grading(graders=tuple(graders), calls=calls, clients=tuple(clients), parts=grading.parts)
 
 
 def _judge(settings: Judge, key: str, opener: OpenImage, clients: list[Closes]) -> Grader:
