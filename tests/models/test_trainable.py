@@ -188,7 +188,7 @@ def test_dropout_is_pefts_and_of_updates_alone(checkpointing: bool) -> None:
     row = pack_row(ours.processor.family, mixed_prompts(ours), random_completions([(4, 6), (3,), (5,)]), CPU)
     found = []
     for parts, kind in ((ours, VLM), (theirs, PlainVLM)):
-        model = kind(parts.network).train()
+        model = kind(parts.network, parts.processor.banned_ids).train()
         for layer in lora_layers(parts.network).values():
             assert isinstance(layer.lora_dropout[ADAPTER], torch.nn.Dropout)
             layer.lora_dropout[ADAPTER] = OneMask(0.3)
