@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.cases import CASES, BenchEnvironment, endless, make_parts, make_tasks
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.models.modules import language_model
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
@@ -73,7 +73,7 @@ def _measure(setting: Setting, num_tokens: int) -> None:
     tasks = make_tasks(case, setting.prompts)
     tasks = [replace(task, question=" ".join([task.question] * setting.question_repeats)) for task in tasks]
     environment = BenchEnvironment(tasks)
-    render = Renderer(parts.processor, lambda ref: open_image(ref, max_mib=32, max_megapixels=64))
+    render = Renderer(parts.processor, ImageOpener(max_mib=32, max_megapixels=64))
     prompts = [render.prompt(environment.prompt(task)) for task in tasks]
     first = _fastest(lambda: _draw(engine, prompts, setting.samples, 1))
     whole = _fastest(lambda: _draw(engine, prompts, setting.samples, num_tokens))

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from PIL import Image
-
 from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
 from fovea.build.engine import make_engine, make_tape
 from fovea.cluster.local import LocalPolicy, SharedWeights
 from fovea.config.run import Config, Lora, Model
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import Order
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.graders.grading import Grading
@@ -38,10 +36,11 @@ from fovea.run.rollout_step import TaskStream, training_sampling
 from fovea.run.state import TrainState
 from fovea.samples import make_batch
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, ImageRef, Prompt, Sampling
+from fovea.types import Batch, Prompt, Sampling
 from fovea.utils.event_loop import wait_for
 
 LEARNING_RATE = 1e-6
+OPENER = ImageOpener(max_mib=32, max_megapixels=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +114,12 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
     cache = None if config.model.trains_vision else FeatureCache(2**30)
     vlm = VLM(parts.network, parts.processor.banned_ids, attention=attention, feature_cache=cache).to(device)
     tape = make_tape(config, vlm)
+    engine = make_engine(config, parts.processor, vlm, tape)
+    assert isinstance(engine, EmbeddedEngine), "a family without a fast path"
     return Shared(
         parts=parts,
         vlm=vlm,
-        engine=make_engine(config, parts.processor, vlm, tape),
+        engine=engine,
         policy=TorchPolicy(
             vlm,
             train=config.train,
@@ -163,7 +164,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
     source = PromptSource(
         environment.rows,
         environment,
-        Renderer(shared.parts.processor, _open),
+        Renderer(shared.parts.processor, OPENER),
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_bad_row=config.data.on_bad_row,
         cache_gib=0.0,
@@ -185,7 +186,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         policy=LocalPolicy(shared.policy),
         weight_sync=SharedWeights(shared.policy, shared.engine),
         warmup=None,
-        open_image=_open,
+        open_image=OPENER,
         evaluator=Evaluator(
             shared.engine, environment, grading, greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=1
         ),
@@ -196,7 +197,3 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         progress=Progress(steps, 0, enabled=False),
         started=perf_counter(),
     )
-
-
-def _open(ref: ImageRef) -> Image.Image:
-    return open_image(ref, max_mib=32, max_megapixels=64)

@@ -19,7 +19,8 @@ from peft import LoraConfig
 from PIL import Image
 from transformers import TrainerCallback
 from transformers.processing_utils import ProcessorMixin
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.cases import Case, make_parts, make_tasks, reward_of
 from benchmarks.ours import LEARNING_RATE
@@ -151,5 +152,5 @@ def _lora(case: Case) -> LoraConfig | None:
     )
 
 
-def _rewards(completions: list[Any], **_kwargs: Any) -> list[float]:
+def _rewards(completions: list[Any], **_kwargs: Any) -> list[float | None]:
     return [reward_of(turns[0]["content"] if isinstance(turns, list) else turns) for turns in completions]
