@@ -80,6 +80,11 @@ class Checkpoints:
             if _step_of(old) not in beyond:
                 _delete(old)
 
+    @property
+    def newest(self) -> Path | None:
+        """Folder of the newest checkpoint, damaged or not; None before the first."""
+        return next(reversed(self._folders()), None)
+
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; None before the first, DataError when all are damaged."""
         damaged: list[DamagedCheckpointError] = []

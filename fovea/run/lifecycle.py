@@ -198,8 +198,8 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     run.progress.step(step, metrics)
     if state.kept.skipped_since == step:
         run.progress.print(
-            f"step {step}: the update was skipped, since something in it is not finite; the last checkpoint before it "
-            "is kept: to go back there, delete the later ones and set resume=auto"
+            f"step {step}: the update was skipped, since something in it is not finite; the checkpoint before it, "
+            f"{run.checkpoints.newest}, is kept: to go back there, delete the later ones and set resume=auto"
         )
     if hint := run.signal_watch.hint(metrics, settings.rollout):
         run.progress.print(hint)

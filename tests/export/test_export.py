@@ -32,6 +32,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.tiny import TinyParts
 from fovea.run.context import Run
+from fovea.types import Sampling
 from tests.reference import model_inputs, reference_logprobs
 from tests.tiny_models import image, renderer, tiny, user
 
@@ -84,8 +85,7 @@ def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
         run.engine,
         run.environment,
         run.stream.grading,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop=(),
+        greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0),
         batch_size=config.evaluate.batch_size,
     )
     train(replace(run, evaluator=evaluator))

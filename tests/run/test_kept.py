@@ -10,6 +10,7 @@ import pytest
 from fovea.config.run import Config
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
+from fovea.metrics.progress import Progress
 from fovea.run.kept import Kept
 from fovea.types import Batch, Evaluation, Metrics
 from tests.fakes import BanditPolicy, bandit_run
@@ -43,16 +44,21 @@ def test_the_checkpoint_of_the_best_dev_reading_is_kept(
     assert saved_steps(tmp_path) == [12, 20, 30]
 
 
-def test_the_last_checkpoint_before_updates_fail_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_before_updates_fail_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     update = BanditPolicy.update
 
     async def failing_from_16_on(self: BanditPolicy, batch: Batch) -> Metrics:
         metrics = await update(self, batch)
         return metrics | {"updates_skipped": float(self.updates >= 16)}
 
+    said: list[str] = []
     monkeypatch.setattr(BanditPolicy, "update", failing_from_16_on)
+    monkeypatch.setattr(Progress, "print", lambda _, text: said.append(str(text)))
     train(bandit_run(tmp_path, checkpoint={"every_steps": 3}))
     assert saved_steps(tmp_path) == [15, 27, 30]
+    assert f"the checkpoint before it, {tmp_path / 'checkpoints' / 'step-15'}, is kept" in "".join(said)
 
 
 def test_once_updates_are_taken_again_nothing_is_kept_beyond() -> None:
