@@ -76,6 +76,7 @@ _NAME_COMMAND = (
 _NAME = re.compile(rf"\|?(?:[A-Za-z]|{_NAME_COMMAND})(?:[A-Za-z0-9_'(){{}} ]|{_NAME_COMMAND})*\|?:?")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _APPROX = re.compile(r"\\approx(?![A-Za-z])")
+_SEVERAL = re.compile(r"[,;]|(?<![A-Za-z\\])(?:or|and|but)(?![A-Za-z])")
 _DECIMAL = re.compile(r"-?\d*\.?(\d*)", re.ASCII)
 _COLON_NAME = re.compile(r"^([A-Za-z]) ?: ?(?=[-\d\\])")
 
@@ -111,6 +112,8 @@ def _without_name(answer: str) -> str:
     if not rest:
         return first
     *between, last = rest
+    if any(_SEVERAL.search(part) for part in (first, *between)):
+        return answer  # `x = 5, x = 6` are two equations, and no way from one to the other
     value = formula_value(without_unit(last))
     is_named = _NAME.fullmatch(first) is not None
     if not between and _NAME.fullmatch(last) and _is_plain(first):

@@ -57,14 +57,16 @@ class Claim:
 _COPULA = rf"{either(COPULAS)}(?: to be)?"
 _PRONOUN, _DETERMINER = either(PRONOUNS), either(DETERMINERS)
 _SUBJECT = rf"(?:{_PRONOUN}|{_DETERMINER}(?: \S+){{1,11}}?)"
-_IS = re.compile(rf"({_SUBJECT}) {_COPULA} (.+)")
+_IS = re.compile(rf"({_SUBJECT}) (?:{_COPULA}|says|reads) (.+)")
 _ITS = re.compile(r"(its|thats|theres|theyre|hes|shes) (.+)")
 _IS_THE_ANSWER = re.compile(r"()(.+) is (?:(?:the|my) )?(?:(?:final|correct|right) )*answer")
+_IMAGE = r"(?:the|this) (?:image|picture|photo|scene|figure|diagram)"
 _INTRODUCTION = re.compile(
     r"(?:(?:so|well|okay|ok|therefore|thus|hence|overall"
     r"|(?:i|we) (?:think|believe|guess|say|would say|can say)(?: that)?"
-    r"|(?:in|from|looking at|based on) (?:the|this) (?:image|picture|photo|scene|figure|diagram)) ){1,3}(?=\S)"
+    rf"|(?:in|from|looking at|based on) {_IMAGE}) ){{1,3}}(?=\S)"
 )
+_WHERE = re.compile(rf"(?<=\S) (?:in (?:{_IMAGE}|colou?r))+$")
 _BEFORE_A_COUNT = re.compile(
     rf"(?:(?:there {_COPULA}|theres|(?:i|we|you)(?: can)? (?:see|count|spot|find|observe|notice|saw|counted|found)"
     rf"|{_SUBJECT} (?:has|have|had|shows?|contains?|depicts?|includes?|displays?|features?|holds?)"
@@ -75,8 +77,10 @@ _COUNTED = re.compile(
 )
 _CLAUSE = re.compile(
     r"(?:(?:because|since|indeed|definitely|certainly|clearly|absolutely) )?"
-    rf"(?:(?:{_PRONOUN}|i|we|you|its|thats|theres|theyre|hes|shes)(?: .+)?|{_DETERMINER} .+)"
+    rf"(?:(?:{_PRONOUN}|i|we|you|its|thats|theres|theyre|hes|shes)(?: .+)?|(?:(?:only|not) )?{_DETERMINER} .+"
+    r"|(?:nobody|nothing|neither|no 1) .+|\d+ of (?:them|these|those|the) .+)"
 )
+_COMPARED = re.compile(r"(?<!\S)((?:more|fewer|less|(?!other|rather|either)\w+er)(?: \S+){0,3}?) than(?!\S)")
 _TWICE = re.compile(r"\b(\w+) ?\((\w+)\)")
 # `without doubt`, and the part of `not red but blue` that is not claimed
 _NOT_DENIED = re.compile(r"(?<!\S)(?:no|without|without a) doubts?(?!\S)|(?<!\S)not(?: \S+){1,3}? but (?=\S)")
@@ -127,7 +131,7 @@ def _yes_or_no(words: str) -> Claim | None:
     """A leading yes or no, if nothing follows or what follows agrees with it."""
     first, _, rest = words.partition(" ")
     said = yes_or_no(first)
-    rest = " ".join(_NOT_DENIED.sub(" ", rest).split())
+    rest = " ".join(_COMPARED.sub(r"\1", _NOT_DENIED.sub(" ", rest)).split())
     if said is None or not (not rest or rest in EMPHASIS or (_CLAUSE.fullmatch(rest) and _agrees(said, rest))):
         return None
     return Claim(said)
@@ -138,9 +142,11 @@ def _agrees(said: str, clause: str) -> bool:
     words = clause.split()
     if not (DOUBTS | YES_WORDS).isdisjoint(words):
         return False
-    num_negations = sum(word in NEGATIONS for word in words)
+    # `none of them` is `0 of them` here
+    num_negations = sum(word in NEGATIONS for word in words) + (words[0] == "0")
     if said == "yes" or num_negations:
         return num_negations == (said == "no")
+    clause = clause.removeprefix("only ")
     instead = _IS.fullmatch(clause) or _ITS.fullmatch(clause)
     if instead is None or not AFFIRMATIONS.isdisjoint(instead[2].split()):
         return False
@@ -189,6 +195,7 @@ def _predicate(words: str) -> Claim | None:
     said = _IS_THE_ANSWER.fullmatch(words) or _IS.fullmatch(words) or _ITS.fullmatch(words)
     if said is None or not _is_plain(said[1]) or not COPULAS.isdisjoint(said[2].split()):
         return None
-    value = re.sub(r"^\S+ing (?=\d)", "", said[2])
+    phrase = _WHERE.sub("", said[2])
+    value = re.sub(r"^\S+ing (?=\d)", "", phrase)
     counted = None if value.startswith("no ") else _counted(value)
-    return counted or Claim(without_articles(said[2]))
+    return counted or Claim(without_articles(phrase))

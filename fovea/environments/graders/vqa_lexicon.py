@@ -25,8 +25,8 @@ OTHER_NUMBER = _words(
 """What makes another number of the one that stands beside it."""
 UNCLEAR = NEGATIONS | YES_WORDS | DOUBTS | OTHER_NUMBER | _words("true correct")
 """What a sentence that says a value may not hold beside it."""
-NOT_THINGS = _words("idea clue answer way longer matter problem comment")
-"""What is not counted by a `no` in front of it."""
+NOT_THINGS = _words("idea clue answer way longer matter problem comment only just")
+"""Words behind a `no` by which it counts nothing: `no idea`, `No, only the man is`."""
 EMPHASIS = _words("indeed definitely certainly clearly absolutely sure please")
 COPULAS_OF_ONE = _words("is was looks appears seems")
 COPULAS_OF_SEVERAL = _words("are were look appear seem")

@@ -60,7 +60,7 @@ def plain_words(answer: str) -> str:
 
 def without_articles(words: str) -> str:
     """A part of `plain_words` in normal form."""
-    return _ARTICLE.sub("", words).strip()
+    return " ".join(_ARTICLE.sub(" ", words).split())
 
 
 def same_words(one: str, other: str) -> bool:

@@ -93,6 +93,9 @@ def test_no_hedge_is_right_for_two_truths(before: str, parts: list[tuple[str, st
         (r"\approx 5.5 \approx 6", []),
         (r"x = 3 \text{ or } 4", []),
         ("x = 12 = 6", []),
+        ("x = 12, x = 6", []),
+        ("x = 12 or x = 6", []),
+        ("AB = 12, BC = 6", []),
     ],
 )
 def test_of_a_rounded_answer_the_exact_side_counts(answer: str, truths: list[str]) -> None:
