@@ -228,7 +228,11 @@ HONEST = {
         "Both are red",
     ],
     "red car": ["a red car", "It is a red car", "There is a red car.", "the red car", "That's a red car"],
-    "sleeping on the couch": ["The cat is sleeping on the couch.", "It is sleeping on the couch", "Sleeping on a couch"],
+    "sleeping on the couch": [
+        "The cat is sleeping on the couch.",
+        "It is sleeping on the couch",
+        "Sleeping on a couch",
+    ],
     "yellow": ["The bus is yellow in color.", "The bus is yellow in the image."],
     "stop": ["The sign says 'STOP'.", "It reads stop."],
     "5 feet": ["5 feet", "five feet", "It is 5 feet", "There are 5 feet"],
