@@ -86,7 +86,7 @@ def graded(environment: BanditEnvironment) -> Grading:
 class BanditRenderer:
     """Renderer with one token per prompt: the number of its answer."""
 
-    def fewest_tokens(self, _messages: Sequence[Message], where: str = "") -> int:
+    def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 1
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:

@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 class RendersPrompts(Protocol):
     """`models.render.Renderer`, or a stand-in."""
 
-    def fewest_tokens(self, messages: Sequence[Message], where: str = ...) -> int: ...
+    def fewest_tokens(self, messages: Sequence[Message]) -> int: ...
 
     def prompt(self, messages: Sequence[Message], where: str = ...) -> Prompt: ...
 
@@ -140,15 +140,15 @@ class PromptSource:
         where = where or task.id
         asked = self._environment.prompt(task) if messages is None else messages
         # a processed image takes thousands of times the memory of its file: a row too long is refused before
-        self._check_length(self.renderer.fewest_tokens(asked, where=where), where)
+        self._check_length(self.renderer.fewest_tokens(asked), where, "at least ")
         prompt = self.renderer.prompt(asked, where=where)
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
 
-    def _check_length(self, num_tokens: int, where: str) -> None:
+    def _check_length(self, num_tokens: int, where: str, bound: str = "") -> None:
         if num_tokens > self._max_prompt_tokens:
             raise BadRowError(
-                f"{where}: the prompt has {num_tokens} tokens, images included, and data.max_prompt_tokens="
+                f"{where}: the prompt has {bound}{num_tokens} tokens, images included, and data.max_prompt_tokens="
                 f"{self._max_prompt_tokens}; raise that, lower model.max_pixels, or set data.on_bad_row=skip",
                 "prompt_too_long",
             )

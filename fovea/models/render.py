@@ -43,14 +43,12 @@ class Renderer:
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._mark_id = token_id(processor.tokenizer, processor.family.image_token)
 
-    def fewest_tokens(self, messages: Sequence[Message], where: str = "the prompt") -> int:
-        """The tokens of a prompt, or a lower bound of them, from its text and the headers of its images alone.
+    def fewest_tokens(self, messages: Sequence[Message]) -> int:
+        """A lower bound of the tokens of a prompt: those of its images, from their headers alone.
 
-        No image is decoded or processed. BadRowError if the prompt cannot be rendered.
+        No image is decoded or processed, and no text is tokenized. BadRowError for an image that cannot be processed.
         """
-        self._check_no_marks(messages, where)
-        images = _images(messages)
-        return len(self._ids(self.text(messages))) - len(images) + sum(map(self._fewest_visual_tokens, images))
+        return sum(map(self._fewest_visual_tokens, _images(messages)))
 
     def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
         """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.

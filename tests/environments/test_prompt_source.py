@@ -24,7 +24,7 @@ class PixelRenderer:
     def __init__(self) -> None:
         self.rendered = 0
 
-    def fewest_tokens(self, _messages: Sequence[Message], where: str = "") -> int:
+    def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
 
     def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
