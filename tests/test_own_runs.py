@@ -94,15 +94,6 @@ def test_the_frame_of_the_page_trains() -> None:
     assert all("reward/country" in row for row in rows)
 
 
-def test_the_mixture_of_the_page_trains() -> None:
-    """With rendered scenes in place of the recipes, of which one needs files."""
-    (code,) = [code for kind, code in BLOCKS if kind == "python" and "mix(" in code]
-    small = re.sub(r'load_config\(\[Path\("recipes/\w+.yaml"\)\]\)', "load_config([], SETTINGS)", code)
-    assert small.count("SETTINGS") == 2
-    exec(compile(small, "own.md", "exec"), {"SETTINGS": [*SMALL, *SHAPES]})
-    assert any(key.startswith("accuracy/train/geometry/") for row in metrics() for key in row)
-
-
 FAILS = """
 calls = 0
 

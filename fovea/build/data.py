@@ -17,9 +17,8 @@ from fovea.data.order import Order, kinds_of, levels_of
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
-from fovea.environments.mixture import MixedTasks, with_shares
+from fovea.environments.mixture import with_shares
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import ConfigError
 from fovea.models.render import Renderer
 from fovea.run.context import Sources
 from fovea.types import Task
@@ -93,11 +92,6 @@ def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config
 def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
     """Make the data order of training rows."""
     if config.max_epochs is not None or not config.data.shuffle:
-        if isinstance(tasks, MixedTasks):
-            raise ConfigError(
-                "a mixture draws its parts by their shares, which max_epochs and data.shuffle=false leave no room for; "
-                "leave both out"
-            )
         return EpochOrder(len(tasks), seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.max_epochs)
     return Order(
         kinds_of(tasks), weights=with_shares(config.data.kind_weights, tasks), seed=config.seed, levels=levels_of(tasks)

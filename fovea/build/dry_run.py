@@ -36,11 +36,12 @@ def plan(config: Config) -> list[str]:
         graded = make_environment(elsewhere)
         try:
             lines = [_model(config), *(_rows(elsewhere, graded, split) for split in SPLITS)]
+            for name, part in graded.parts.items():
+                lines += [f"{name}, {_rows(elsewhere, part, split)}" for split in SPLITS]
             try_reward(graded)
         finally:
             graded.grading.close()
-    if config.reward is not None:
-        lines.append(f"reward: {config.reward}, tried on a training row")
+    lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]
     config = within_epochs(config, partial(graded.environment.tasks, "train"))
     return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from fovea.build.data import make_access, make_opener
 from fovea.build.opinions import with_opinions
+from fovea.config.mixture import MixturePart
 from fovea.config.run import (
     CaptionEnvironment,
     Config,
     FileEnvironment,
     Geo3kEnvironment,
     GeoSpotEnvironment,
+    MixtureEnvironment,
     OwnEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
@@ -28,6 +31,7 @@ from fovea.environments.geo3k import Geo3k
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import CallThreads
+from fovea.environments.mixture import Mixture, Part, errors_of_part
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.zoom import ShapesZoom
 from fovea.environments.vqa import Vqa
@@ -42,12 +46,14 @@ class GradedEnvironment:
     grading: Grading
     stages: Stages = field(default_factory=Stages)
     """Stages of the curriculum, one per grader."""
+    parts: Mapping[str, GradedEnvironment] = field(default_factory=dict)
+    """Those of a mixture, by name, while they grade their own answers."""
 
 
 def make_environment(config: Config, given: Any = None, frames: Frames | None = None) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; `reward`, if set, replaces its graders.
 
-    A GradedEnvironment is taken as it is (`build.mixture`), an object with `graders` is an environment of Fovea, and
+    A GradedEnvironment is taken as it is from here, an object with `graders` is an environment of Fovea, and
     any other is treated like a user's class from a file. `frames` replaces the files of the settings.
     """
     if frames is not None:
@@ -63,7 +69,7 @@ def make_environment(config: Config, given: Any = None, frames: Frames | None = 
         made = user_environment(config, checked_environment(given, name), name)
     if config.reward is not None:
         # an environment's stages belong to its own graders
-        made = replace(made, grading=reward_grading(config, config.reward), stages=Stages())
+        made = replace(made, grading=reward_grading(config, config.reward), stages=Stages(), parts={})
     grading = with_opinions(config, made.grading)
     return replace(made, grading=replace(grading, reward_limit=config.reward_limit))
 
@@ -87,6 +93,8 @@ def named_environment(config: Config, frames: Frames | None = None) -> GradedEnv
     match config.environment:
         case CaptionEnvironment() as settings:
             return make_caption(config, settings, frames)
+        case MixtureEnvironment() as settings:
+            return make_mixture(config, settings)
         case OwnEnvironment() as settings:
             return user_environment(config, load_environment(settings), settings.file)
         case GeoSpotEnvironment() as settings:
@@ -104,6 +112,32 @@ def named_environment(config: Config, frames: Frames | None = None) -> GradedEnv
         case settings:
             made = Shapes(settings, config.seed)
     return own_environment(made)
+
+
+def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironment:
+    """Make the environments of all parts, each as in a run of its own, and the one that deals tasks to them."""
+    made = {name: _make_part(config, name, part) for name, part in settings.parts.by_name.items()}
+    mixture = Mixture(
+        {
+            name: Part(environment=each.environment, grading=each.grading, share=settings.parts.by_name[name].share)
+            for name, each in made.items()
+        }
+    )
+    grading = Grading(graders=mixture.graders, parts=tuple(each.grading for each in made.values()))
+    return GradedEnvironment(environment=mixture, grading=grading, parts=made)
+
+
+def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironment:
+    # a model's share of the reward is that of the whole run's
+    own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
+    with errors_of_part(name):
+        made = make_environment(config.model_copy(update=own))
+    if made.stages.stages and config.curriculum.enabled:
+        raise ConfigError(
+            f"environment.parts.{name} has {len(made.stages.stages)} stages, which a mixture does not go through; set "
+            "curriculum.enabled=false, so that its answers are scored by the last"
+        )
+    return made
 
 
 def own_environment(environment: Any) -> GradedEnvironment:

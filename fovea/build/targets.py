@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from fovea.build.environment import make_environment
 from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.build.trust import check_trust
+from fovea.config.base import leaves
 from fovea.config.loading import load_config
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
@@ -194,7 +195,7 @@ def settings_file(target: Target) -> Path | None:
 def _first_difference(first: Config, second: Config) -> str:
     if first.environment == second.environment:
         return f"reward: {first.reward} and {second.reward}"
-    one, other = (config.environment.model_dump() for config in (first, second))
+    one, other = (leaves(config.environment.model_dump()) for config in (first, second))
     key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
     return f"environment.{key}: {one.get(key)} and {other.get(key)}"
 

@@ -18,6 +18,8 @@ def try_reward(graded: GradedEnvironment) -> None:
     Episodes of several turns are left to the run, as their course depends on the model. What the settings tolerate
     (`reward_on_failure: drop`) is left to it, too.
     """
+    for part in graded.parts.values():
+        try_reward(part)
     environment, grading = graded.environment, graded.grading
     if environment.max_turns > 1 or not isinstance(grading.graders[-1], UserGrader):
         return

@@ -31,24 +31,24 @@ def check_trust(config: Config, file: Path, overrides: Sequence[str], *, trust: 
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that run code or send a key: the key that names it, what it does, and what to set instead."""
-    environment = config.environment
-    if config.reward is not None:
-        yield "reward", f"runs the code of reward={config.reward}", "reward=null, or reward=FILE.py:FUNCTION of yours"
-    if isinstance(environment, OwnEnvironment):
-        yield (
-            "environment.file",
-            f"runs the code of environment={environment.file}",
-            "environment=FILE.py:CLASS of yours",
-        )
+    for key, reward in config.rewards.items():
+        yield key, f"runs the code of {key}={reward}", f"{key}=null, or {key}=FILE.py:FUNCTION of yours"
+    for key, environment in config.environments.items():
+        if isinstance(environment, OwnEnvironment):
+            yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
     for key, judge in _judges(config).items():
         if judge is not None and judge.api_key_env is not None:
             yield f"{key}.url", f"sends the key in {judge.api_key_env} to {key}.url={judge.url}", f"{key}.url=URL"
 
 
 def _judges(config: Config) -> dict[str, Judge | None]:
-    environment = config.environment
+    of_captions = {
+        f"{key}.judge": environment.judge
+        for key, environment in config.environments.items()
+        if isinstance(environment, CaptionEnvironment)
+    }
     return {
-        "environment.judge": environment.judge if isinstance(environment, CaptionEnvironment) else None,
+        **of_captions,
         "model_reward.judge": config.model_reward.judge if config.model_reward else None,
         "second_opinion.judge": config.second_opinion.judge if config.second_opinion else None,
     }

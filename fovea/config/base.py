@@ -37,11 +37,18 @@ class Section(BaseModel):
     """Names from elsewhere, and the settings that each stands for."""
     bundles: ClassVar[Mapping[str, Tree]] = {}
     """By the value of the section's `name`, the settings that choosing it sets."""
+    entry: ClassVar[FieldInfo | None] = None
+    """The field behind every further name, where the user chooses the names."""
+
+    @classmethod
+    def field_of(cls, name: str) -> FieldInfo | None:
+        """The field of a name; None for an unknown one."""
+        return cls.model_fields.get(name, cls.entry)
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
         """The settings as given, in their long forms; each union without a name is its first section."""
-        return {key: _named(cls.model_fields.get(key), value) for key, value in long_forms(cls, given).items()}
+        return {key: _named(cls.field_of(key), value) for key, value in long_forms(cls, given).items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +68,7 @@ def long_forms(section: type[Section], given: Tree) -> Tree:
         if set(names) & given.keys():
             raise ValueError(f"{alias} stands for {' and '.join(names)}, which are set beside it; drop one of them")
         given = {key: value for key, value in given.items() if key != alias} | dict.fromkeys(names, given[alias])
-    return {key: _long_form(section.model_fields.get(key), value) for key, value in given.items()}
+    return {key: _long_form(section.field_of(key), value) for key, value in given.items()}
 
 
 def _long_form(field: FieldInfo | None, value: Any) -> Any:

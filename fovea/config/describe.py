@@ -6,7 +6,7 @@ import difflib
 from functools import cache
 from pathlib import Path
 
-from fovea.config.listing import Setting, is_at_or_below, joined, settings
+from fovea.config.listing import Setting, is_at_or_below, joined, listed, settings
 from fovea.config.recipes import CLOSE_ENOUGH, read_yaml
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -16,10 +16,11 @@ OLD_KEYS = Path(__file__).with_name("moved.yaml")
 
 def describe(prefix: str = "") -> list[Setting]:
     """Every key at or below `prefix`, those of all unions and optional sections too; ConfigError for an unknown one."""
+    _, inner = listed(prefix)
     chosen = [
         setting._replace(doc=f"[{joined(variants)}] {setting.doc}") if variants else setting
         for setting, variants in settings().items()
-        if is_at_or_below(setting.key, prefix)
+        if is_at_or_below(setting.key, inner)
     ]
     if not chosen:
         raise ConfigError(unknown_key(prefix))
@@ -28,11 +29,15 @@ def describe(prefix: str = "") -> list[Setting]:
 
 def unknown_key(key: str) -> str:
     """The complaint about a key that its section lacks, with the one that may be meant."""
+    part, inner = listed(key)
+    if part:
+        return f"{part}: {unknown_key(inner)}"
     owners: dict[str, list[str]] = {}
     for setting, variants in settings().items():
         owners.setdefault(setting.key, []).extend(variants)
-    if key in owners:
-        return f"{key}: a setting of {joined(owners[key])} only; drop it, or add {owners[key][0]}"
+    having = list(dict.fromkeys(each for owner in owners if is_at_or_below(owner, inner) for each in owners[owner]))
+    if having:
+        return f"{key}: a setting of {joined(having)} only; drop it, or add {having[0]}"
     if moved := moved_key(key):
         return moved
     known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))

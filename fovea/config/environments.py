@@ -254,7 +254,7 @@ class OwnEnvironment(Section):
     """Argument `settings` of its constructor."""
 
 
-EnvironmentConfig: TypeAlias = Annotated[
+PartEnvironment: TypeAlias = Annotated[
     ShapesEnvironment
     | ShapesZoomEnvironment
     | Geo3kEnvironment
@@ -264,3 +264,4 @@ EnvironmentConfig: TypeAlias = Annotated[
     | OwnEnvironment,
     Field(discriminator="name"),
 ]
+"""Any environment but a mixture, of which these may be parts (`fovea.config.mixture`)."""

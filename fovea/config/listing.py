@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from functools import cache
 from typing import NamedTuple
@@ -12,6 +13,11 @@ from pydantic.fields import FieldInfo
 from fovea.config.base import MAY_CHANGE, NAME, Section, sections_of, variants_of
 from fovea.config.run import Config
 from fovea.config.type_text import GROUP, one_of, type_text
+
+ANY_PART = "PART"
+"""Stands for the name of a part of a mixture in the table."""
+_IN_A_PART = re.compile(r"(environment\.parts\.[^.]+)\.(environment\b.*)")
+_OF_A_PART = re.compile(r"environment\.parts\.[^.]+")
 
 
 class Setting(NamedTuple):
@@ -25,8 +31,20 @@ class Setting(NamedTuple):
     """Whether a resumed run may have another value than it began with."""
 
 
+def listed(key: str) -> tuple[str, str]:
+    """The part of a mixture that a key is in, "" for none, and the key by which the table has it.
+
+    The environment of a part has the settings of any run's, which the table has once.
+    """
+    if found := _IN_A_PART.fullmatch(key):
+        return found[1], found[2]
+    return "", _OF_A_PART.sub(f"environment.parts.{ANY_PART}", key)
+
+
 def allowed_at(key: str, choices: Collection[str]) -> str:
     """The type of a setting, of a section, or of an entry of a mapping, where these members of unions are chosen."""
+    part, key = listed(key)
+    choices = {choice.removeprefix(f"{part}.") for choice in choices if choice.startswith(part)}
     fitting = [
         setting
         for setting, variants in settings().items()
@@ -48,10 +66,14 @@ def settings() -> dict[Setting, list[str]]:
 
 def _walk(section: type[Section], path: str, variant: str = "", may: bool = False) -> Iterator[tuple[str, Setting]]:
     """Every setting at or below a section, with the choice (`environment.name=geo3k`) that it depends on."""
-    for name, field in section.model_fields.items():
+    entries = {ANY_PART: section.entry} if section.entry else {}
+    for name, field in {**section.model_fields, **entries}.items():
         if name == NAME and variant:
             continue
         key, doc, may_change = f"{path}{name}", _doc(section, field), may or MAY_CHANGE in field.metadata
+        if listed(key)[0]:
+            yield variant, Setting(key, GROUP, "environment.name=shapes", field.description or "", may_change)
+            continue
         sections, variants = sections_of(field), variants_of(field)
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         if variants:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
 from fovea.config.describe import describe, full_key, moved_key, unknown_key
-from fovea.config.listing import allowed_at
+from fovea.config.listing import allowed_at, listed
 from fovea.config.recipes import COMMAND_LINE, parse_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea.config.type_text import hint, one_of, show
@@ -73,7 +73,17 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
 
 def keys_of(overrides: Sequence[str]) -> set[str]:
     """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
-    return {key for text in overrides for key in leaves(long_forms(Config, parse_override(text)))}
+    return {key for text in overrides for key in leaves(_all_long_forms(Config, parse_override(text)))}
+
+
+def _all_long_forms(section: type[Section], given: Tree) -> Tree:
+    """The settings of a section with the short forms written out at every depth, whatever member of a union it is."""
+    found = long_forms(section, given)
+    for key, field in ((key, section.field_of(key)) for key in found):
+        for inner in sections_of(field) if field is not None else ():
+            if isinstance(found[key], dict):
+                found[key] = _all_long_forms(inner, found[key])
+    return found
 
 
 def _layers(recipes: Sequence[Path], overrides: Sequence[str]) -> _Layers:
@@ -130,8 +140,9 @@ class _Layers:
         asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
         sources = dict.fromkeys(source for _, source in self._sources_at(asked))
         where = f"{' and '.join(sources)}: " if sources else ""
+        part, _ = listed(key)
         if details["type"] == "value_error":
-            return f"{where}{details['ctx']['error']}"
+            return f"{where}{f'{part}: ' if part else ''}{details['ctx']['error']}"
         allowed = allowed_at(key, {f"{name}={chosen}" for name, chosen in leaves(self.values).items()})
         if is_missing:
             return f"{where}{key}: must be set; allowed: {allowed}"
@@ -155,9 +166,11 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
         raise ConfigError(f"{path}{error}") from None
     _take_bundle(into, layer, section)
     for name, value in layer.items():
-        key, field, current = f"{path}{name}", section.model_fields.get(name), into.get(name)
+        key, field, current = f"{path}{name}", section.field_of(name), into.get(name)
         if field is None:
-            raise ConfigError(unknown_key(full_key(key, value)))
+            full = full_key(key, value)
+            # what the parts of a mixture hold says nothing where there is no mixture
+            raise ConfigError(unknown_key(full if listed(full)[0] == listed(key)[0] else key))
         if not isinstance(value, dict):
             into[name] = _plain(value, key)
         elif not sections_of(field):
@@ -190,8 +203,10 @@ def _section_for(field: FieldInfo, current: Tree, new: Tree, key: str) -> tuple[
 def _choices_first(override: Tree) -> int:
     """Sort key: overrides that choose a member of a union or a name of a bundle first, outer ones before inner ones."""
     key = full_key("", override).lstrip(".")
+    part, inner = listed(key)
     choices = {setting.key for setting in describe() if setting.key.endswith(f".{NAME}")}
-    return next((choice.count(".") for choice in choices if choice in (key, f"{key}.{NAME}")), len(choices))
+    depths = (f"{part}.{choice}".count(".") for choice in choices if choice in (inner, f"{inner}.{NAME}"))
+    return next(depths, len(choices))
 
 
 def _has(layer: Tree, key: str) -> bool:

@@ -28,16 +28,17 @@ from fovea.config.base import (
 from fovea.config.curriculum import Curriculum, GeoSpotEnvironment
 from fovea.config.environments import (
     CaptionEnvironment,
-    EnvironmentConfig,
     FileEnvironment,
     Geo3kEnvironment,
     Judge,
     OwnEnvironment,
+    PartEnvironment,
     RewardModel,
     ShapesEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
+from fovea.config.mixture import EnvironmentConfig, MixtureEnvironment
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.model_reward import ModelReward, SecondOpinion
 from fovea.config.splits import SplitFiles
@@ -53,8 +54,10 @@ __all__ = [
     "GeoSpotEnvironment",
     "Judge",
     "Lora",
+    "MixtureEnvironment",
     "Model",
     "OwnEnvironment",
+    "PartEnvironment",
     "RewardModel",
     "Section",
     "ShapesEnvironment",
@@ -313,6 +316,23 @@ class Config(Section):
     checkpoint: MayChange[Checkpoint] = Field(default_factory=Checkpoint)
     log: MayChange[Log] = Field(default_factory=Log)
 
+    @property
+    def environments(self) -> dict[str, PartEnvironment]:
+        """The environment, or those of the parts of a mixture, by dotted key."""
+        if not isinstance(self.environment, MixtureEnvironment):
+            return {"environment": self.environment}
+        return {
+            f"environment.parts.{name}.environment": part.environment
+            for name, part in self.environment.parts.by_name.items()
+        }
+
+    @property
+    def rewards(self) -> dict[str, str]:
+        """The user's own reward functions, of the run and of the parts of a mixture, by dotted key."""
+        parts = self.environment.parts.by_name if isinstance(self.environment, MixtureEnvironment) else {}
+        of_parts = {f"environment.parts.{name}.reward": part.reward for name, part in parts.items()}
+        return {key: reward for key, reward in {"reward": self.reward, **of_parts}.items() if reward is not None}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         refuse(_disagreements(self))
@@ -347,21 +367,23 @@ def _disagreements(config: Config) -> Iterator[str]:
         )
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
+    yield from _rewards_of_parts(config)
     yield from _second_opinion_without_a_rule(config)
     yield from _too_short(config)
 
 
 def _without_dev(config: Config) -> Iterator[str]:
     """Readings of dev rows where the environment has none."""
-    environment, evaluate = config.environment, config.evaluate
-    if not isinstance(environment, SplitFiles) or environment.has_dev:
+    evaluate = config.evaluate
+    if config.warmup is None and not evaluate.every_steps:
         return
-    if config.warmup is not None or evaluate.every_steps:
-        reader = f"evaluate.every_steps={evaluate.every_steps}" if evaluate.every_steps else "the stop rule of warmup"
-        yield (
-            f"environment.dev_share=0 leaves no dev rows, but {reader} reads them; set environment.dev_files, or a "
-            "share such as environment.dev_share=0.05"
-        )
+    reader = f"evaluate.every_steps={evaluate.every_steps}" if evaluate.every_steps else "the stop rule of warmup"
+    for key, environment in config.environments.items():
+        if isinstance(environment, SplitFiles) and not environment.has_dev:
+            yield (
+                f"{key}.dev_share=0 leaves no dev rows, but {reader} reads them; set {key}.dev_files, or a share such "
+                f"as {key}.dev_share=0.05"
+            )
 
 
 def _weights_in_epochs(config: Config) -> Iterator[str]:
@@ -369,6 +391,11 @@ def _weights_in_epochs(config: Config) -> Iterator[str]:
     if config.max_epochs is None and config.data.shuffle:
         return
     once = "data.shuffle=false" if config.max_epochs is None else f"max_epochs={config.max_epochs}"
+    if isinstance(config.environment, MixtureEnvironment):
+        yield (
+            f"{once} takes every row once an epoch, but environment.name=mixture draws its parts by their shares; "
+            f"leave {once.partition('=')[0]} out"
+        )
     weights = {
         "data.kind_weights": config.data.kind_weights,
         "curriculum.level_weights": config.curriculum.level_weights,
@@ -377,8 +404,23 @@ def _weights_in_epochs(config: Config) -> Iterator[str]:
         yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
 
 
+def _rewards_of_parts(config: Config) -> Iterator[str]:
+    """Rewards of parts that the run's own reward replaces."""
+    of_parts = [key for key in config.rewards if key != "reward"]
+    if config.reward is not None and of_parts:
+        yield (
+            f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be asked; drop "
+            "either"
+        )
+
+
 def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:
     """A second opinion where no rule can be overruled."""
+    if config.second_opinion is not None and isinstance(config.environment, MixtureEnvironment):
+        yield (
+            "second_opinion overrules the rule of one environment, vqa or geo3k, and environment.name=mixture has "
+            "several; set second_opinion=null, or use model_reward"
+        )
     ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
     if config.second_opinion is not None and not ruled:
         yield (

@@ -8,13 +8,14 @@ number of its rows: `MixedTasks.shares` gives the weights by which `data.order.O
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fovea.data.order import LazyTasks, Place, kinds_of, place_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, DataError
 from fovea.types import Message, Score, Task, Turn
 
 ALL = "all"
@@ -35,18 +36,12 @@ class Mixture(Environment):
     """The environments of `parts`, by name; a split holds the rows of that split in all parts."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        for name, part in parts.items():
-            if not name or "/" in name or not part.share > 0:
-                raise ConfigError(
-                    f"the part {name!r} of a mixture has the share {part.share:g}; give it a name without a slash, and "
-                    "a share above 0"
-                )
         self._parts = parts
         self.max_turns = max(part.environment.max_turns for part in parts.values())
         self.graders = (MixtureGrader(parts),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return MixedTasks({name: part.environment.tasks(split) for name, part in self._parts.items()}, self._parts)
+        return MixedTasks({name: _tasks(name, part, split) for name, part in self._parts.items()}, self._parts)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         part, own = dealt(task, self._parts)
@@ -118,6 +113,21 @@ def dealt(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
     """The part that a task of the mixture belongs to, and the task as its environment made it."""
     name, _, own = task.id.partition("/")
     return parts[name], replace(task, id=own, kind=task.kind.partition("/")[2] or ALL)
+
+
+@contextmanager
+def errors_of_part(name: str) -> Iterator[None]:
+    """Errors about settings and files of a part say which part; they name settings as a run of it alone has them."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        kind = ConfigError if isinstance(error, ConfigError) else DataError
+        raise kind(f"environment.parts.{name}: {error}") from error
+
+
+def _tasks(name: str, part: Part, split: Split) -> Sequence[Task]:
+    with errors_of_part(name):
+        return part.environment.tasks(split)
 
 
 def _kind(name: str, kind: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -56,8 +57,8 @@ def take_fingerprint(config: Config, model: Model, sources: Sources, user: objec
 
 def _row_files(config: Config) -> Iterator[Path]:
     """The files on this machine that the settings name for rows; of a folder those that may hold a table."""
-    environment = config.environment
-    named = (getattr(environment, f"{split}_files", None) or () for split in ("train", "dev", "test"))
+    splits = itertools.product(config.environments.values(), ("train", "dev", "test"))
+    named = (getattr(environment, f"{split}_files", None) or () for environment, split in splits)
     for source in (source for files in named for source in files):
         path = Path(source if Path(source).expanduser().exists() else source.rpartition("@")[0] or source).expanduser()
         if is_url(source):
@@ -120,10 +121,9 @@ def _image_file(path: Path) -> bytes:
 
 def _code(config: Config, user: object | None) -> Iterator[tuple[str, str]]:
     """Checksums of the files, or of the class, that the user's own reward and environment are defined in."""
-    own = config.environment.file if isinstance(config.environment, OwnEnvironment) else None
-    for setting, spec in (("reward", config.reward), ("environment", own)):
-        if spec is not None:
-            yield f"code of {setting}={spec}", checksum(Path(spec.rpartition(":")[0]).expanduser(), MAX_FILE_BYTES)
+    own = {key: each.file for key, each in config.environments.items() if isinstance(each, OwnEnvironment)}
+    for setting, spec in {**config.rewards, **own}.items():
+        yield f"code of {setting}={spec}", checksum(Path(spec.rpartition(":")[0]).expanduser(), MAX_FILE_BYTES)
     if user is not None:
         yield f"code of the environment {type(user).__name__}", _source(type(user))
 
@@ -136,12 +136,16 @@ def _source(made: type) -> str:
 
 
 def _model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
-    """The files of the policy's model, of an adapter that it starts from, and of a reward model."""
-    reward = config.environment.reward_model if isinstance(config.environment, CaptionEnvironment) else None
+    """The files of the policy's model, of an adapter that it starts from, and of reward models."""
+    rewards = {
+        "reward model" if key == "environment" else f"reward model of {key}": Path(each.reward_model.path)
+        for key, each in config.environments.items()
+        if isinstance(each, CaptionEnvironment) and each.reward_model
+    }
     folders = {
         "model": _model_folder(model),
         "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
-        "reward model": Path(reward.path) if reward else None,
+        **rewards,
     }
     for name, folder in folders.items():
         found = sorted(folder.expanduser().glob("*")) if folder else []

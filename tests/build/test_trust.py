@@ -147,6 +147,39 @@ def test_a_folder_that_is_evaluated_runs_no_code(setting: str, stranger: Path, m
         assert fovea("eval", str(folder), "evaluate.test_size=2").exit_code == 2, "and for no other"
 
 
+@pytest.mark.parametrize("setting", ["reward", "environment"])
+def test_code_in_a_part_of_a_mixture_is_refused_too(setting: str, stranger: Path, marker: Path, tmp_path: Path) -> None:
+    run, key = stranger / "run", f"environment.parts.second.{setting}"
+    spec = f"{plant_code(run, marker)}:{'score' if setting == 'reward' else 'Tasks'}"
+    scenes = SETTINGS["environment"]
+    second = {"environment": scenes} | {setting: spec}
+    set_in(run / "config.yaml", environment={"name": "mixture", "parts": {"first": {}, "second": second}})
+    for words in ([], ["environment.parts.second.share=2"]):
+        refused = fovea("eval", str(run), "evaluate.test_size=2", *words)
+        assert refused.exit_code == 2, refused.output
+        assert f"config.yaml runs the code of {key}={spec}, and what a folder says runs no code" in refused.stderr
+        assert not marker.exists()
+    (tmp_path / "mine.py").write_text(CODE)
+    own = f"{key}={tmp_path / 'mine.py'}:score" if setting == "reward" else f"{key}=shapes"
+    done = fovea("eval", str(run), "evaluate.test_size=2", own)
+    assert done.exit_code == 0, done.output
+    assert not marker.exists()
+    fovea("eval", str(run), "evaluate.test_size=2", "--trust")
+    assert marker.exists()
+
+
+def test_a_key_in_a_part_goes_to_no_address_of_a_folders(stranger: Path) -> None:
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "SECRET"}
+    files = {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"]}
+    captions = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files}
+    parts = {"captions": {"environment": captions}, "scenes": {}}
+    set_in(stranger / "run" / "config.yaml", environment={"name": "mixture", "parts": parts})
+    refused = fovea("eval", str(stranger / "run"))
+    assert refused.exit_code == 2, refused.output
+    key = "environment.parts.captions.environment.judge.url"
+    assert f"sends the key in SECRET to {key}=http://127.0.0.1:9/v1" in refused.stderr
+
+
 def test_the_users_own_words_are_trusted(stranger: Path, marker: Path, tmp_path: Path) -> None:
     run = stranger / "run"
     set_in(run / "config.yaml", reward=f"{plant_code(run, marker)}:score")

@@ -180,7 +180,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         (
             "environment.name=maze",
             'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | geo3k | vqa | caption | '
-            "geospot | own",
+            "geospot | own | mixture",
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
@@ -349,7 +349,7 @@ def test_every_setting_is_described() -> None:
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
-        ("environment.name", "shapes | shapes_zoom | geo3k | vqa | caption | geospot | own", "shapes"),
+        ("environment.name", "shapes | shapes_zoom | geo3k | vqa | caption | geospot | own | mixture", "shapes"),
         ("environment.train_files", "list of text", "must be set"),
     ],
 )

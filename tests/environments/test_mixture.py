@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fovea.build.data import make_order
-from fovea.build.environment import GradedEnvironment
-from fovea.build.mixture import mix
+from fovea.build.dry_run import plan
+from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.run import build
+from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.data.order import kinds_of, place_of
 from fovea.environments.shapes.questions import KINDS
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, DataError, ScoreError
+from fovea.evaluate import OutputFiles, evaluate_targets
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import Turn
@@ -28,26 +32,53 @@ REST = {
     "checkpoint": {"every_steps": 2},
     "algorithm": {"entropy_coef": 0.01, "max_groups_without_signal": 8},
 }
+SPLITS = ("train", "test")
+OWN = """
+from fovea.types import Message, Task
+
+def half(task, text, images):
+    if "fails" in __file__:
+        raise KeyError("no such answer")
+    return 0.5
+
+class Sums:
+    def tasks(self, split):
+        return [Task(id=str(n), question=f"1 + {n}", answer=str(n + 1), kind="sums") for n in range(4)]
+    def prompt(self, task):
+        return [Message(role="user", parts=(task.question,))]
+    def target(self, task):
+        return task.answer
+    def score(self, task, turns):
+        return float(turns[-1].text == task.answer)
+"""
 
 
-def config_of(environment: dict[str, object], **settings: object) -> Config:
+def config_of(parts: dict[str, Any], **settings: object) -> Config:
     model = {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16}}
+    environment = {"name": "mixture", "parts": parts}
     return Config.model_validate({"model": model, "environment": environment, "rollout": ROLLOUT, **REST, **settings})
 
 
-def parts(folder: Path) -> dict[str, tuple[float, Config]]:
+def parts_in(folder: Path) -> dict[str, Any]:
     """Ten questions in a file at a share of 3, and a hundred scenes at a share of 1."""
     rows = [{"question": f"How many is {n}?", "answer": str(n)} for n in range(10)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [str(folder / "rows.jsonl")]
     words = {"name": "vqa", "train_files": files, "dev_files": files, "test_files": files}
     scenes = {"name": "shapes", "train_size": 100, "dev_size": 8, "test_size": 8}
-    return {"words": (3.0, config_of(words)), "scenes": (1.0, config_of(scenes))}
+    return {"words": {"share": 3.0, "environment": words}, "scenes": {"environment": scenes}}
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> GradedEnvironment:
-    return mix(parts(tmp_path))
+    return make_environment(config_of(parts_in(tmp_path)))
+
+
+def reward_of(graded: GradedEnvironment, part: str, text: str) -> float:
+    environment = graded.environment
+    task = next(task for task in environment.tasks("train") if task.id.startswith(f"{part}/"))
+    (score,) = asyncio.run(graded.grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=text)]]))
+    return score.reward
 
 
 def test_every_task_goes_to_its_own_environment(mixed: GradedEnvironment, tmp_path: Path) -> None:
@@ -75,36 +106,26 @@ def test_every_task_goes_to_its_own_environment(mixed: GradedEnvironment, tmp_pa
         assert len(task.images) == (0 if index in words else 1)
 
 
-def test_parts_come_by_their_shares(mixed: GradedEnvironment) -> None:
+def test_parts_come_by_their_shares(tmp_path: Path) -> None:
     """Three rows of ten questions for one of a hundred scenes, and within the scenes each kind by its rows."""
-    tasks = mixed.environment.tasks("train")
+    config = config_of(parts_in(tmp_path))
+    tasks = make_environment(config).environment.tasks("train")
     kinds = kinds_of(tasks)
-    drawn = Counter(kinds[row] for row in make_order(config_of({"name": "shapes"}), tasks).take(20_000))
+    drawn = Counter(kinds[row] for row in make_order(config, tasks).take(20_000))
     # four standard deviations of a binomial share are below .0125
     assert drawn["words"] / 20_000 == pytest.approx(0.75, abs=0.0125)
     for kind, count in Counter(kinds).items():
         if kind != "words":
             assert drawn[kind] / 20_000 == pytest.approx(0.25 * count / 100, abs=0.0125)
-    weighed = config_of({"name": "shapes"}, data={"kind_weights": {"words": 1 / 3}})
+    weighed = config_of(parts_in(tmp_path), data={"kind_weights": {"words": 1 / 3}})
     halves = Counter(kinds[row] == "words" for row in make_order(weighed, tasks).take(20_000))
     assert halves[True] / 20_000 == pytest.approx(0.5, abs=0.015)
-
-
-def test_what_leaves_no_room_for_shares(mixed: GradedEnvironment, tmp_path: Path) -> None:
-    once = config_of({"name": "shapes"}, max_epochs=2)
-    with pytest.raises(ConfigError, match="a mixture draws its parts by their shares, which max_epochs"):
-        make_order(once, mixed.environment.tasks("train"))
-    words = parts(tmp_path)["words"][1]
-    for name, share in (("a/b", 1.0), ("a", 0.0)):
-        with pytest.raises(ConfigError, match="a name without a slash, and a share above 0"):
-            mix({name: (share, words)})
 
 
 def test_a_mixture_trains_and_a_resumed_run_equals_one_never_stopped(tmp_path: Path) -> None:
     def rows(name: str, *stops: int) -> list[dict[str, float]]:
         for stop in stops:
-            config = config_of({"name": "shapes"}, run_dir=str(tmp_path / name), max_steps=stop, resume="auto")
-            train(build(config, mix(parts(tmp_path))))
+            train(build(config_of(parts_in(tmp_path), run_dir=str(tmp_path / name), max_steps=stop, resume="auto")))
         found = read_metrics(tmp_path / name)
         kept = ("step", "reward", "grad_norm", "entropy", "response_tokens_mean")
         return [{key: row[key] for key in row if key in kept or key.startswith("accuracy/")} for row in found]
@@ -113,3 +134,92 @@ def test_a_mixture_trains_and_a_resumed_run_equals_one_never_stopped(tmp_path: P
     assert straight == rows("resumed", 2, 4)
     assert any("accuracy/train/words" in row for row in straight)
     assert any(key.startswith("accuracy/train/scenes/") for row in straight for key in row)
+    # the run and the rows of its evaluation are known from its folder alone
+    (of_run, gold) = evaluate_targets(
+        [str(tmp_path / "straight"), "gold"], [], recipe=None, split="dev", output_files=OutputFiles(), quiet=True
+    )
+    assert {"words", "scenes/counting"} <= set(of_run.by_kind)
+    assert gold.accuracy.mean == 1
+    assert gold.accuracy.n == 18
+    # other rows of a part are news to a resumed run
+    again = config_of(parts_in(tmp_path), run_dir=str(tmp_path / "straight"), max_steps=5, resume="auto")
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("is 3?", "are 3?"))
+    with pytest.raises(DataError, match=r"file .*rows\.jsonl was \d+ bytes"):
+        build(again)
+
+
+def test_code_of_ones_own_in_a_part(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "fails.py").write_text(OWN)
+    parts = parts_in(tmp_path)
+    parts["words"]["reward"] = f"{tmp_path}/own.py:half"
+    parts["sums"] = {"environment": f"{tmp_path}/own.py:Sums"}
+    config = config_of(parts, run_dir=str(tmp_path / "run"), max_steps=1)
+    graded = make_environment(config)
+    assert reward_of(graded, "words", "7") == 0.5
+    assert [reward_of(graded, "sums", text) for text in ("1", "2")] == [1, 0]
+    graded.grading.close()
+    lines = plan(config)
+    assert {"train: 114 rows", "words, train: 10 rows", "sums, test: 4 rows"} <= set(lines)
+    assert f"environment.parts.words.reward: {tmp_path}/own.py:half, tried on a training row" in lines
+    run = build(config)
+    train(run)
+    assert {name.partition("=")[0] for name in run.fingerprint if name.startswith("code of")} == {
+        "code of environment.parts.words.reward",
+        "code of environment.parts.sums.environment",
+    }
+    parts["words"]["reward"] = f"{tmp_path}/fails.py:half"
+    with pytest.raises(ScoreError, match="KeyError"):
+        plan(config_of(parts, run_dir=str(tmp_path / "again")))
+
+
+def test_a_reward_of_the_run_scores_all_parts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    graded = make_environment(config_of(parts_in(tmp_path), reward=f"{tmp_path}/own.py:half"))
+    assert [reward_of(graded, part, "nothing") for part in ("words", "scenes")] == [0.5, 0.5]
+    graded.grading.close()
+
+
+def test_a_part_whose_files_are_missing_is_named(tmp_path: Path) -> None:
+    parts = parts_in(tmp_path)
+    parts["words"]["environment"]["test_files"] = ["none.jsonl"]
+    with pytest.raises(DataError, match=r"environment\.parts\.words: environment\.test_files: no such file"):
+        make_environment(config_of(parts)).environment.tasks("test")
+
+
+def test_the_recipe_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (block,) = [code for code in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "mixture" in code]
+    (tmp_path / "recipe.yaml").write_text("model: {tiny: {}}\n" + block)
+    rows = [{"problem": f"What is {n}?", "answer": str(n)} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"environment.parts.geometry.environment.{split}_files=[{tmp_path}/rows.jsonl]" for split in SPLITS]
+    config = load_config([tmp_path / "recipe.yaml"], [*files, f"run_dir={tmp_path}/run"])
+    assert "geometry, train: 19 rows" in plan(config)
+    tasks = make_environment(config).environment.tasks("train")
+    drawn = [tasks[row].id.partition("/")[0] for row in make_order(config, tasks).take(400)]
+    assert drawn.count("geometry") / 400 == pytest.approx(0.75, abs=0.09)
+
+
+def test_stages_of_a_part_are_refused(tmp_path: Path) -> None:
+    staged = (
+        OWN
+        + """
+    default_starts = (5,)
+
+    @property
+    def stages(self):
+        from fovea.environments.curriculum import Stage
+        return (Stage(name="easy"), Stage(name="hard"))
+
+    def at(self, stage):
+        return self
+"""
+    )
+    (tmp_path / "own.py").write_text(staged)
+    parts = parts_in(tmp_path) | {"sums": {"environment": f"{tmp_path}/own.py:Sums"}}
+    with pytest.raises(ConfigError, match=r"environment\.parts\.sums has 2 stages.*curriculum\.enabled=false"):
+        make_environment(config_of(parts))
+    graded = make_environment(config_of(parts, curriculum={"enabled": False}))
+    assert reward_of(graded, "sums", "1") == 1
+    graded.grading.close()

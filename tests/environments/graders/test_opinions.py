@@ -94,6 +94,21 @@ def test_it_is_a_part_of_the_users_own_reward_too(tmp_path: Path, serve: Callabl
     own.grading.close()
 
 
+def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
+    own = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "reward": f"{tmp_path / 'mine.py'}:score"}
+    scenes = {"environment": {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}}
+    reward = {"weight": 0.5, "judge": judge(serve(says("Score: 10")))}
+    mixed = made(tmp_path, {"name": "mixture", "parts": {"own": own, "scenes": scenes}}, model_reward=reward)
+    parts = {
+        task.id.partition("/")[0]: graded(mixed, "one two three", index).parts
+        for index, task in enumerate(mixed.environment.tasks("test"))
+    }
+    assert parts["own"] == {"words": 3.0, "judge": 1.0}
+    assert parts["scenes"]["judge"] == 1.0
+    mixed.grading.close()
+
+
 def test_a_judge_that_fails_leaves_the_group_out(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve((400, b"no"))
     dropped = made(tmp_path, "vqa", model_reward={"judge": judge(endpoint, on_failure="drop")})

@@ -1,0 +1,116 @@
+"""Settings of a mixture: the settings of any environment, below the names of parts that the user chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fovea.config.describe import describe
+from fovea.config.loading import dump_config, keys_of, load_config
+from fovea.config.mixture import MixtureEnvironment
+from fovea.config.run import Config, Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
+from fovea.errors import ConfigError
+
+RECIPE = """
+model: {tiny: {}}
+environment:
+  name: mixture
+  parts:
+    geometry: {share: 3, environment: {name: geo3k, train_files: [a], test_files: [b]}}
+    scenes: {}
+"""
+GEOMETRY, SCENES = "environment.parts.geometry", "environment.parts.scenes"
+
+
+def load(folder: Path, *overrides: str) -> Config:
+    (folder / "mixed.yaml").write_text(RECIPE)
+    return load_config([folder / "mixed.yaml"], overrides)
+
+
+def test_parts_have_the_settings_of_any_environment(tmp_path: Path) -> None:
+    config = load(tmp_path, f"{GEOMETRY}.environment.think_tags=true", f"{SCENES}.share=0.5")
+    assert isinstance(config.environment, MixtureEnvironment)
+    assert {name: part.share for name, part in config.environment.parts.by_name.items()} == {
+        "geometry": 3,
+        "scenes": 0.5,
+    }
+    assert config.environments == {
+        f"{GEOMETRY}.environment": Geo3kEnvironment(train_files=("a",), test_files=("b",), think_tags=True),
+        f"{SCENES}.environment": ShapesEnvironment(),
+    }
+    (tmp_path / "all.yaml").write_text(dump_config(config))
+    assert load_config([tmp_path / "all.yaml"], []) == config
+
+
+def test_short_forms_of_parts(tmp_path: Path) -> None:
+    # the choice of an environment comes before its settings, wherever it is written
+    files = [f"{SCENES}.environment.{split}_files=[x]" for split in ("train", "test")]
+    config = load(tmp_path, *files, f"{SCENES}.environment=vqa", f"{GEOMETRY}.environment=mine.py:Class")
+    geometry, scenes = config.environments.values()
+    assert geometry == OwnEnvironment(file="mine.py:Class")
+    assert scenes.name == "vqa"
+    assert load_config([], ["model.tiny={}", f"{SCENES}.share=2", "environment=mixture"]).environments == {
+        f"{SCENES}.environment": ShapesEnvironment()
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{GEOMETRY}.shar=2", r"geometry\.shar: no such setting; did you mean environment\.parts\.PART\.share\?"),
+        (
+            f"{GEOMETRY}.environment.train_filez=[a]",
+            r"parts\.geometry: environment\.train_filez: no such setting; did you mean environment\.train_files\?",
+        ),
+        (f"{GEOMETRY}.environment.image_side_px=48", r"geometry: environment\.image_side_px: a setting of .*=shapes"),
+        (f"{SCENES}.environment.image_side_px=x", r'scenes\.environment\.image_side_px: "x" .*allowed: integer >= 32'),
+        (f"{SCENES}.environment=vqa", r"scenes\.environment\.train_files: must be set; allowed: list of text"),
+        (f"{SCENES}.environment=mixture", r'environment\.name: "mixture" does not fit; allowed: shapes \|'),
+        (f"{SCENES}.environment={{level: [1, 1]}}", r"environment\.parts\.scenes: environment\.level=\[1, 1\] names"),
+        (f"{GEOMETRY}.share=0", r"geometry\.share: 0 does not fit; allowed: number > 0"),
+        ("environment.parts={a/b: {}}", r"'a/b' does not fit in the names"),
+        ("environment.parts=null", r"environment\.parts: null does not fit"),
+        ("max_epochs=2", r"max_epochs=2 takes every row once an epoch, but environment\.name=mixture draws"),
+        ("data.shuffle=false", r"data\.shuffle=false takes every row once an epoch, but environment\.name=mixture"),
+        ("second_opinion={judge: {url: http://x/v1, model: m}}", r"second_opinion overrules .*; set second_opinion="),
+        ("evaluate.every_steps=5", r"geometry\.environment\.dev_share=0 leaves no dev rows"),
+    ],
+)
+def test_what_a_mixture_cannot_have(override: str, message: str, tmp_path: Path) -> None:
+    no_dev = [f"{GEOMETRY}.environment.dev_share=0"] if "every_steps" in override else []
+    with pytest.raises(ConfigError, match=message) as told:
+        load(tmp_path, override, *no_dev)
+    assert "\n" not in str(told.value)
+
+
+def test_a_reward_that_would_never_be_asked_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"so that environment\.parts\.geometry\.reward would never be asked"):
+        load(tmp_path, "reward=a.py:f", f"{GEOMETRY}.reward=b.py:g")
+    assert load(tmp_path, f"{GEOMETRY}.reward=b.py:g").rewards == {f"{GEOMETRY}.reward": "b.py:g"}
+
+
+def test_parts_without_a_mixture() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.parts: a setting of environment\.name=mixture only"):
+        load_config([], ["model.tiny={}", f"{GEOMETRY}.environment.train_files=[a]"])
+    with pytest.raises(ConfigError, match=r"environment\.parts is empty"):
+        load_config([], ["model.tiny={}", "environment=mixture", "environment.parts={}"])
+
+
+def test_overrides_that_name_code_in_a_part() -> None:
+    named = keys_of([f"{GEOMETRY}.environment=a.py:C", "environment.parts={b: {environment: b.py:D, reward: c.py:f}}"])
+    assert {
+        f"{GEOMETRY}.environment.file",
+        "environment.parts.b.environment.file",
+        "environment.parts.b.reward",
+    } < named
+    assert keys_of([f"{GEOMETRY}.share=2"]) == {f"{GEOMETRY}.share"}
+
+
+def test_descriptions_of_parts() -> None:
+    (share, environment, reward) = describe("environment.parts")
+    assert (share.key, environment.key, reward.key) == tuple(
+        f"environment.parts.PART.{name}" for name in ("share", "environment", "reward")
+    )
+    assert describe(f"{GEOMETRY}.share") == [share]
+    assert describe(f"{GEOMETRY}.environment.train_files") == describe("environment.train_files")
