@@ -46,6 +46,8 @@ class ConnectedWorker:
         """Send a call, in one message with all others of this turn of the event loop."""
         # one message: an engine that got requests one by one would prefill the first of them alone
         number, answer = self._num_calls, Future[Any]()
+        # a caller that is cancelled waits no longer, but its answer still arrives
+        answer.set_running_or_notify_cancel()
         self._num_calls += 1
         self._running[number] = answer
         self._queued.append((number, call))
@@ -93,7 +95,7 @@ class ConnectedWorker:
 
 
 async def serve(worker: Worker, connection: Connection) -> None:
-    """Make the calls that arrive until the driver hangs up or is gone.
+    """Make the calls that arrive until the driver hangs up or is gone, then close the worker's engine.
 
     Errors of an engine go back to their caller. An error in a collective call ends this process as well, since the
     other workers may be waiting in that call.
@@ -119,6 +121,7 @@ async def serve(worker: Worker, connection: Connection) -> None:
                     tasks.create_task(answer(number, call))
     finally:
         hang_up(connection)
+        await worker.engine.close()
 
 
 def hang_up(connection: Connection) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fovea.cluster.local import LocalPolicy
 from fovea.cluster.weights import SyncReport, WeightSync
-from fovea.errors import ClusterError
 from fovea.rollout.base import Engine
 from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
 from fovea.types import Batch, Completion, Metrics, Request
@@ -193,9 +191,9 @@ class WorkersEngine:
         await self._workers.call_all(_engine("wake"))
 
     async def close(self) -> None:
-        # a worker that has ended has nothing to free, and the error that ended it is already on its way
-        with suppress(ClusterError):
-            await self._workers.call_all(_engine("close"))
+        # the others are closed by their own processes as these end: an answer of one that waits in a collective call,
+        # which this process has left, would never come
+        await self._workers.local.engine.close()
 
     def _engine_of(self, request: Request) -> int:
         kept = None if request.continues is None else self._kept.get(request.continues.rpartition("/")[0])

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
 LIMIT_SECONDS = 20
+driver_is_gone = Event()
 
 
 @dataclass
@@ -40,12 +41,17 @@ class Engine:
     async def sleep(self) -> None:
         self.seen.append("sleep")
 
+    async def close(self) -> None:
+        self.seen.append("close")
+
 
 @dataclass
 class Policy:
     async def update(self, batch: object) -> dict[str, float]:
         if batch == "bad":
             raise ValueError("on this rank alone")
+        if batch == "stuck":  # as in a collective call that the driver has left
+            driver_is_gone.wait(LIMIT_SECONDS)
         return {"loss": 1.0}
 
 
@@ -160,3 +166,32 @@ def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: R
             await result(remote.handle, Call(service="engine", method="sleep"))
 
     wait_for(run())
+
+
+def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) -> None:
+    async def run() -> str:
+        waiting = asyncio.ensure_future(
+            await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
+        )
+        waiting.cancel()
+        await asyncio.sleep(0.2)
+        (first, _) = await result(remote.handle, Call(service="engine", method="generate", arguments=(request("s"),)))
+        return str(first.id)
+
+    assert wait_for(run()) == "s/0"
+
+
+def test_engines_are_closed_while_a_worker_waits_in_a_call_that_the_driver_has_left(remote: Remote) -> None:
+    local = worker("local")
+
+    async def run() -> None:
+        await remote.handle.start(Call(service="policy", method="update", arguments=("stuck",)))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(WorkersEngine(Workers(local, [remote.handle])).close(), LIMIT_SECONDS / 4)
+        await remote.handle.close()
+
+    driver_is_gone.clear()
+    wait_for(run())
+    driver_is_gone.set()
+    remote.thread.join(LIMIT_SECONDS)
+    assert [cast(Any, each.engine).seen for each in (local, remote.worker)] == [["close"], ["close"]]
