@@ -104,6 +104,8 @@ def train(
             typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
             return
         if is_worker():
+            if dry_run:
+                return  # the driver alone checks, and calls no worker
             from fovea.build.workers import serve_driver
 
             return serve_driver()
@@ -135,8 +137,10 @@ def report(
     with one_line_errors(debug=debug):
         if not run.is_dir():
             raise DataError(f"{run}: no such run folder; `fovea train` prints the folder of a run (run_dir)")
-        from fovea.report.html import write_report
+        from fovea.report.html import CONFIG_FILE, write_report
 
+        if not (run / CONFIG_FILE).is_file():
+            raise DataError(f"{run}: no run folder, since it holds no {CONFIG_FILE}; `fovea train` prints that of a run")
         typer.echo(write_report(run))
 
 

@@ -213,11 +213,17 @@ def test_report_wants_a_run(tmp_path: Path) -> None:
     result = fovea("report", str(tmp_path / "none"))
     assert result.exit_code == 2
     assert "none: no such run folder" in result.stderr
+    result = fovea("report", str(tmp_path))
+    assert result.exit_code == 2
+    assert "no run folder, since it holds no config.yaml" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fovea.report.html")
     module.write_report = lambda run: run / "report.html"  # type: ignore[attr-defined]
+    module.CONFIG_FILE = "config.yaml"  # type: ignore[attr-defined]
+    (tmp_path / "config.yaml").touch()
     monkeypatch.setitem(sys.modules, "fovea.report.html", module)
     assert fovea("report", str(tmp_path)).stdout.strip() == str(tmp_path / "report.html")
 

@@ -83,6 +83,12 @@ def test_a_dry_run_fails_where_the_run_would(
     assert message in result.stderr
 
 
+def test_a_dry_run_of_several_processes_calls_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), "--dry-run")
+    assert (result.exit_code, result.output) == (0, ""), "it would wait for a driver that makes no calls"
+
+
 def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
     words = ["environment.name=shapes", "model.path=null", "model.tiny={}", "environment.train_size=9"]
     result = fovea("config", str(ROOT / "recipes" / "geo3k.yaml"), *words)
