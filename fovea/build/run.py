@@ -74,6 +74,15 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     if resumed:
         before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)
+    # before the model is loaded: their errors should not cost minutes
+    stream = TaskStream(
+        source=sources.train,
+        order=make_order(config, sources.train.tasks),
+        curriculum=Curriculum(graded.stages, config.curriculum),
+        environment=environment,
+        grading=graded.grading,
+    )
+    warmup = make_warmup(config, environment, sources.train, renderer)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     facts = backends.policy.describe()
@@ -86,17 +95,11 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         folder=folder,
         environment=environment,
         sources=sources,
-        stream=TaskStream(
-            source=sources.train,
-            order=make_order(config, sources.train.tasks),
-            curriculum=Curriculum(graded.stages, config.curriculum),
-            environment=environment,
-            grading=graded.grading,
-        ),
+        stream=stream,
         engine=backends.engine,
         policy=backends.policy,
         weight_sync=backends.weight_sync,
-        warmup=make_warmup(config, environment, sources.train, renderer),
+        warmup=warmup,
         open_image=opener,
         evaluator=make_evaluator(
             config, backends.engine, environment, graded.grading, partial(record_unscored_answer, folder)

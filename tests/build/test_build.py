@@ -117,7 +117,11 @@ def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: P
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path) -> None:
+def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("fovea.build.run.open_backends", load)
     with pytest.raises(
         ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, existence"
     ):
