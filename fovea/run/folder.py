@@ -50,7 +50,8 @@ def open_run_folder(config: Config) -> Iterator[Config]:
 def _delete_unless_begun(folder: Path) -> None:
     # lists of what was wrong are kept: messages refer to them
     if not has_checkpoint(folder) and not any((folder / name).exists() for name in (BAD_ROWS_FILE, UNSCORED_FILE)):
-        shutil.rmtree(folder)
+        # what cannot be deleted must not take the place of the error that ended the run
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -81,6 +81,8 @@ def _take(file: TextIO, folder: Path) -> None:
         owner = _owner(file)
         if owner is not None and owner.is_here and owner.is_alive:
             raise ConfigError(_in_use(folder, owner)) from None
+    if not _is_at(file, folder / LOCK_FILE):
+        raise ConfigError(f"run_dir={folder} was deleted by a run that ended just now without a step; start again")
     owner = _owner(file)
     if owner is not None and not owner.is_here:
         raise ConfigError(
@@ -90,6 +92,14 @@ def _take(file: TextIO, folder: Path) -> None:
     file.truncate(0)
     file.write(json.dumps(asdict(Owner.this_process())))
     file.flush()
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether an open file is the one at this path: its folder may have been deleted since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _in_use(folder: Path, owner: Owner | None) -> str:

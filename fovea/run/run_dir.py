@@ -26,6 +26,8 @@ def make_folder(config: Config) -> tuple[Path, bool]:
     """
     if TIME not in config.run_dir:
         folder = Path(config.run_dir.replace(NAME, config.environment.name))
+        if folder.is_symlink():
+            folder = folder.resolve()  # while this run goes on, a later one may let `latest` lead to its own folder
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         return folder, is_new

@@ -80,6 +80,13 @@ def test_the_latest_of_the_runs_with_a_time_is_linked(tmp_path: Path) -> None:
     assert not (tmp_path / "latest").is_symlink(), "a folder of the user's"
 
 
+def test_a_resumed_run_stays_in_its_folder_when_the_link_moves_on(tmp_path: Path) -> None:
+    (tmp_path / "shapes-20261122-100000").mkdir()
+    link_latest(tmp_path / "shapes-20261122-100000")
+    with open_run_folder(config(run_dir=f"{tmp_path}/latest", resume="auto")) as resumed:
+        assert resumed.run_dir == str((tmp_path / "shapes-20261122-100000").resolve())
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be written: .*; set another run_dir"):

@@ -102,3 +102,15 @@ def test_without_locks_in_the_file_system_the_named_owner_decides(
         process.wait()
         with locked(tmp_path):
             pass
+
+
+def test_the_lock_of_a_folder_that_its_run_deletes_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = fcntl.flock
+
+    def delete_first(file: object, how: int) -> None:
+        (tmp_path / LOCK_FILE).unlink()  # the run that failed: between the opening of the file and its lock
+        take(file, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    with pytest.raises(ConfigError, match="was deleted by a run that ended just now .* start again"), locked(tmp_path):
+        pass
