@@ -140,7 +140,9 @@ def report(
         from fovea.report.html import CONFIG_FILE, write_report
 
         if not (run / CONFIG_FILE).is_file():
-            raise DataError(f"{run}: no run folder, since it holds no {CONFIG_FILE}; `fovea train` prints that of a run")
+            raise DataError(
+                f"{run}: no run folder, since it holds no {CONFIG_FILE}; `fovea train` prints that of a run"
+            )
         typer.echo(write_report(run))
 
 
