@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,18 @@ from fovea.build.dry_run import plan
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.run import build
 from fovea.config.loading import load_config
-from fovea.config.run import Config
+from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import kinds_of, place_of
+from fovea.environments.graders.grading import Grading
+from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
+from fovea.environments.mixture import Mixture, Part
+from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.questions import KINDS
 from fovea.errors import ConfigError, DataError, ScoreError
 from fovea.evaluate import OutputFiles, evaluate_targets
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.types import Turn
+from fovea.types import Score, Task, Turn
 
 ROLLOUT = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 4}
 REST = {
@@ -104,6 +110,28 @@ def test_every_task_goes_to_its_own_environment(mixed: GradedEnvironment, tmp_pa
         right, wrong = asyncio.run(mixed.grading.scores(task, turns))
         assert (right.reward, wrong.reward) == (1, 0)
         assert len(task.images) == (0 if index in words else 1)
+
+
+class Pair:
+    """A grader that scores an answer when another one has come, too."""
+
+    def __init__(self) -> None:
+        self._both = asyncio.Barrier(2)
+
+    async def score(self, _task: Task, _turns: Sequence[Turn]) -> Score:
+        await self._both.wait()
+        return Score(reward=1.0, accuracy=1.0)
+
+
+def test_answers_of_a_part_that_waits_are_scored_side_by_side() -> None:
+    """One after another, a group of 16 would wait 16 times for a judge."""
+    limits = CallLimits(name="pair", calls_at_once=2, timeout_seconds=2)
+    waiting = Grading(graders=(Pair(),), calls=LimitedCalls(limits))
+    mixture = Mixture({"scenes": Part(environment=Shapes(ShapesEnvironment(), 0), grading=waiting, share=1.0)})
+    grading = Grading(graders=mixture.graders, parts=(waiting,))
+    with closing(grading):
+        scores = asyncio.run(grading.scores(mixture.tasks("train")[0], [[Turn(messages=(), text="1")]] * 2))
+    assert [score.reward for score in scores] == [1, 1]
 
 
 def test_parts_come_by_their_shares(tmp_path: Path) -> None:

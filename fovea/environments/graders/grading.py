@@ -57,9 +57,10 @@ class Grading:
         Raises ScoreError where there is none, UnscoredError where the settings say to leave the group (of a rollout) or
         the row (of an evaluation) out then, and DataError for a reward that is not finite or beyond the limit.
         """
-        if self.calls is None:
+        if not self.waits:
             return [await self._score(task, turns) for turns in answers]
-        return await self.calls.loop.run(self._side_by_side(task, answers))
+        scores = self._side_by_side(task, answers)
+        return await (scores if self.calls is None else self.calls.loop.run(scores))
 
     async def _side_by_side(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
         return await asyncio.gather(*(self._score(task, turns) for turns in answers))
