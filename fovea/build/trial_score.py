@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from fovea.build.environment import GradedEnvironment
 from fovea.environments.custom.grader import UserGrader
 from fovea.errors import DataError, UnscoredError
@@ -18,8 +20,15 @@ def try_reward(graded: GradedEnvironment) -> None:
     Episodes of several turns are left to the run, as their course depends on the model. What the settings tolerate
     (`reward_on_failure: drop`) is left to it, too.
     """
-    for part in graded.parts.values():
-        try_reward(part)
+    try:
+        for each in (*graded.parts.values(), graded):
+            _try(each)
+    except BaseException:
+        graded.grading.close()
+        raise
+
+
+def _try(graded: GradedEnvironment) -> None:
     environment, grading = graded.environment, graded.grading
     if environment.max_turns > 1 or not isinstance(grading.graders[-1], UserGrader):
         return
@@ -27,13 +36,8 @@ def try_reward(graded: GradedEnvironment) -> None:
     if found is None:
         return
     task, answer = found
-    try:
+    with suppress(UnscoredError):
         wait_for(grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=answer)]]))
-    except UnscoredError:
-        return
-    except BaseException:
-        grading.close()
-        raise
 
 
 def _answered_row(graded: GradedEnvironment) -> tuple[Task, str] | None:

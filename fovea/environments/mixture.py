@@ -105,7 +105,8 @@ class MixtureGrader:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         part, own = dealt(task, self._parts)
-        (score,) = await part.grading.scores(own, [turns])
+        with errors_of_part(task.id.partition("/")[0]):
+            (score,) = await part.grading.scores(own, [turns])
         return score
 
 
@@ -117,7 +118,7 @@ def dealt(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
 
 @contextmanager
 def errors_of_part(name: str) -> Iterator[None]:
-    """Errors about settings and files of a part say which part; they name settings as a run of it alone has them."""
+    """Errors about settings, files and rows of a part say which part; they name them as a run of it alone has them."""
     try:
         yield
     except (ConfigError, DataError) as error:

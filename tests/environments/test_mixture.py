@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -196,9 +197,12 @@ def test_code_of_ones_own_in_a_part(tmp_path: Path) -> None:
         "code of environment.parts.words.reward",
         "code of environment.parts.sums.environment",
     }
-    parts["words"]["reward"] = f"{tmp_path}/fails.py:half"
+    parts["last"] = {**parts["words"], "reward": f"{tmp_path}/fails.py:half"}
+    threads = set(threading.enumerate())
     with pytest.raises(ScoreError, match="KeyError"):
-        plan(config_of(parts, run_dir=str(tmp_path / "again")))
+        build(config_of(parts, run_dir=str(tmp_path / "again")))
+    # the threads of the parts that were tried before have ended
+    assert set(threading.enumerate()) <= threads
 
 
 def test_a_reward_of_the_run_scores_all_parts(tmp_path: Path) -> None:
@@ -206,6 +210,12 @@ def test_a_reward_of_the_run_scores_all_parts(tmp_path: Path) -> None:
     graded = make_environment(config_of(parts_in(tmp_path), reward=f"{tmp_path}/own.py:half"))
     assert [reward_of(graded, part, "nothing") for part in ("words", "scenes")] == [0.5, 0.5]
     graded.grading.close()
+
+
+def test_a_reward_beyond_the_limit_names_its_part(tmp_path: Path) -> None:
+    graded = make_environment(config_of(parts_in(tmp_path), reward_limit=0.5))
+    with pytest.raises(DataError, match=r"environment\.parts\.words: train/\d+: the reward of '0' is 1, beyond"):
+        reward_of(graded, "words", "0")
 
 
 def test_a_part_whose_files_are_missing_is_named(tmp_path: Path) -> None:
