@@ -142,9 +142,11 @@ def _model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
         for key, each in config.environments.items()
         if isinstance(each, CaptionEnvironment) and each.reward_model
     }
+    beside = config.model_reward.reward_model if config.model_reward else None
     folders = {
         "model": _model_folder(model),
         "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
+        "reward model of model_reward": Path(beside.path) if beside else None,
         **rewards,
     }
     for name, folder in folders.items():

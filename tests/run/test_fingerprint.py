@@ -18,7 +18,7 @@ from fovea.data.order import LazyTasks
 from fovea.errors import DataError
 from fovea.loop import train
 from fovea.run.fingerprint import Fingerprint, changes, check_unchanged
-from fovea.run.inputs import MAX_ROWS, _rows, checksum
+from fovea.run.inputs import MAX_ROWS, _model_files, _rows, checksum
 from fovea.types import ImageRef, Task
 
 REWARD = """\
@@ -216,3 +216,16 @@ def test_of_a_large_file_evenly_spaced_blocks_are_read(tmp_path: Path) -> None:
         content[at] = 0
     file.write_bytes(content[:-1])
     assert checksum(file, 4 * 2**20) != before
+
+
+def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> None:
+    for name in ("policy", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    graded = settings(
+        model={"path": str(tmp_path / "policy")}, model_reward={"reward_model": {"path": str(tmp_path / "judge")}}
+    )
+    assert dict(_model_files(graded, graded.model)) == {
+        "file of the model config.json": tmp_path / "policy" / "config.json",
+        "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",
+    }
