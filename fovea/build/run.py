@@ -83,13 +83,13 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         grading=graded.grading,
     )
     warmup = make_warmup(config, environment, sources.train, renderer)
+    sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     facts = backends.policy.describe()
     progress.print(model_table(config.model.name, facts))
     if isinstance(backends.engine, PlainEngine):
         progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
-    sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
     return Run(
         config=config,
         folder=folder,

@@ -128,6 +128,19 @@ def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path, monkeypatch
         run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
 
 
+def test_where_metrics_go_is_opened_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing key of W&B should not cost the minutes that a large model takes to load."""
+    opened = list[str]()
+
+    def load(*_: object) -> None:
+        raise ConfigError(f"opened before: {opened}")
+
+    monkeypatch.setattr("fovea.build.run.make_sinks", lambda *_: opened.append("sinks"))
+    monkeypatch.setattr("fovea.build.run.open_backends", load)
+    with pytest.raises(ConfigError, match=r"opened before: .'sinks'"):
+        run_of(tmp_path)
+
+
 def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
     class HalfBad(Shapes):
         def tasks(self, split: Split) -> Sequence[Task]:
