@@ -26,7 +26,8 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except OSError as error:  # a full disk, a folder without permission
         if debug:
             traceback.print_exc()
-        typer.echo(f"error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        line = printable(without_secrets(f"{error.filename or 'a file'}: {error.strerror or error}"))
+        typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         if debug:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -115,6 +116,14 @@ def test_an_error_of_ours_keeps_its_traceback(recipe: str, monkeypatch: pytest.M
 
     stand_in(monkeypatch, divide_by_zero)
     assert isinstance(fovea("train", recipe).exception, ZeroDivisionError)
+
+
+def test_a_file_that_cannot_be_used_is_one_line_without_keys(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Config) -> None:
+        raise OSError(errno.EIO, "Input/output error", "s3://me:secret@host/\x1b[2Jx")
+
+    stand_in(monkeypatch, fail)
+    assert fovea("train", recipe).stderr == "error: s3://***@host/\N{REPLACEMENT CHARACTER}[2Jx: Input/output error\n"
 
 
 def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
