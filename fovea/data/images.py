@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from fovea.config.run import Conversion
+from fovea.config.sections import Conversion
 from fovea.errors import BadRowError
 from fovea.types import ImageRef
 

@@ -238,6 +238,7 @@ def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_notebooks_backend_of_matplotlib_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
     environment = {**os.environ, "MPLBACKEND": "not_installed_here"}
     command = [sys.executable, "-m", "fovea", "report", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)

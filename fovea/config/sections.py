@@ -1,0 +1,217 @@
+"""The sections of the tree that every run has, whatever its model, environment and algorithm."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from fovea.config.backends import BackendConfig, EmbeddedEngine, EngineConfig, TorchBackend
+from fovea.config.base import (
+    Fraction,
+    MayChange,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
+
+
+class Data(Section):
+    """Checks and limits of rows and images as they are read."""
+
+    on_bad_row: MayChange[Literal["error", "skip"]] = "error"
+    """Handling of a row that cannot become a prompt: stop, or drop it, count it (`data/rows_skipped`) and list it."""
+    max_prompt_tokens: PositiveInt = 2048
+    """Longest prompt, visual tokens counted; longer ones are bad rows, and nothing is ever cut."""
+    max_image_mib: PositiveFloat = 32.0
+    """Largest image file, and most that is read from a URL."""
+    max_image_megapixels: PositiveFloat = 64.0
+    """Most pixels of an image, checked before it is decoded."""
+    convert_images: tuple[Conversion, ...] = ()
+    """Conversions of images that are refused otherwise: cmyk to RGB, 16_bit channels to 8, the first of several
+    frames or pages, rotated ones upright as their EXIF tag says."""
+    image_root: str | None = None
+    """Folder that relative image paths start from; default: the data file's. Paths that lead out of it are refused."""
+    url_timeout_seconds: MayChange[PositiveFloat] = 20.0
+    """Time limit for one image, redirects included."""
+    url_retries: MayChange[NonNegativeInt] = 2
+    """Further tries where the server is busy, broken or unreachable."""
+    url_host_pause_seconds: MayChange[NonNegativeFloat] = 60.0
+    """Time for which a host that failed for three images in a row is not asked again; 0: ask it for every image."""
+    allow_private_addresses: bool = False
+    """Allow image URLs that resolve to this machine or its private network."""
+    url_cache_gib: MayChange[NonNegativeFloat] = 8.0
+    """Disk in run_dir/images for downloaded images; 0: download each time."""
+    cache_dir: MayChange[str] = "~/.cache/fovea"
+    """Folder for copies of remote data files, and of Parquet files whose row groups are too large to read singly."""
+    shuffle: bool = True
+    """Train on rows in random order; false: in that of the files, epoch after epoch."""
+    kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Sampling weight of each question type in RL, relative to its share of the rows; default 1."""
+    prompt_cache_gib: MayChange[NonNegativeFloat] = 1.0
+    """Memory for processed prompts and images; the least recently used are evicted."""
+
+
+class Rollout(Section):
+    """Sampling of completions."""
+
+    engine: EngineConfig = Field(default_factory=EmbeddedEngine)
+    prompts_per_step: PositiveInt = 40
+    """Prompts (groups) per step."""
+    samples_per_prompt: PositiveInt = 8
+    """Completions per prompt (n): the size of a group."""
+    max_new_tokens: PositiveInt = 512
+    """Longest completion, in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature, applied to every log-prob in training too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: keep the smallest set of tokens with this much probability."""
+    top_k: NonNegativeInt = 0
+    """Keep the k most likely tokens; 0: all."""
+    min_p: Fraction = 0.0
+    """Keep tokens with at least this share of the most likely token's probability."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end a completion, besides the model's end token."""
+
+
+class Train(Section):
+    """Optimizer, schedule and micro-batches."""
+
+    backend: BackendConfig = Field(default_factory=TorchBackend)
+    learning_rate: MayChange[PositiveFloat] = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    adam_eps: PositiveFloat = 1e-8
+    """Term that AdamW adds to its denominator."""
+    weight_decay: MayChange[NonNegativeFloat] = 0.0
+    """Decoupled weight decay of AdamW, of all weights but norms and biases."""
+    max_grad_norm: MayChange[PositiveFloat] = 1.0
+    """Gradient clipping: largest global norm."""
+    max_skipped_updates: MayChange[NonNegativeInt] = 3
+    """Consecutive updates that may end early because a value was not finite; one more stops the run."""
+    lr_warmup_steps: MayChange[NonNegativeInt] = 10
+    """Steps of linear learning-rate warm-up."""
+    lr_schedule: MayChange[Literal["constant", "linear", "cosine"]] = "constant"
+    """Learning-rate decay from the end of the warm-up to final_lr_frac at max_steps."""
+    final_lr_frac: MayChange[Fraction] = 0.0
+    """Learning rate at max_steps as a share of the peak (linear and cosine)."""
+    enable_dynamic_batch_size: MayChange[bool] = True
+    """Fill micro-batches up to max_tokens_per_microbatch with balanced work; false: groups_per_microbatch groups."""
+    max_tokens_per_microbatch: MayChange[PositiveInt] = 16_384
+    """Largest packed micro-batch, with attention and images counted as tokens of equal cost; larger groups are
+    split."""
+    groups_per_microbatch: MayChange[PositiveInt] = 1
+    """Groups per micro-batch where enable_dynamic_batch_size is false."""
+    variable_seq_lengths: MayChange[bool] = True
+    """Allow micro-batches of different lengths; false: pad each to max_tokens_per_microbatch, for compiled kernels."""
+    plain_update_every_steps: MayChange[PositiveInt] = 50
+    """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
+    that rollout_train_* compares two independent computations of every completion."""
+    gradient_checkpointing: MayChange[bool] = False
+    """Recompute each layer in the backward pass: less memory, a third more time."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Train:
+        if self.groups_per_microbatch > 1 and self.enable_dynamic_batch_size:
+            raise ValueError(
+                f"train.groups_per_microbatch={self.groups_per_microbatch} counts groups, but "
+                "train.enable_dynamic_batch_size=true fills microbatches by tokens; set "
+                "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"
+            )
+        return self
+
+
+class Warmup(Section):
+    """Supervised fine-tuning before RL, for a model that starts from random weights."""
+
+    max_steps: PositiveInt = 800
+    """Most optimizer steps."""
+    batch_size: PositiveInt = 32
+    """Prompt-answer pairs per step."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: NonNegativeInt = 20
+    """Steps of linear learning-rate warm-up."""
+    kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Sampling weight of each question type, relative to its share of the rows; default 1."""
+    check_every_steps: PositiveInt = 25
+    """Interval of dev evaluations for early stopping."""
+    stop_accuracy: Fraction = 1.0
+    """Early stopping at this dev accuracy ..."""
+    stop_kind_accuracy: dict[str, Fraction] = Field(default_factory=dict)
+    """... once these question types have reached theirs."""
+
+
+class Evaluate(Section):
+    """Greedy accuracy on held-out rows."""
+
+    every_steps: NonNegativeInt = 0
+    """Interval of dev evaluations during training; 0: never."""
+    dev_size: PositiveInt = 200
+    """Dev rows of one evaluation."""
+    test_size: PositiveInt | None = None
+    """Test rows of one evaluation; default: all."""
+    before_training: bool = True
+    """Evaluate on the test rows before the first step, and after a warm-up, to compare with the end."""
+    batch_size: PositiveInt = 200
+    """Rows generated at once."""
+    shared_images: Literal["ignore", "count", "forbid"] = "count"
+    """Test images that are also in the training split: count them, or stop with an error, before any training."""
+    shared_images_rows: PositiveInt | None = 10_000
+    """Rows of each split in which shared images are looked for, a fixed sample; null: all, however long it takes."""
+    image_controls: bool = True
+    """Image ablation: answer every question also with a shuffled and with a blank image, as text alone would be."""
+    samples_per_prompt: NonNegativeInt = 0
+    """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
+    image_type_key: str | None = None
+    """Column of the image type, by which accuracies are broken down."""
+
+
+class Parity(Section):
+    """Check at the start of a run that engine and trainer give the same log-probs for the same completions."""
+
+    prompts: NonNegativeInt = 4
+    """Training prompts that are sampled from and scored again, with and without their images; 0: no check."""
+    max_new_tokens: PositiveInt = 32
+    """Longest completion of the check (at most rollout.max_new_tokens)."""
+    max_search_seconds: PositiveFloat = 300.0
+    """Time for finding training rows that can be used, which is long where images come from hosts that do not answer;
+    the check goes on with those found by then."""
+    max_abs_logprob_diff: PositiveFloat = 0.1
+    """Largest mean absolute difference; above it, with or without images, the run stops.
+
+    With images the mean may be 4 times that without, plus a tenth of this limit."""
+    max_k3: PositiveFloat = 0.02
+    """Largest k3 (an estimate of the KL divergence per token), with or without images; a mean difference of 0.1 gives
+    0.005 where all tokens differ by as much, and far more where a few are far off."""
+
+
+class Checkpoint(Section):
+    """Checkpoints, from which a run resumes bit for bit."""
+
+    every_steps: NonNegativeInt = 100
+    """Interval of checkpoints; 0: before the first step and at the end only."""
+    keep: PositiveInt = 2
+    """Checkpoints kept; older ones are deleted, but for the last one before a run of skipped updates."""
+    keep_best: bool = False
+    """Save at the best dev accuracy so far (evaluate.every_steps), and keep that checkpoint besides."""
+
+
+class Log(Section):
+    """Outputs of a run besides its metrics."""
+
+    samples_every_steps: PositiveInt = 50
+    """Interval at which prompts, images and answers are kept for the report."""
+    tensorboard: bool = True
+    """Write tensorboard/ in the run folder."""
+    wandb_project: str | None = None
+    """Weights & Biases project to log to (extra: wandb)."""
+    progress: bool = True
+    """Live display in the terminal."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak FLOP rate that `mfu` is a share of; default: the data sheet's dense bfloat16 rate of known GPUs."""
