@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from fovea.config.run import Conversion
+from fovea.config.sections import Conversion
 from fovea.data.images import open_image
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
