@@ -87,14 +87,15 @@ def compare_runs(case: str, tmp_path: Path) -> None:
     compare(tmp_path / "one", tmp_path / "two")
 
 
-LONG_STEPS = 8
+LONG_STEPS = 20
+"""Enough that a run is still going when it is stopped after three."""
 LONG = (
     f"max_steps={LONG_STEPS}",
     "warmup=null",
     "model.freeze_vision_tower=false",
     "rollout.prompts_per_step=4",
     "environment.test_size=4",
-    "checkpoint.every_steps=2",
+    "checkpoint.every_steps=3",
     "evaluate.every_steps=0",
 )
 
