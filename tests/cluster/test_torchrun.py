@@ -32,7 +32,7 @@ def train_on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         torchrun("train", *arguments),
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -111,7 +111,7 @@ def start_on_two(run_dir: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG)),
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
