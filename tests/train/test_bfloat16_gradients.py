@@ -22,7 +22,11 @@ def bfloat16_policy(**train: object) -> TorchPolicy:
     parts = tiny("qwen3_vl")
     settings = train_settings(enable_dynamic_batch_size=False, lr_warmup_steps=0, **train)
     return TorchPolicy(
-        VLM(parts.network.bfloat16()), train=settings, algorithm=Algorithm(), temperature=1.0, max_steps=10
+        VLM(parts.network.bfloat16(), parts.processor.banned_ids),
+        train=settings,
+        algorithm=Algorithm(),
+        temperature=1.0,
+        max_steps=10,
     )
 
 

@@ -62,8 +62,9 @@ class Scorer:
         if not groups:
             return []
         for group in groups:
-            actions = np.concatenate([sample.token_ids_T[sample.mask_T] for sample in group.samples])
-            check_drawable(actions, self.vlm.banned_ids, f"a sample of {group.task_id}")
+            for sample in group.samples:
+                actions = sample.token_ids_T[sample.mask_T]
+                check_drawable(actions, self.vlm.banned_ids, f"a sample of {group.task_id}")
         train = self._train
         slices = slice_groups(groups, train.max_tokens_per_microbatch if train.enable_dynamic_batch_size else None)
         shares = assign_to_ranks(slices, self.cost, self._ranks.size)
