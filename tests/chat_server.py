@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -47,3 +49,18 @@ class Endpoint:
 
 def says(text: object) -> tuple[int, bytes]:
     return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+@contextmanager
+def endpoints() -> Iterator[Callable[..., Endpoint]]:
+    """A function that starts servers with given replies; all of them end with the block."""
+    started: list[Endpoint] = []
+
+    def start(*replies: tuple[int, bytes]) -> Endpoint:
+        started.append(Endpoint(*replies))
+        return started[-1]
+
+    yield start
+    for endpoint in started:
+        endpoint.server.shutdown()
+        endpoint.server.server_close()

@@ -26,7 +26,7 @@ from fovea.environments.graders.judge import JudgeClient, limits_of, parsed_scor
 from fovea.environments.graders.limited_calls import LimitedCalls
 from fovea.errors import ConfigError, FoveaError, ScoreError, UnscoredError
 from fovea.types import Score, Task, Turn
-from tests.chat_server import Endpoint, says
+from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
 from tests.grading import score_in_run
 
@@ -37,16 +37,8 @@ TIMEOUT_SECONDS = 1.0
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
     monkeypatch.setattr(limited_calls, "FIRST_PAUSE_SECONDS", 0.01)
-    endpoints: list[Endpoint] = []
-
-    def start(*replies: tuple[int, bytes]) -> Endpoint:
-        endpoints.append(Endpoint(*replies))
-        return endpoints[-1]
-
-    yield start
-    for endpoint in endpoints:
-        endpoint.server.shutdown()
-        endpoint.server.server_close()
+    with endpoints() as start:
+        yield start
 
 
 class JudgeAlone:

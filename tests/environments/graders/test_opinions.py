@@ -21,7 +21,7 @@ from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef
-from tests.chat_server import Endpoint, says
+from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
 from tests.environments.test_caption import save_reward_model
 from tests.grading import score_in_run
@@ -33,16 +33,8 @@ ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue"
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Endpoint]]:
-    endpoints: list[Endpoint] = []
-
-    def start(*replies: tuple[int, bytes]) -> Endpoint:
-        endpoints.append(Endpoint(*replies))
-        return endpoints[-1]
-
-    yield start
-    for endpoint in endpoints:
-        endpoint.server.shutdown()
-        endpoint.server.server_close()
+    with endpoints() as start:
+        yield start
 
 
 def judge(endpoint: Endpoint, **more: object) -> dict[str, object]:
