@@ -84,7 +84,8 @@ class ConnectedWorker:
                 answer.set_result(result)
             else:
                 answer.set_exception(error)
-        for answer in self._running.values():
+        # a copy: the loop's thread may be adding a call, whose sending fails by itself
+        for answer in list(self._running.values()):
             answer.set_exception(self._gone())
 
     def _gone(self) -> ClusterError:
