@@ -1,13 +1,21 @@
-"""Policy and engine in the driver's process, sharing tensors."""
+"""Policy and engine in one process: the calls of the policy, and a sync of tensors that both share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from fovea.cluster.weights import SyncReport, WeightSource, WeightTarget, check_copies, check_names
 from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
+from fovea.train.deal import ImagesByRank
 from fovea.types import Batch, Metrics
+from fovea.utils.background import in_background
+from fovea.utils.checksum import bit_hash, combined
+from fovea.utils.event_loop import BackgroundLoop
 
 
 class SharedWeights:
@@ -18,41 +26,90 @@ class SharedWeights:
         self._target = target
 
     async def push(self, version: int) -> SyncReport:
-        sent = dict(self._source.weights())
-        check_names(sent, self._target.weight_names)
+        weights = dict(self._source.weights())
+        check_names(weights, self._target.weight_names)
+        sent = {name: weight.detach() for name, weight in weights.items()}
         held = self._target.load_weights(sent, version)
-        return SyncReport(version=version, num_tensors=len(sent), bytes_copied=check_copies(sent, held))
+        return SyncReport(
+            version=version,
+            num_tensors=len(sent),
+            bytes_copied=check_copies(sent, held),
+            checksum=combined(bit_hash(held[name]) for name, weight in weights.items() if weight.requires_grad),
+        )
+
+
+class Caller(Protocol):
+    """Makes blocking calls for a coroutine."""
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
+
+
+async def call_here(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Make the call on the event loop's own thread, and block it meanwhile.
+
+    For a process in which nothing else has work while the policy computes: torch's autograd and thread settings belong
+    to the thread that made them.
+    """
+    return function(*arguments)
+
+
+class CallerThread:
+    """One thread for all calls, in their order, so that the event loop goes on meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = BackgroundLoop(name)
+        # torch's current GPU is that of a thread
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._loop.run(self._call(function, arguments))
+
+    async def _call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+        return function(*arguments)
 
 
 class LocalPolicy:
-    """A policy whose only worker is this process; its calls block the event loop."""
+    """A policy of one process, or this process's share of one; `finish_save` alone never blocks the event loop."""
 
-    # not on a thread: nothing else has work while the weights change, and torch's autograd and thread settings belong
-    # to the thread that made them
-
-    def __init__(self, worker: PolicyWorker) -> None:
+    def __init__(self, worker: PolicyWorker, call: Caller = call_here) -> None:
         self.worker = worker
+        self._call = call
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        return self.worker.annotate(batch, needs)
+        annotated: Batch = await self._call(self.worker.annotate, batch, needs)
+        return annotated
 
     async def update(self, batch: Batch) -> Metrics:
-        return self.worker.update(batch)
+        metrics: Metrics = await self._call(self.worker.update, batch)
+        return metrics
 
     async def sft(self, pairs: Sequence[Pair]) -> Metrics:
-        return self.worker.sft(pairs)
+        metrics: Metrics = await self._call(self.worker.sft, pairs)
+        return metrics
 
     async def snapshot_reference(self) -> None:
-        self.worker.snapshot_reference()
+        await self._call(self.worker.snapshot_reference)
 
     async def save(self, folder: Path) -> None:
-        self.worker.save(folder)
+        await self._call(self.worker.save, folder)
+
+    async def finish_save(self) -> None:
+        # on a thread, unlike the others: it waits for files while this one computes
+        await asyncio.wrap_future(in_background(self.worker.finish_save, "checkpoint is awaited"))
 
     async def load(self, folder: Path) -> None:
-        self.worker.load(folder)
+        await self._call(self.worker.load, folder)
+
+    async def limit_microbatches(self, max_tokens: int) -> None:
+        await self._call(self.worker.limit_microbatches, max_tokens)
 
     async def export(self, folder: Path) -> None:
-        self.worker.export(folder)
+        await self._call(self.worker.export, folder)
+
+    def images_by_rank(self) -> ImagesByRank:
+        return self.worker.images_by_rank()
 
     def describe(self) -> ModelFacts:
         return self.worker.describe()

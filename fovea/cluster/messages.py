@@ -1,86 +1,167 @@
-"""Messages between the driver and a worker process, in which an image crosses once.
+"""Messages between the driver and a worker process, in which an image crosses once, where it is needed.
 
 Requests and batches repeat their images: every group's prompt goes to an engine, then to the policy for log-probs, then
-for the update. A message names the images that an earlier one brought, and brings the others.
+for the update. A message names its images, and brings the pixels of those that the receiver lacks; of images that it
+does not need, it brings none.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 from fovea.types import PromptImage
 
+Reference: TypeAlias = tuple[str, int, tuple[int, int, int]]
+"""What a message has in place of an image: its key, number of tokens and grid."""
 
-class Outbox:
-    """The sending end of one connection."""
+
+class Packing:
+    """One end of a connection, which packs what it sends and unpacks what the other end's `Packing` has sent."""
 
     def __init__(self) -> None:
         self.image_bytes = 0
         """Bytes of image tensors packed so far."""
-        self._sent: set[str] = set()
+        self.packed_bytes = 0
+        """Bytes of all messages packed so far, their images included."""
+        self._named: dict[str, PromptImage] = {}
+        """Images at this end, by the keys that messages have named."""
+        self._crossed: set[str] = set()
+        """Keys of those that both ends hold."""
+        self._forget = False
 
     def pack(self, message: object) -> bytes:
-        """Encode a message, with those of its images that the receiver does not hold."""
-        body = io.BytesIO()
-        pickler = _ImagePickler(body)
-        pickler.dump(message)
-        new = [image for key, image in pickler.images.items() if key not in self._sent]
-        # the receiver holds nothing that this end does not remember
-        header = _Header(images=new, forget=not self._sent)
-        self._sent.update(image.key for image in new)
-        self.image_bytes += sum(image.num_bytes for image in new)
-        return pickle.dumps(header, pickle.HIGHEST_PROTOCOL) + body.getvalue()
+        """Encode a message, with those of its images that the other end needs and does not hold.
+
+        It needs all images but those of shared arguments, which say so.
+        """
+        encoded = _encode(message)
+        shared = [share.arguments.encoded for share in encoded.shares]
+        self._named |= {key: image for part in (*shared, encoded) for key, image in part.images.items()}
+        needed = encoded.images.keys() | {key for share in encoded.shares for key in share.images}
+        new = {key: self._named[key] for key in needed - self._crossed}
+        header = _Header(images=new, forget=self._forget, num_shared=len(shared))
+        packed = io.BytesIO()
+        # not dumped to bytes first: that would copy all pixels once more
+        pickle.dump(header, packed, pickle.HIGHEST_PROTOCOL)
+        packed.writelines(part.body for part in (*shared, encoded))
+        self._forget = False
+        self._crossed |= new.keys()
+        self.image_bytes += sum(image.num_bytes for image in new.values())
+        self.packed_bytes += packed.tell()
+        return packed.getvalue()
+
+    def unpack(self, data: bytes) -> Any:
+        """Decode a message of the other end. It is a pickle: it must come from a process of the same run.
+
+        Images whose pixels neither end has sent arrive without tensors; those that this end has named are its own.
+        """
+        stream = io.BytesIO(data)
+        header: _Header = pickle.load(stream)
+        if header.forget:
+            self._free()
+        self._named |= header.images
+        self._crossed |= header.images.keys()
+        shared = [_Unpickler(stream, self._named).load() for _ in range(header.num_shared)]
+        return _Unpickler(stream, self._named, shared).load()
 
     def forget(self) -> None:
-        """Make the receiver free all images at the next message, and send them again where they are needed."""
-        self._sent.clear()
+        """Free all images here now, and at the other end with the next message; later ones bring them again.
+
+        No message with images may be on its way from there.
+        """
+        self._free()
+        self._forget = True
+
+    def _free(self) -> None:
+        self._named.clear()
+        self._crossed.clear()
+
+
+class SharedArguments(tuple[Any, ...]):
+    """Arguments of a call on several workers, encoded once for the messages to all of them.
+
+    What they hold must not change from the first message to the last.
+    """
+
+    @cached_property
+    def encoded(self) -> _Encoded:
+        return _encode(tuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Shared arguments as one worker gets them: a tuple, with the pixels of some of its images."""
+
+    arguments: SharedArguments
+    images: AbstractSet[str]
+    """Keys of the images whose pixels it needs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    """A pickle with references in place of images, and places in `shares` in place of shared arguments."""
+
+    body: bytes
+    images: dict[str, PromptImage]
+    """Those that have tensors here."""
+    shares: list[Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
-    images: list[PromptImage]
-    """Images that the receiver does not hold yet."""
+    images: dict[str, PromptImage]
+    """Images that the receiver needs and does not hold yet, by key."""
     forget: bool
     """The receiver frees the images of earlier messages first."""
+    num_shared: int
+    """Shared arguments whose pickles stand between this header and the message that holds them."""
 
 
-class Inbox:
-    """The receiving end of one connection."""
-
-    def __init__(self) -> None:
-        self._images: dict[str, PromptImage] = {}
-
-    def unpack(self, data: bytes) -> Any:
-        """Decode a message of an `Outbox`. It is a pickle: it must come from a process of the same run."""
-        stream = io.BytesIO(data)
-        header: _Header = pickle.load(stream)
-        if header.forget:
-            self._images.clear()
-        self._images |= {image.key: image for image in header.images}
-        return _ImageUnpickler(stream, self._images).load()
+def _encode(message: object) -> _Encoded:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(message)
+    return _Encoded(body=stream.getvalue(), images=pickler.images, shares=pickler.shares)
 
 
-class _ImagePickler(pickle.Pickler):
-    """Writes the key of an image in its place, and collects the images."""
+class _Pickler(pickle.Pickler):
+    """Writes references in place of images and shared arguments, and collects both."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self.images: dict[str, PromptImage] = {}
+        self.shares: list[Share] = []
 
-    def persistent_id(self, value: object) -> str | None:
-        if not isinstance(value, PromptImage):
-            return None
-        self.images[value.key] = value
-        return value.key
+    def persistent_id(self, value: object) -> Reference | int | None:
+        if isinstance(value, PromptImage):
+            if value.tensors:
+                self.images[value.key] = value
+            return value.key, value.num_tokens, value.grid
+        if isinstance(value, Share):
+            self.shares.append(value)
+            return len(self.shares) - 1
+        return None
 
 
-class _ImageUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, images: dict[str, PromptImage]) -> None:
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, stream: io.BytesIO, images: Mapping[str, PromptImage], shared: Sequence[tuple[Any, ...]] = ()
+    ) -> None:
         super().__init__(stream)
         self._images = images
+        self._shared = shared
 
-    def persistent_load(self, key: str) -> PromptImage:
-        return self._images[key]
+    def persistent_load(self, reference: Reference | int) -> PromptImage | tuple[Any, ...]:
+        if isinstance(reference, int):
+            return self._shared[reference]
+        key, num_tokens, grid = reference
+        return self._images.get(key) or PromptImage(key=key, tensors={}, num_tokens=num_tokens, grid=grid)

@@ -19,8 +19,12 @@ class SyncReport:
 
     version: int
     num_tensors: int
+    """Tensors that the push brought; from the second on, only those that training changes."""
     bytes_copied: int
-    """0 where policy and engine share their tensors."""
+    """Bytes that it brought to each engine; 0 where policy and engine share their tensors."""
+    checksum: int | None = None
+    """Checksum of what the engine of this worker holds of these tensors, or of what this worker sent to the engines of
+    others; None where it did neither. Where nothing is copied, only trained tensors count."""
 
 
 class WeightSync(Protocol):
@@ -39,7 +43,10 @@ class WeightSource(Protocol):
     """The training side of a weight sync."""
 
     def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters beside them; references where possible, else copies."""
+        """All weights under their Hugging Face names, adapters beside them.
+
+        Those that training changes have `requires_grad`; sharded ones are DTensors, which all ranks must gather.
+        """
         ...
 
 
@@ -53,6 +60,10 @@ class WeightTarget(Protocol):
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
         """Take these weights and empty all caches made with older ones; returns the tensors that it holds now."""
+        ...
+
+    def own_weights(self) -> Weights:
+        """The tensors of the engine's network, into which a push from elsewhere copies."""
         ...
 
 

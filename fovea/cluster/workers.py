@@ -1,58 +1,107 @@
-"""Policy and engines spread over worker processes, for a driver that sees one of each.
+"""Worker processes as a driver sees them: what each holds, and handles by which it makes calls.
 
-Each worker holds its shard of the policy and an engine of its own. Calls of the policy and pushes of weights are
-collective: every worker makes them, in the same order. A request goes to one worker.
+A worker holds a shard of the policy, an engine, or both. Calls of the policy and pushes of weights are collective:
+the workers that they concern make them in the same order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from inspect import isawaitable
 from typing import Any, Literal, Protocol
 
+from fovea.cluster.collective_errors import lost_ranks
 from fovea.cluster.local import LocalPolicy
-from fovea.cluster.weights import SyncReport, WeightSync
+from fovea.cluster.messages import Share
+from fovea.cluster.weights import WeightSync
+from fovea.errors import LostEngineError, LostRankError, LostWorkerError
 from fovea.rollout.base import Engine
-from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
-from fovea.types import Batch, Completion, Metrics, Request
+from fovea.train.base import ModelFacts
 
-Service = Literal["policy", "engine", "weight_sync"]
+Service = Literal["policy", "engine", "weight_sync", "worker"]
+
+
+CAUSE_SECONDS = 5.0
+"""How long the error of a worker that has left a collective call is waited for, where the others' is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """Facts about the services of a worker, for the driver."""
+
+    model: ModelFacts | None
+    engine: str | None
+    """The name of its engine."""
+    slow_kernels: tuple[str, ...] = ()
+    """What its device refuses, and what runs instead (`build.slow_kernels`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """The services of one process."""
 
-    policy: LocalPolicy
-    engine: Engine
+    policy: LocalPolicy | None
+    engine: Engine | None
     weight_sync: WeightSync
+    slow_kernels: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(policy: PolicyWorker, engine: Engine, weight_sync: WeightSync) -> Worker:
-        """A worker whose policy is this process's share of the model under training."""
-        return Worker(policy=LocalPolicy(policy), engine=engine, weight_sync=weight_sync)
+    def describe(self) -> WorkerFacts:
+        return WorkerFacts(
+            model=None if self.policy is None else self.policy.describe(),
+            engine=None if self.engine is None else self.engine.name,
+            slow_kernels=self.slow_kernels,
+        )
+
+    async def close(self) -> None:
+        """Close the services; the process goes on."""
+        if self.engine is not None:
+            await self.engine.close()
+        if self.policy is not None:
+            await self.policy.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of one service of a worker."""
+    """A call of one service of a worker, or of the worker itself."""
 
     service: Service
     method: str
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] | Share = ()
+    returns: bool = True
+    """False: the caller does not need the result of this worker, since another returns the same."""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the workers wait for each other in it, so that an error on one of them is the end of all."""
+        return self.service in ("policy", "weight_sync") and self.method not in ("finish_save", "images_by_rank")
 
     async def run(self, worker: Worker) -> Any:
         """Make the call in the worker's process."""
-        return await getattr(getattr(worker, self.service), self.method)(*self.arguments)
+        target = worker if self.service == "worker" else getattr(worker, self.service)
+        with lost_ranks(f"{self.service}.{self.method}"):
+            result = getattr(target, self.method)(*self.arguments)
+            if isawaitable(result):
+                result = await result
+        return result if self.returns else None
 
 
 class WorkerHandle(Protocol):
-    """The driver's side of a worker in another process."""
+    """The driver's side of a worker."""
 
     async def start(self, call: Call) -> Awaitable[Any]:
         """Send a call; returns once the worker is sure to receive it, with what awaits its result."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Rank of the worker among all of the run."""
+        ...
+
+    @property
+    def lost(self) -> LostWorkerError | None:
+        """The error of a worker whose process has ended, or hung and was killed."""
         ...
 
     def forget_images(self) -> None:
@@ -64,141 +113,139 @@ class WorkerHandle(Protocol):
         """Bytes of image tensors sent so far."""
         ...
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of messages sent so far, their images included."""
+        ...
+
     async def close(self) -> None:
-        """End the worker's process."""
+        """End the worker."""
         ...
 
 
+async def call_each(calls: Iterable[tuple[WorkerHandle, Call]]) -> list[Any]:
+    """Make calls on several workers at once; returns their results. The first error of any is raised.
+
+    In place of a LostRankError, the error of the worker that was lost, if it is told soon.
+    """
+    started = await asyncio.gather(*(handle.start(call) for handle, call in calls))
+    answers = [asyncio.ensure_future(answer) for answer in started]
+    try:
+        return await asyncio.gather(*answers)
+    except LostRankError as error:
+        await asyncio.wait(answers, timeout=CAUSE_SECONDS)
+        told = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
+        raise next((each for each in told if each is not None and not isinstance(each, LostRankError)), error) from None
+
+
+class LocalHandle:
+    """A `WorkerHandle` of the driver's own worker."""
+
+    rank = 0
+    lost = None
+    image_bytes = 0
+    sent_bytes = 0
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def start(self, call: Call) -> Awaitable[Any]:
+        return _Unstarted(call, self._worker)
+
+    def forget_images(self) -> None:
+        """Do nothing: no image is sent."""
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unstarted:
+    """A call that begins when it is awaited: one that blocks must not before all other workers have theirs."""
+
+    call: Call
+    worker: Worker
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.call.run(self.worker).__await__()
+
+
 class Workers:
-    """The driver's own worker and those of other processes."""
+    """The workers of a run."""
 
-    def __init__(self, local: Worker, remote: Sequence[WorkerHandle]) -> None:
-        self.local = local
-        self.remote = remote
+    def __init__(
+        self,
+        learners: Sequence[WorkerHandle],
+        engines: Sequence[WorkerHandle],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`learners` by rank; a worker that is in both lists holds a shard of the policy and an engine.
+
+        `release` gives back what the workers ran on, once they are closed.
+        """
+        self.learners = learners
+        self.engines = list(engines)
+        """Those that generate; `drop` takes one out."""
+        self._all = [*learners, *(handle for handle in engines if handle not in learners)]
+        self._release = release
         self._measured_bytes = 0
+        self._reissued = 0
+        self._lost = 0
 
-    async def call_all(self, call: Call) -> Any:
-        """Make a call on every worker; returns the local result. The first error of any is raised."""
-        # sent to all others first: the local call may block this thread until they take part
-        answers = [await handle.start(call) for handle in self.remote]
-        result = await call.run(self.local)
-        await asyncio.gather(*answers)
-        return result
+    @property
+    def both(self) -> list[WorkerHandle]:
+        """Workers whose engine shares its device with a shard of the policy."""
+        return [handle for handle in self.engines if handle in self.learners]
+
+    @property
+    def all(self) -> list[WorkerHandle]:
+        """All of them but the lost ones."""
+        return [*self.learners, *self.engines_only]
+
+    @property
+    def engines_only(self) -> list[WorkerHandle]:
+        """Workers that hold an engine alone."""
+        return [handle for handle in self.engines if handle not in self.learners]
+
+    def drop(self, handle: WorkerHandle, error: LostWorkerError | LostEngineError) -> None:
+        """Go on without the engine of a worker, which is lost, with its process or alone.
+
+        `error` is raised where the run cannot: of a learner, or of the last engine.
+        """
+        left = [each for each in self.engines if each is not handle]
+        if handle in self.learners or not left:
+            raise error
+        self._lost += len(self.engines) - len(left)
+        self.engines = left
+
+    def engines_lost(self) -> int:
+        """Engines that the run goes on without since the last call."""
+        lost, self._lost = self._lost, 0
+        return lost
+
+    def note_reissued(self) -> None:
+        """Count a request that is made again, since its engine was lost."""
+        self._reissued += 1
+
+    def requests_reissued(self) -> int:
+        """Requests that were made again since the last call."""
+        reissued, self._reissued = self._reissued, 0
+        return reissued
 
     def images_mib(self) -> float:
         """MiB of image tensors sent to other processes since the last call."""
         before = self._measured_bytes
-        self._measured_bytes = sum(handle.image_bytes for handle in self.remote)
+        self._measured_bytes = sum(handle.image_bytes for handle in self._all)
         return (self._measured_bytes - before) / 2**20
 
-
-class WorkersPolicy:
-    """A policy whose weights are sharded over the workers."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        annotated: Batch = await self._call("annotate", batch, needs)
-        return annotated
-
-    async def update(self, batch: Batch) -> Metrics:
-        metrics: Metrics = await self._call("update", batch)
-        return metrics | {"transfer/images_mib": self._workers.images_mib()}
-
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
-        metrics: Metrics = await self._call("sft", pairs)
-        return metrics
-
-    async def snapshot_reference(self) -> None:
-        await self._call("snapshot_reference")
-
-    async def save(self, folder: Path) -> None:
-        await self._call("save", folder)
-
-    async def load(self, folder: Path) -> None:
-        await self._call("load", folder)
-
-    async def export(self, folder: Path) -> None:
-        await self._call("export", folder)
-
-    def describe(self) -> ModelFacts:
-        return self._workers.local.policy.describe()
-
-    async def close(self) -> None:
-        await asyncio.gather(*(handle.close() for handle in self._workers.remote))
-        await self._workers.local.policy.close()
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        return await self._workers.call_all(Call(service="policy", method=method, arguments=arguments))
-
-
-class WorkersWeights:
-    """Weight sync on every worker, from the sharded policy to the worker's own engine."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    async def push(self, version: int) -> SyncReport:
-        report: SyncReport = await self._workers.call_all(
-            Call(service="weight_sync", method="push", arguments=(version,))
-        )
-        for handle in self._workers.remote:
-            handle.forget_images()
-        return report
-
-
-class WorkersEngine:
-    """The engines of all workers as one; a request goes to the one with the fewest completions to generate."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._running = [0] * (1 + len(workers.remote))
-        """Completions that each engine is generating, the driver's own first."""
-        self._kept: dict[str, int] = {}
-        """The engine that keeps the KV cache of a request's completions for their next turn, by request id."""
-
     @property
-    def name(self) -> str:
-        return self._workers.local.engine.name
-
-    async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions on one engine; a later turn goes to the engine of the turn before."""
-        engine = self._engine_of(request)
-        if request.keep:
-            self._kept[request.id] = engine
-        self._running[engine] += request.n
-        try:
-            if engine == 0:
-                return await self._workers.local.engine.generate(request)
-            answer = await self._workers.remote[engine - 1].start(_engine("generate", request))
-            completions: Sequence[Completion] = await answer
-            return completions
-        finally:
-            self._running[engine] -= request.n
-
-    async def pause(self) -> None:
-        await self._workers.call_all(_engine("pause"))
-
-    async def resume(self) -> None:
-        await self._workers.call_all(_engine("resume"))
-
-    async def sleep(self) -> None:
-        self._kept.clear()
-        await self._workers.call_all(_engine("sleep"))
-
-    async def wake(self) -> None:
-        await self._workers.call_all(_engine("wake"))
+    def sent_bytes(self) -> int:
+        """Bytes of messages sent to other processes so far, their images included."""
+        return sum(handle.sent_bytes for handle in self._all)
 
     async def close(self) -> None:
-        # the others are closed by their own processes as these end: an answer of one that waits in a collective call,
-        # which this process has left, would never come
-        await self._workers.local.engine.close()
-
-    def _engine_of(self, request: Request) -> int:
-        kept = None if request.continues is None else self._kept.get(request.continues.rpartition("/")[0])
-        return min(range(len(self._running)), key=self._running.__getitem__) if kept is None else kept
-
-
-def _engine(method: str, *arguments: Any) -> Call:
-    return Call(service="engine", method=method, arguments=arguments)
+        """End all workers."""
+        try:
+            await asyncio.gather(*(handle.close() for handle in self._all))
+        finally:
+            self._release()

@@ -10,27 +10,33 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
+import torch
 
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
+from tests.saved import saved_tensors
 from tests.test_runs import ROOT, SMALL, environment, fovea, untimed
 
-ALONE = ("reused", "transfer/")
-"""Metrics that depend on the number of processes: what a rollout leaves for the update, and what is sent."""
-ROUNDING = ("rollout_train", "kl/", "importance")
-"""Differences between two passes over the same tokens, which are rounding."""
+ALONE = ("reused", "transfer/", "balance/ranks")
+"""Metrics that depend on the number of processes: what a rollout leaves for the update, what is sent, and to whom."""
+ROUNDING = ("rollout_train", "kl/", "importance", "weights_checksum")
+"""Differences between two passes over the same tokens, which are rounding, and the bits of the weights."""
 TIMED = ("seconds/", "tokens_per", "samples_per", "tflops_per", "mfu", "memory/", *ALONE, *ROUNDING)
 STEPS = 3
+HASH_REWARD = "reward=tests/hash_reward.py:score"
 
 
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fovea", *arguments]
+def torchrun(*arguments: str, processes: int = 2) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "fovea", *arguments]
 
 
 def train_on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return train_on(2, *arguments)
+
+
+def train_on(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        torchrun("train", *arguments),
+        torchrun("train", *arguments, processes=processes),
         cwd=ROOT,
         env=environment() | {"PYTHONFAULTHANDLER": "1"},
         capture_output=True,
@@ -43,7 +49,8 @@ def train_on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def settings(recipe: str, run_dir: Path, *more: str) -> list[str]:
-    return [recipe, f"run_dir={run_dir}", *SMALL, f"max_steps={STEPS}", "evaluate.image_controls=false", *more]
+    given = (f"run_dir={run_dir}", *SMALL, HASH_REWARD, f"max_steps={STEPS}", "evaluate.image_controls=false")
+    return [recipe, *given, *more]
 
 
 def compare(one: Path, two: Path) -> None:
@@ -51,14 +58,15 @@ def compare(one: Path, two: Path) -> None:
     alone, together = read_metrics(one), read_metrics(two)
     assert [row["step"] for row in together] == [row["step"] for row in alone] == list(range(1, STEPS + 1))
     assert undefined(key for row in together for key in row) == []
+    assert all(row["groups/with_signal"] > 0 for row in alone), "only entropy was trained"
     for mine, theirs in zip(alone, together, strict=True):
         expected = {key: value for key, value in mine.items() if not key.startswith(TIMED)}
         assert {key: theirs[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert theirs["rollout_train_abs"] < 1e-5
-    weights = [load_file(folder / f"checkpoints/step-{STEPS}/trainable.safetensors") for folder in (one, two)]
+    weights = [saved_tensors(folder / f"checkpoints/step-{STEPS}/trainable") for folder in (one, two)]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
-        assert weights[1][name] == pytest.approx(tensor, rel=1e-4, abs=2e-5), name
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=2e-5)
 
 
 CASES = {
@@ -87,6 +95,27 @@ def compare_runs(case: str, tmp_path: Path) -> None:
     compare(tmp_path / "one", tmp_path / "two")
 
 
+PLACEMENTS = {
+    "disaggregated": (2, "cluster.placement=disaggregated"),
+    "hybrid": (3, "cluster.placement=hybrid", "model.lora={rank: 4}", "warmup=null"),
+}
+"""Number of processes, the last of which holds an engine alone, and settings."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_processes_with_an_engine_alone_train_as_one(placement: str, tmp_path: Path) -> None:
+    processes, setting, *more = PLACEMENTS[placement]
+    done = fovea("train", *settings("recipes/shapes.yaml", tmp_path / "one", *more))
+    assert done.returncode == 0, done.stderr
+    train_on(processes, *settings("recipes/shapes.yaml", tmp_path / "two", setting, "cluster.rollout_gpus=1", *more))
+    compare(tmp_path / "one", tmp_path / "two")
+    # of the frozen tower, and with LoRA of all but the adapters, nothing is sent again
+    trained = saved_tensors(tmp_path / f"two/checkpoints/step-{STEPS}/trainable").values()
+    sent = {row["transfer/weights_mib"] for row in read_metrics(tmp_path / "two")}
+    assert sent == {sum(tensor.nbytes for tensor in trained) / 2**20}
+
+
 LONG_STEPS = 20
 """Enough that a run is still going when it is stopped after three."""
 LONG = (
@@ -106,10 +135,10 @@ def processes_of(run_dir: Path) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-def start_on_two(run_dir: Path) -> subprocess.Popen[bytes]:
+def start_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
     """A run on two processes that has taken three steps and is still going."""
     process = subprocess.Popen(
-        torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG)),
+        torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG, *more)),
         cwd=ROOT,
         env=environment() | {"PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.DEVNULL,

@@ -1,0 +1,83 @@
+"""An engine on tensors of its own, into which a push copies the policy's one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fovea.cluster.weights import SyncReport, WeightTarget, check_names
+from fovea.errors import EngineError
+from fovea.types import Shape
+from fovea.utils.checksum import bit_hash, combined
+
+
+class WeightTaker(Protocol):
+    """A destination of the tensors of one push, which come one after the other."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the next push must bring all weights, since none are held."""
+        ...
+
+    def begin(self, shapes: Mapping[str, Shape]) -> None:
+        """Check the names and shapes of all tensors that will come, before the first does.
+
+        EngineError, and nothing changed, if they do not match.
+        """
+        ...
+
+    def take(self, name: str, tensor: Tensor, bits: int) -> None:
+        """Take a full tensor, whose `bit_hash` is `bits`."""
+        ...
+
+    def finish(self, version: int) -> SyncReport:
+        """Complete the push; EngineError if an engine holds other bits than were sent."""
+        ...
+
+
+class EngineCopy:
+    """Copies into the tensors of an engine in this process, in place; a tensor that it shares is left as it is."""
+
+    def __init__(self, target: WeightTarget) -> None:
+        self._target = target
+        self._own = dict(target.own_weights())
+        self._is_filled = False
+        self._sent: dict[str, int | None] = {}
+        """Hashes of the tensors of this push; None for one that does not fit into the engine's."""
+        self._bytes = 0
+
+    @property
+    def needs_all(self) -> bool:
+        return not self._is_filled
+
+    def begin(self, shapes: Mapping[str, Shape]) -> None:
+        # all of them in the first push, the trained ones in later pushes
+        check_names(shapes, shapes.keys() & self._own.keys() if self._is_filled else self._own)
+        self._sent, self._bytes = {}, 0
+
+    @torch.no_grad()
+    def take(self, name: str, tensor: Tensor, bits: int) -> None:
+        own = self._own[name]
+        fits = (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
+        self._sent[name] = bits if fits else None
+        if fits and own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor)
+            self._bytes += tensor.nbytes
+
+    def finish(self, version: int) -> SyncReport:
+        # after the last tensor: one that shares memory with another would be overwritten later
+        held = {name: bit_hash(self._own[name]) for name in self._sent}
+        differing = [name for name, bits in self._sent.items() if bits != held[name]]
+        if differing:
+            raise EngineError(
+                f"the weight {differing[0]} differs between trainer and engine after it was copied; run again, and "
+                "report this as a bug if it comes back"
+            )
+        self._is_filled = True
+        self._target.load_weights(self._own, version)
+        return SyncReport(
+            version=version, num_tensors=len(held), bytes_copied=self._bytes, checksum=combined(held.values())
+        )

@@ -1,0 +1,84 @@
+"""An engine that loads the tensors of a push into weights of its own as they come, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from fovea.cluster.weights import SyncReport
+from fovea.errors import EngineError
+from fovea.types import Shape
+from fovea.utils.checksum import bit_hash, combined
+
+BUCKET_BYTES = 1 << 26
+"""Tensors that an engine gets in one call: enough that calls cost nothing, and little beside a model."""
+
+
+class StreamTarget(Protocol):
+    """An engine with weights of its own, as a push sees it; it refuses requests until the push has ended."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it holds all weights, so that a push may bring those alone that have changed."""
+        ...
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes; EngineError, and nothing changed, if they do not match."""
+        ...
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some of them."""
+        ...
+
+    def finish_push(self, version: int) -> None:
+        """Compare what is held now with what was sent, and empty all caches made with older weights.
+
+        EngineError for a value that differs.
+        """
+        ...
+
+
+class EngineStream:
+    """The `WeightTaker` of such an engine in this process, which keeps no more than a bucket beside its weights."""
+
+    def __init__(self, target: StreamTarget) -> None:
+        self._target = target
+        self._bucket: list[tuple[str, Tensor]] = []
+        self._bucket_bytes = 0
+        self._bits: list[int] = []
+        self._bytes = 0
+
+    @property
+    def needs_all(self) -> bool:
+        return not self._target.has_weights
+
+    def begin(self, shapes: Mapping[str, Shape]) -> None:
+        self._bucket, self._bucket_bytes, self._bits, self._bytes = [], 0, [], 0
+        self._target.begin_push(shapes)
+
+    def take(self, name: str, tensor: Tensor, bits: int) -> None:
+        if bit_hash(tensor) != bits:
+            raise EngineError(
+                f"the weight {name} arrived with other bits than were sent; run again, and report this as a bug if it "
+                "comes back"
+            )
+        self._bucket.append((name, tensor))
+        self._bucket_bytes += tensor.nbytes
+        self._bits.append(bits)
+        if self._bucket_bytes >= BUCKET_BYTES:
+            self._flush()
+
+    def finish(self, version: int) -> SyncReport:
+        if self._bucket:
+            self._flush()
+        self._target.finish_push(version)
+        return SyncReport(
+            version=version, num_tensors=len(self._bits), bytes_copied=self._bytes, checksum=combined(self._bits)
+        )
+
+    def _flush(self) -> None:
+        self._target.take_weights(self._bucket)
+        self._bytes += self._bucket_bytes
+        self._bucket, self._bucket_bytes = [], 0

@@ -1,0 +1,118 @@
+"""Who holds what: the workers of a run by rank, and the process groups that they form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fovea.config.cluster import Cluster
+from fovea.errors import ConfigError
+from fovea.train.ranks import Ranks, check_replicas
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Learners are the first of the workers; the last `num_engines_only` hold an engine alone."""
+
+    num_learners: int
+    num_engines_only: int
+    learners_generate: bool
+    """Learners hold an engine too."""
+    replicas: int = 1
+    """Groups of learners that hold all weights each."""
+
+    @staticmethod
+    def of(cluster: Cluster, num_workers: int, replicas: int = 1) -> Placement:
+        """The placement of so many workers.
+
+        ConfigError if none of them would train, or `replicas` does not divide the number of those that do.
+        """
+        num_learners = num_workers - cluster.rollout_gpus
+        if num_learners < 1:
+            raise ConfigError(
+                f"cluster.rollout_gpus={cluster.rollout_gpus} generate alone, and there are {num_workers} processes, "
+                "so that none trains; lower it, start more processes (torchrun --nproc-per-node), or set "
+                "cluster.gpus_per_node for Ray to start them"
+            )
+        check_replicas(replicas, num_learners)
+        return Placement(
+            num_learners=num_learners,
+            num_engines_only=cluster.rollout_gpus,
+            learners_generate=cluster.placement != "disaggregated",
+            replicas=replicas,
+        )
+
+    @property
+    def ranks_of_engines(self) -> range:
+        """Ranks of the workers that hold an engine alone."""
+        return range(self.num_learners, self.num_learners + self.num_engines_only)
+
+    def learners(self, workers: Sequence[T]) -> Sequence[T]:
+        """Those of all workers, by rank, that hold a shard of the policy."""
+        return workers[: self.num_learners]
+
+    def engines(self, workers: Sequence[T]) -> Sequence[T]:
+        """Those that hold an engine."""
+        return workers if self.learners_generate else workers[self.num_learners :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What one worker holds, and the ranks by which it takes part in collective calls."""
+
+    learners: Ranks | None
+    """Ranks of the policy; None for a worker without a shard of it."""
+    receivers: Ranks | None
+    """Ranks of the first learner, which sends weights, and the workers with an engine alone; None for all others."""
+    pairs: Mapping[int, Ranks]
+    """Ranks of the first learner and one of those workers, by its rank among all; for pushes after one was lost, since
+    a process group can be made by all processes alone."""
+    has_engine: bool
+    in_thread: bool
+    """The policy's calls run in a thread of their own: engines may generate meanwhile."""
+
+    @staticmethod
+    def of(placement: Placement, device: str, timeout: timedelta) -> Role:
+        """The role of this process in the default process group, all of whose processes must make this call.
+
+        `timeout` is that of collective calls of the process groups that it makes.
+        """
+        rank = dist.get_rank()
+        is_learner = rank < placement.num_learners
+        learners = Ranks.of_process_group(device, placement.num_learners, replicas=placement.replicas, timeout=timeout)
+        return Role(
+            learners=learners if is_learner else None,
+            receivers=_receivers(placement, device, timeout),
+            pairs=_pairs(placement, device, timeout),
+            has_engine=placement.learners_generate or not is_learner,
+            in_thread=placement.num_engines_only > 0,
+        )
+
+
+def _receivers(placement: Placement, device: str, timeout: timedelta) -> Ranks | None:
+    if not placement.num_engines_only:
+        return None
+    return _group_of([0, *placement.ranks_of_engines], device, timeout)
+
+
+def _pairs(placement: Placement, device: str, timeout: timedelta) -> Mapping[int, Ranks]:
+    if placement.num_engines_only < 2:
+        return {}  # its loss ends the run, or leaves nobody to send to
+    groups = {rank: _group_of([0, rank], device, timeout) for rank in placement.ranks_of_engines}
+    return {rank: group for rank, group in groups.items() if group is not None}
+
+
+def _group_of(members: list[int], device: str, timeout: timedelta) -> Ranks | None:
+    """The ranks of a new process group of these members; every process must make this call."""
+    group = dist.new_group(members, timeout=timeout)
+    if dist.get_rank() not in members:
+        return None
+    mesh = DeviceMesh.from_group(group, device)
+    return Ranks(rank=members.index(dist.get_rank()), size=len(members), mesh=mesh)

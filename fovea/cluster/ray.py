@@ -1,0 +1,284 @@
+"""Workers that Ray starts, on one node or several: the only module that imports ray (extra: ray).
+
+Each worker is an actor, which serves the calls of the driver as a process of torchrun does. Messages to it are
+arguments of its method `deliver`, and answers and heartbeats are items of the stream that its method `answers` returns.
+The workers of a node have neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+from fovea.cluster.heartbeat import beating
+from fovea.cluster.loopback import gloo_on_loopback, is_loopback, listen_at, running_cluster
+from fovea.cluster.ray_token import make_token
+from fovea.cluster.remote import RemoteWorker, serve
+from fovea.cluster.workers import Worker
+from fovea.config.cluster import Cluster
+from fovea.errors import ClusterError, ConfigError, FoveaError, MissingExtraError
+
+try:
+    import ray
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.util import get_node_ip_address, placement_group, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"cluster.gpus_per_node is set, but {error.name} is not installed; pip install 'fovea-rl[ray]', or leave "
+        "cluster.gpus_per_node out and start the processes with torchrun"
+    ) from error
+
+MAX_PLACEMENT_SECONDS = 60.0
+KNOCK_SECONDS = 10.0
+"""Longest wait for the head node of a cluster to take a connection."""
+ANSWERS = "answers"
+"""The concurrency group of the stream of answers: an event loop of its own, which goes on while a call blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the workers of a run meet, and as whom one of them comes."""
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    timeout_seconds: float
+    """Longest collective call of theirs."""
+
+
+class RayWorker:
+    """The actor of one worker."""
+
+    def __init__(self) -> None:
+        self._incoming = asyncio.Queue[bytes | None]()
+        self._store: TCPStore | None = None
+        self._worker: Worker | None = None
+        self._calls: asyncio.AbstractEventLoop | None = None
+        """The event loop of all methods but `answers`."""
+
+    async def meeting_point(self) -> tuple[str, int]:
+        """Open the store by which the workers of the run find each other, on this node."""
+        host = get_node_ip_address()
+        # the store by itself would listen on all addresses of the node
+        listening = listen_at(host)
+        port = listening.getsockname()[1]
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return host, port
+
+    async def open(self, rendezvous: Rendezvous, make: Callable[[], Worker]) -> None:
+        """Join the process group of all workers, and make the services of this one."""
+        _join(rendezvous)
+        self._worker, self._calls = make(), asyncio.get_running_loop()
+
+    async def deliver(self, message: bytes) -> None:
+        self._incoming.put_nowait(message)
+
+    @ray.method(concurrency_group=ANSWERS)
+    async def answers(self, heartbeat_timeout_seconds: float) -> AsyncIterator[bytes]:
+        """Serve the calls that `deliver` brings; yields the answers, and beats between them."""
+        assert self._worker is not None, "calls to a worker that was not opened"
+        assert self._calls is not None
+        loop, outgoing = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
+
+        def put(message: bytes | None) -> None:
+            loop.call_soon_threadsafe(outgoing.put_nowait, message)
+
+        async def send(message: bytes) -> None:
+            put(message)
+
+        serving = asyncio.run_coroutine_threadsafe(serve(self._worker, self._incoming, send), self._calls)
+        serving.add_done_callback(lambda _: put(None))
+        with beating(put, heartbeat_timeout_seconds):
+            while (message := await outgoing.get()) is not None:
+                yield message
+        serving.result()
+
+
+def _join(rendezvous: Rendezvous) -> None:
+    # as torchrun describes a process to `utils.launch`; of the GPUs of its node Ray shows an actor its own alone
+    os.environ |= {"RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": "0"}
+    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    if is_loopback(rendezvous.host):
+        gloo_on_loopback()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout),
+        rank=rendezvous.rank,
+        world_size=rendezvous.size,
+        timeout=timeout,
+    )
+
+
+class RayLine:
+    """A `Line` to an actor."""
+
+    def __init__(self, actor: Any, heartbeat_timeout_seconds: float) -> None:
+        self._actor = actor
+        self._answers = actor.answers.remote(heartbeat_timeout_seconds)
+
+    async def send(self, message: bytes) -> None:
+        try:
+            await self._actor.deliver.remote(message)
+        except RayError as error:
+            raise OSError(_in_one_line(error)) from error
+
+    def receive(self) -> bytes:
+        try:
+            message: bytes = ray.get(next(self._answers))
+        except StopIteration:
+            raise EOFError from None
+        except RayError as error:
+            raise EOFError(_in_one_line(error)) from error
+        return message
+
+    def hang_up(self) -> None:
+        ray.kill(self._actor)
+
+    def kill(self) -> None:
+        self.hang_up()
+
+
+class RayWorkers:
+    """The workers of a run on Ray."""
+
+    def __init__(self, cluster: Cluster, make: Callable[[], Worker], *, device: str) -> None:
+        """Start all of them; `make` makes the services of one, in its process.
+
+        `device` is `model.device`. ConfigError where the cluster has no room for them; an error of `make` is raised.
+        """
+        self._owns_cluster = _connect(cluster)
+        self._bundles: PlacementGroup | None = None
+        try:
+            resource = _resource(device)
+            self._bundles = _reserve(cluster, resource)
+            actors = [_start(self._bundles, node, resource) for node in _nodes_of_ranks(cluster)]
+            host, port = _result(actors[0].meeting_point.remote())
+            seconds = cluster.collective_timeout_seconds
+            rendezvous = [
+                Rendezvous(host=host, port=port, rank=rank, size=len(actors), timeout_seconds=seconds)
+                for rank in range(len(actors))
+            ]
+            _result([actor.open.remote(each, make) for actor, each in zip(actors, rendezvous, strict=True)])
+        except BaseException:
+            self.close()
+            raise
+        silence = cluster.heartbeat_timeout_seconds
+        self.handles = [RemoteWorker(RayLine(actor, silence), rank, silence) for rank, actor in enumerate(actors)]
+
+    def close(self) -> None:
+        """End the workers that still run, and the cluster if this run has started it."""
+        if self._owns_cluster:
+            ray.shutdown()
+        elif self._bundles is not None:
+            remove_placement_group(self._bundles)
+
+
+def _connect(cluster: Cluster) -> bool:
+    """Connect to a running cluster, else start one on this machine; returns whether it was started."""
+    if ray.is_initialized():
+        return False
+    if address := running_cluster():
+        try:
+            _knock(address)
+            _init(address=address)
+        except (RayError, OSError) as error:
+            raise ClusterError(
+                f"no connection to the Ray cluster at {address}: {_in_one_line(error)}; see `fovea cluster status`, "
+                "and run `fovea cluster stop` where it has crashed, or unset RAY_ADDRESS"
+            ) from error
+        return False
+    if cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes={cluster.num_nodes}, but this machine is in no Ray cluster; run `fovea cluster start` "
+            "here and `fovea cluster start --address HEAD` on the others, or set RAY_ADDRESS"
+        )
+    make_token()
+    # CPUs are a count to Ray, not a limit: small runs may have more workers than cores
+    num_cpus = max(cluster.num_ray_workers, os.cpu_count() or 1)
+    _init(address="local", num_cpus=num_cpus, include_dashboard=False)
+    return True
+
+
+def _knock(address: str) -> None:
+    """OSError where nobody listens at an address of the form HOST:PORT."""
+    # Ray itself would try for more than five minutes
+    host, _, port = address.rpartition(":")
+    if "/" not in host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
+
+
+def _init(**options: Any) -> None:
+    """Call `ray.init`, without its logs on the terminal and its handler of SIGTERM, which would end a run unsaved."""
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    # Ray, too, sets a handler in the main thread alone
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _resource(device: str) -> str:
+    """Ray's name of the resource of which each worker takes one."""
+    if device == "auto":
+        return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+    return "GPU" if device == "cuda" else "CPU"
+
+
+def _nodes_of_ranks(cluster: Cluster) -> list[int]:
+    assert cluster.gpus_per_node is not None
+    return [rank // cluster.gpus_per_node for rank in range(cluster.num_ray_workers)]
+
+
+def _reserve(cluster: Cluster, resource: str) -> PlacementGroup:
+    """Take a bundle of as many nodes as the run asks for; ConfigError if they are not free."""
+    bundles = [{resource: float(cluster.gpus_per_node or 0)}] * cluster.num_nodes
+    group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
+    if not group.wait(MAX_PLACEMENT_SECONDS):
+        remove_placement_group(group)
+        free = [node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]]
+        raise ConfigError(
+            f"cluster.num_nodes={cluster.num_nodes} and cluster.gpus_per_node={cluster.gpus_per_node} need as many "
+            f"{resource}s on each node, and within {MAX_PLACEMENT_SECONDS:.0f} s they were not free; the nodes have "
+            f"{free}, some of which other runs may hold; lower the settings, or add nodes by `fovea cluster start`"
+        )
+    return group
+
+
+def _start(bundles: PlacementGroup, node: int, resource: str) -> Any:
+    with_groups: Any = ray.remote(concurrency_groups={ANSWERS: 1})  # type: ignore[call-overload]  # left out of its types
+    actor = with_groups(RayWorker).options(
+        num_cpus=1 if resource == "CPU" else 0,
+        num_gpus=1 if resource == "GPU" else 0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=node),
+    )
+    return actor.remote()
+
+
+def _result(calls: Any) -> Any:
+    """The results of calls of actors; an error of Fovea as it was raised there, any other as ClusterError."""
+    try:
+        return ray.get(calls)
+    except RayTaskError as error:
+        if isinstance(error.cause, FoveaError):
+            raise error.cause from error
+        raise ClusterError(f"a worker could not start: {_in_one_line(error)}") from error
+    except RayActorError as error:
+        raise ClusterError(f"a worker ended as it started: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,42 @@
+"""The secret of a Ray cluster: who has it may run code on every node, so that Ray asks each process for it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+
+
+def token_path() -> Path:
+    """Where Ray looks for the token of this user."""
+    return Path(os.environ.get(PATH_VARIABLE) or Path.home() / ".ray" / "auth_token")
+
+
+def has_token() -> bool:
+    """Whether Ray will find a token, in a file or in the environment."""
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or token_path().is_file()
+
+
+def make_token() -> None:
+    """Write a new token unless there is one."""
+    if has_token():
+        return
+    path = token_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # for this user's eyes from the first byte on; Ray itself would leave that to the umask
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def use_token() -> None:
+    """Turn on Ray's authentication in this process and those that it starts, unless the environment says otherwise.
+
+    Must be called before ray is imported, which reads the environment then.
+    """
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # Ray would report what runs here to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

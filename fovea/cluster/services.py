@@ -1,0 +1,198 @@
+"""Policy, engine and weight sync of a run whose workers are several, for a driver that sees one of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fovea.cluster.messages import Share, SharedArguments
+from fovea.cluster.weights import SyncReport
+from fovea.cluster.workers import Call, WorkerHandle, Workers, call_each
+from fovea.errors import EngineError, LostEngineError, LostWorkerError
+from fovea.train.base import ModelFacts, Needs, Pair
+from fovea.train.deal import ImageKeys, ImagesByRank
+from fovea.types import Batch, Completion, Metrics, Request
+from fovea.utils.lru_cache import LRUCache
+
+MAX_KEPT = 1 << 16
+"""Requests whose engine is remembered: more than a step has, and few where engines that train nothing never sleep."""
+
+
+class WorkersPolicy:
+    """A policy whose weights are sharded over the learners, each of which gets the pixels of its own rows only."""
+
+    def __init__(self, workers: Workers, facts: ModelFacts) -> None:
+        self.workers = workers
+        self._facts = facts
+
+    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
+        images = (await self._images()).to_annotate(
+            batch, policy_passes=needs.old_logprobs or needs.values, reference_passes=needs.reference_logprobs
+        )
+        annotated: Batch = await self._call("annotate", batch, needs, images=images)
+        return annotated
+
+    async def update(self, batch: Batch) -> Metrics:
+        images = (await self._images()).to_update(batch)
+        metrics: Metrics = await self._call("update", batch, images=images)
+        return metrics | {
+            "transfer/images_mib": self.workers.images_mib(),
+            "transfer/requests_reissued": float(self.workers.requests_reissued()),
+            "transfer/engines_lost": float(self.workers.engines_lost()),
+        }
+
+    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+        images = (await self._images()).to_imitate([pair.prompt for pair in pairs])
+        metrics: Metrics = await self._call("sft", pairs, images=images)
+        # no push ends a step of the warm-up: images of all of its steps would pile up on both ends
+        for learner in self.workers.learners:
+            learner.forget_images()
+        return metrics
+
+    async def snapshot_reference(self) -> None:
+        await self._call("snapshot_reference")
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", folder)
+
+    async def finish_save(self) -> None:
+        await self._call("finish_save")
+
+    async def load(self, folder: Path) -> None:
+        await self._call("load", folder)
+
+    async def limit_microbatches(self, max_tokens: int) -> None:
+        await self._call("limit_microbatches", max_tokens)
+
+    async def export(self, folder: Path) -> None:
+        await self._call("export", folder)
+
+    def describe(self) -> ModelFacts:
+        return self._facts
+
+    async def close(self) -> None:
+        """End all workers, their engines included."""
+        await self.workers.close()
+
+    async def _images(self) -> ImagesByRank:
+        call = Call(service="policy", method="images_by_rank")
+        found: list[ImagesByRank] = await call_each([(self.workers.learners[0], call)])
+        return found[0]
+
+    async def _call(self, method: str, *arguments: Any, images: Sequence[ImageKeys] | None = None) -> Any:
+        """Make a call on all learners; returns the result of the first, which is that of all.
+
+        `images` has the keys of those whose pixels each learner needs; none without it.
+        """
+        learners, shared = self.workers.learners, SharedArguments(arguments)
+        shares = [Share(shared, keys) for keys in images or [frozenset()] * len(learners)]
+        calls = [
+            (learner, Call(service="policy", method=method, arguments=share, returns=rank == 0))
+            for rank, (learner, share) in enumerate(zip(learners, shares, strict=True))
+        ]
+        return (await call_each(calls))[0]
+
+
+class WorkersWeights:
+    """Weight sync from the sharded policy to the engines of all workers."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._num_receivers = len(workers.engines_only)
+
+    async def push(self, version: int) -> SyncReport:
+        await self._leave_out_the_lost()
+        call = Call(service="weight_sync", method="push", arguments=(version,))
+        reports: list[SyncReport] = await call_each((handle, call) for handle in self._workers.all)
+        checksums = {report.checksum for report in reports if report.checksum is not None}
+        if len(checksums) > 1:
+            raise EngineError(
+                f"the engines hold different weights after the push of version {version}, by checksums {checksums}; "
+                "run again, and report this as a bug if it comes back"
+            )
+        for handle in self._workers.all:
+            handle.forget_images()
+        return reports[0]
+
+    async def _leave_out_the_lost(self) -> None:
+        """Have the sender send to those engines alone that are left."""
+        for handle in self._workers.engines:
+            if handle.lost is not None:
+                self._workers.drop(handle, handle.lost)
+        receivers = self._workers.engines_only
+        if len(receivers) == self._num_receivers:
+            return
+        self._num_receivers = len(receivers)
+        left = [handle.rank for handle in receivers]
+        call = Call(service="weight_sync", method="leave_out_lost", arguments=(left,))
+        await call_each((handle, call) for handle in [self._workers.learners[0], *receivers])
+
+
+class WorkersEngine:
+    """The engines of all workers as one; a request goes to the one with the fewest completions to generate.
+
+    Requests of an engine that is lost, with its worker's process or alone, are made again on another, with the same
+    seeds.
+    """
+
+    def __init__(self, workers: Workers, name: str) -> None:
+        self.name = name
+        self._workers = workers
+        self._running: Counter[WorkerHandle] = Counter()
+        """Completions that each engine is generating."""
+        self._kept: LRUCache[str, WorkerHandle] = LRUCache(MAX_KEPT)
+        """The engine that keeps the KV cache of a request's completions for their next turn, by request id."""
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """Sample n completions on one engine; a later turn goes to the engine of the turn before.
+
+        LostWorkerError or LostEngineError if the last engine is lost, or one in a process that trains too.
+        """
+        while True:
+            engine = self._engine_of(request)
+            try:
+                return await self._generate(engine, request)
+            except (LostWorkerError, LostEngineError) as error:
+                # of a dead process no answer can come any more: no completion is there twice
+                self._workers.drop(engine, error)
+                self._workers.note_reissued()
+
+    async def _generate(self, engine: WorkerHandle, request: Request) -> Sequence[Completion]:
+        if request.keep:
+            self._kept.put(request.id, engine, 1)
+        self._running[engine] += request.n
+        try:
+            answer = await engine.start(Call(service="engine", method="generate", arguments=(request,)))
+            completions: Sequence[Completion] = await answer
+            return completions
+        finally:
+            self._running[engine] -= request.n
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        """Free the memory of engines that share a device with a shard of the policy; the others go on."""
+        self._kept = LRUCache(MAX_KEPT)
+        await call_each((handle, Call(service="engine", method="sleep")) for handle in self._workers.both)
+
+    async def wake(self) -> None:
+        """Wake the engines that `sleep` put to sleep."""
+        await call_each((handle, Call(service="engine", method="wake")) for handle in self._workers.both)
+
+    async def close(self) -> None:
+        """Do nothing: an engine is closed with its worker, by `WorkersPolicy.close`."""
+        # by a call, the answer of a worker that waits in a collective call, which others have left, would never come
+
+    def _engine_of(self, request: Request) -> WorkerHandle:
+        engines = self._workers.engines
+        kept = None if request.continues is None else self._kept.get(request.continues.rpartition("/")[0])
+        return kept if kept in engines else min(engines, key=self._running.__getitem__)
+
+    async def _call(self, method: str) -> None:
+        await call_each((handle, Call(service="engine", method=method)) for handle in self._workers.engines)

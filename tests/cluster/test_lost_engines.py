@@ -1,0 +1,108 @@
+"""Engines in processes of their own that are killed: their requests are made again on those that are left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fovea.cluster.connection import ConnectionLine, DriverConnection, serve_connection
+from fovea.cluster.remote import RemoteWorker
+from fovea.cluster.services import WorkersEngine
+from fovea.cluster.workers import Worker, Workers
+from fovea.errors import LostWorkerError
+from fovea.types import Completion, Request, Sampling
+from fovea.utils.event_loop import wait_for
+from tests.rollout.drawing import make_engine, same
+from tests.tiny_models import mixed_prompts, tiny
+
+LIMIT_SECONDS = 60
+
+
+def make() -> Any:
+    engine = make_engine(tiny("qwen3_vl"))
+    engine.load_weights(dict(tiny("qwen3_vl").network.named_parameters()), 3)
+    return engine
+
+
+def serve_engine(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    worker = cast(Any, Worker)(policy=None, engine=make(), weight_sync=None)
+    connection.send_bytes(b"ready")
+    wait_for(serve_connection(worker, DriverConnection(connection)))
+
+
+@pytest.fixture
+def engines() -> Iterator[Workers]:
+    """Two engines with the same weights, in a process each, and no learner."""
+    context, handles, processes = get_context("spawn"), [], []
+    for rank in (1, 2):
+        here, there = context.Pipe()
+        process = context.Process(target=serve_engine, args=(there,), daemon=True)
+        process.start()
+        there.close()
+        assert here.poll(LIMIT_SECONDS)
+        here.recv_bytes()
+        processes.append(process)
+        handles.append(RemoteWorker(ConnectionLine(here, process.pid), rank, 600.0))
+    workers = Workers([], handles)
+    yield workers
+    wait_for(workers.close())
+    for process in processes:
+        process.join(LIMIT_SECONDS)
+        assert process.exitcode is not None, "an engine outlived its driver"
+
+
+def requests() -> list[Request]:
+    prompts = mixed_prompts(tiny("qwen3_vl")) * 2
+    return [
+        Request(id=f"r{place}", prompt=prompt, sampling=Sampling(max_new_tokens=12, seed=place), n=2)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def pid_of(workers: Workers, place: int) -> int:
+    return cast(int, cast(Any, workers.engines[place])._line._pid)
+
+
+def test_requests_of_a_killed_engine_are_made_again_with_the_same_completions(engines: Workers) -> None:
+    stopped = pid_of(engines, 1)
+
+    async def draw() -> list[Sequence[Completion]]:
+        os.kill(stopped, signal.SIGSTOP)  # so that it has requests, and answers none of them
+        drawing = asyncio.gather(*map(WorkersEngine(engines, "test").generate, requests()))
+        await asyncio.sleep(0.5)
+        os.kill(stopped, signal.SIGKILL)
+        return await asyncio.wait_for(drawing, LIMIT_SECONDS)
+
+    groups = wait_for(draw())
+    assert engines.requests_reissued() == len(requests()) // 2
+    assert engines.requests_reissued() == 0, "counted once"
+    assert [handle.rank for handle in engines.engines] == [1]
+    assert [engines.engines_lost(), engines.engines_lost()] == [1, 0], "counted once, however many requests it had"
+
+    async def undisturbed() -> list[Sequence[Completion]]:
+        return await asyncio.gather(*map(make().generate, requests()))
+
+    for found, expected in zip(groups, wait_for(undisturbed()), strict=True):
+        assert [each.id for each in found] == [each.id for each in expected], "none lost, none doubled"
+        assert same(found, expected)
+
+
+def test_the_loss_of_the_last_engine_reaches_every_caller(engines: Workers) -> None:
+    async def draw() -> list[Any]:
+        for place in (0, 1):
+            os.kill(pid_of(engines, place), signal.SIGKILL)
+        drawing = map(WorkersEngine(engines, "test").generate, requests())
+        return await asyncio.gather(*drawing, return_exceptions=True)
+
+    found = wait_for(draw())
+    assert all(isinstance(each, LostWorkerError) for each in found), found
+    assert "has ended" in str(found[0])

@@ -1,0 +1,67 @@
+"""Memory that really runs out on one of two ranks under torchrun: both end, and the next attempt has smaller rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fovea.errors import MicrobatchMemoryError
+from fovea.metrics.log import read_metrics
+from tests.cluster.test_torchrun import settings
+from tests.test_runs import ROOT, environment
+
+SETTING = 16_000
+SCRIPT = """
+import os, resource
+from pathlib import Path
+from fovea.cli.main import main
+from fovea.train.torch.policy import TorchPolicy
+
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+update = TorchPolicy.update
+
+def update_in_little_memory(self, batch):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, resource.RLIM_INFINITY))
+    return update(self, batch)
+
+if (rank, attempt) == ("1", "0"):
+    TorchPolicy.update = update_in_little_memory
+try:
+    main()
+except SystemExit as ended:
+    Path(__file__).with_name(f"code-{rank}-{attempt}").write_text(str(ended.code))
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit of the address space")
+def test_a_rank_without_memory_ends_all_and_the_next_attempt_fits(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    words = [f"train.max_tokens_per_microbatch={SETTING}", "rollout.prompts_per_step=24", "max_steps=2"]
+    words += ["warmup=null", "model.freeze_vision_tower=false", "resume=auto"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*launcher, str(script), "train", *settings("recipes/shapes.yaml", run_dir, *words)],
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, done.stderr
+    assert f"error: memory ran out on rank 1 in a micro-batch of {SETTING} tokens at most" in said
+    ended = [(tmp_path / f"code-{rank}-0").read_text() for rank in (0, 1)]
+    assert ended == [str(MicrobatchMemoryError.exit_code)] * 2
+    left = json.loads((run_dir / "microbatches.json").read_text())
+    assert left["setting"] == SETTING > left["limit"]
+    sizes = {row["microbatch/max_tokens"] for row in read_metrics(run_dir)}
+    assert sizes == {left["limit"]}

@@ -1,0 +1,340 @@
+"""Runs whose workers Ray starts, against the same runs in one process."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from fovea.build.backends import open_backends
+from fovea.cluster import loopback
+from fovea.cluster.ray_token import make_token
+from fovea.config.run import Cluster, Config, Model, TinyModel
+from fovea.errors import ClusterError, ConfigError
+from fovea.metrics.log import read_metrics
+from tests.cluster.ray_environment import own_ray
+from tests.cluster.test_torchrun import LONG, LONG_STEPS, STEPS, compare, settings
+from tests.test_runs import ROOT, command, environment, final_weights, fovea, untimed
+
+pytest.importorskip("ray", reason="needs the extra ray")
+
+LIMIT_SECONDS = 300
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+sys.stdin.read()  # until the test closes it
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_environment() -> Iterator[dict[str, str]]:
+    with own_ray() as own:
+        yield own
+
+
+def train(ray_environment: dict[str, str], *arguments: str) -> None:
+    done = subprocess.run(
+        command("train", *arguments),
+        cwd=ROOT,
+        env=ray_environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "ray" not in done.stderr.lower(), "Ray's own logs are on the terminal"
+
+
+EACH_STEP = "checkpoint.every_steps=1"
+TWO_AND_ONE = ("cluster.gpus_per_node=3", "cluster.placement=disaggregated", "cluster.rollout_gpus=1")
+"""Two learners and an engine."""
+COLLOCATED = ("cluster.gpus_per_node=2",)
+
+
+PROMPTS_PER_STEP = 6
+IMAGE_BYTES = 36 * 3 * 2 * 8**2 * 4 + 3 * 8
+"""36 patches of 8 x 8 pixels in three colours, twice, in float32; and the numbers of patches along three axes."""
+
+
+@pytest.fixture(scope="module")
+def on_ray(ray_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two learners and an engine that nobody has killed."""
+    run_dir = tmp_path_factory.mktemp("ray") / "run"
+    train(ray_environment, *settings("recipes/shapes.yaml", run_dir, EACH_STEP, *TWO_AND_ONE))
+    return run_dir
+
+
+@pytest.mark.slow
+def test_two_learners_and_an_engine_train_as_one_process(on_ray: Path, tmp_path: Path) -> None:
+    done = fovea("train", *settings("recipes/shapes.yaml", tmp_path))
+    assert done.returncode == 0, done.stderr
+    compare(tmp_path, on_ray)
+    # each to the engine once and to one of the two learners, but one for dummies to both; without the first step, which
+    # has the images of warm-up and evaluation too
+    sent = [row["transfer/images_mib"] * 2**20 for row in read_metrics(on_ray)[1:]]
+    assert sent == pytest.approx([(2 * PROMPTS_PER_STEP + 1) * IMAGE_BYTES] * (STEPS - 1))
+
+
+@pytest.fixture
+def two_nodes(ray_environment: dict[str, str]) -> Iterator[str]:
+    """The address of a cluster of two nodes with a CPU each."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NODES], env=ray_environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as cluster:
+        assert cluster.stdout is not None
+        yield cluster.stdout.readline().strip()
+        cluster.communicate("")
+
+
+@pytest.mark.slow
+def test_two_nodes_train_by_ppo_as_one_process(two_nodes: str, ray_environment: dict[str, str], tmp_path: Path) -> None:
+    done = fovea("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
+    on_both = settings("recipes/shapes_ppo.yaml", tmp_path / "two", "cluster.num_nodes=2", "cluster.gpus_per_node=1")
+    train({**ray_environment, "RAY_ADDRESS": two_nodes}, *on_both)
+    compare(tmp_path / "one", tmp_path / "two")
+
+
+@contextmanager
+def going(ray_environment: dict[str, str], run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that has taken a step and is still going; killed at the end of the block if it still goes."""
+    with subprocess.Popen(
+        command("train", *settings("recipes/shapes.yaml", run_dir, *more)),
+        cwd=ROOT,
+        env=ray_environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while not read_metrics(run_dir):
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline, "no step was taken"
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
+
+
+def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return cast(list[psutil.Process], psutil.Process(process.pid).children(recursive=True))
+
+
+def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in family if is_worker(each)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return "ray::RayWorker" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
+def outlived(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return cast(list[psutil.Process], psutil.wait_procs(processes, timeout=60)[1])
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_it_had_not(
+    on_ray: Path, ray_environment: dict[str, str], tmp_path: Path
+) -> None:
+    with going(ray_environment, tmp_path, EACH_STEP, *TWO_AND_ONE, "max_restarts=1") as process:
+        workers = workers_of(family_of(process))
+        assert len(workers) == 3
+        workers[1].kill()
+        assert not outlived(workers), "old workers beside the new ones"
+        while not (new := workers_of(family_of(process))):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        _, said = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0, said
+    assert "has ended" in said
+    assert "a worker process failed: starting again from" in said
+    assert not outlived(new), "workers left behind"
+    sent = "transfer/images_mib"  # but for what a resume sends for its parity gate
+    assert [row | {sent: 0} for row in untimed(tmp_path)] == [row | {sent: 0} for row in untimed(on_ray)]
+    assert final_weights(tmp_path, STEPS) == final_weights(on_ray, STEPS)
+
+
+LOSE_AN_ENGINE = """
+import sys, threading, time
+from pathlib import Path
+import ray
+from fovea import loop
+from fovea.build.run import build
+from fovea.config.loading import load_config
+from fovea.metrics.log import read_metrics
+
+run = build(load_config([Path(sys.argv[1])], sys.argv[2:]))
+
+def kill() -> None:
+    while not read_metrics(run.folder):
+        time.sleep(0.02)
+    ray.kill(run.engine._workers.engines[1]._line._actor)  # its process, at once
+
+threading.Thread(target=kill, daemon=True).start()
+loop.train(run)
+assert len(run.engine._workers.engines) == 1
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_one_of_two_engines_goes_on_with_the_other(
+    on_ray: Path, ray_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Without a restart, in the next step too: weights are then pushed to the engine that is left."""
+    two_engines = ("cluster.gpus_per_node=3", "cluster.placement=disaggregated", "cluster.rollout_gpus=2")
+    arguments = settings("recipes/shapes.yaml", tmp_path, EACH_STEP, *two_engines)
+    done = subprocess.run(
+        [sys.executable, "-c", LOSE_AN_ENGINE, *arguments],
+        cwd=ROOT,
+        env=ray_environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    compare(on_ray, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_ends_the_run(ray_environment: dict[str, str], tmp_path: Path) -> None:
+    """The other one waits in a collective call meanwhile."""
+    patience = "cluster.heartbeat_timeout_seconds=10"
+    with going(ray_environment, tmp_path, *LONG, *COLLOCATED, patience) as process:
+        family = family_of(process)
+        workers_of(family)[1].suspend()
+        _, said = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 3, said
+    assert re.search(r"the worker process of rank [01] hangs: for cluster\.heartbeat_timeout_seconds=10", said)
+    assert not outlived(family), "processes left behind"
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_run_saved(ray_environment: dict[str, str], tmp_path: Path) -> None:
+    with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
+        family = family_of(process)
+        process.terminate()
+        _, said = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 143, said
+    assert "SIGTERM: the run ends after this step" in said
+    taken = len(read_metrics(tmp_path))
+    assert taken < LONG_STEPS
+    assert (tmp_path / "checkpoints" / f"step-{taken}").is_dir()
+    assert not outlived(family), "processes left behind"
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_worker_behind(ray_environment: dict[str, str], tmp_path: Path) -> None:
+    with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
+        family = family_of(process)
+        workers = workers_of(family)
+        assert len(workers) == 2
+        process.kill()
+        process.wait()
+        # those that serve the cluster end by themselves, some of them when they next look for their node
+        assert not outlived(workers), "workers left behind"
+
+
+def run_cluster(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("cluster", *arguments),
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_cluster_is_started_shown_and_stopped(ray_environment: dict[str, str]) -> None:
+    if any(each.name() == "raylet" for each in psutil.process_iter()):
+        pytest.skip("another Ray cluster runs on this machine, which `ray stop` would end too")
+    started = run_cluster(ray_environment, "start", "--port=6399", "--num-cpus=2")
+    try:
+        assert started.returncode == 0, started.stderr
+        assert "fovea cluster start --address" in started.stdout
+        shown = run_cluster(ray_environment, "status")
+        assert "2.0 CPU" in shown.stdout, shown
+        refused = run_cluster({**ray_environment, "RAY_AUTH_TOKEN": "guessed"}, "status")
+        assert refused.returncode == 3, refused
+        assert "token is missing or incorrect" in refused.stderr
+    finally:
+        stopped = run_cluster(ray_environment, "stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not outlived([each for each in psutil.process_iter() if each.name() in ("raylet", "gcs_server")])
+
+
+def test_a_machine_without_the_token_joins_no_cluster(tmp_path: Path) -> None:
+    without = {name: value for name, value in environment().items() if name != "RAY_AUTH_TOKEN"}
+    joined = run_cluster({**without, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}, "start", "--address=head:6379")
+    assert joined.returncode == 3
+    assert "this machine has no token of the cluster at head:6379; copy" in joined.stderr
+
+
+def test_a_machine_in_no_cluster_says_how_to_start_one(tmp_path: Path) -> None:
+    if any(each.name() == "gcs_server" for each in psutil.process_iter()):
+        pytest.skip("another Ray cluster runs on this machine, which Ray would find")
+    shown = run_cluster({**environment(), "RAY_TMPDIR": str(tmp_path)}, "status")
+    assert shown.returncode == 3
+    assert "this machine is a node of no cluster; run `fovea cluster start`" in shown.stderr
+
+
+@pytest.mark.parametrize("left_by", ["environment", "crash"])
+def test_a_cluster_that_is_gone_is_said_at_once(left_by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In place of minutes in which Ray goes on asking."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(loopback, "ADDRESS_FILE", tmp_path / "address")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if left_by == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    else:
+        (tmp_path / "address").write_text(f"{address}\n")
+    model = Model(tiny=TinyModel())
+    config = Config(model=model, cluster=Cluster(gpus_per_node=2))
+    with pytest.raises(
+        ClusterError, match=f"no connection to the Ray cluster at {address}: .*refused.*; see `fovea cl"
+    ):
+        open_backends(config, model, cast(Any, None))
+
+
+def test_torchrun_and_ray_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Model(tiny=TinyModel())
+    config = Config(model=model, cluster=Cluster(gpus_per_node=2))
+    with pytest.raises(ConfigError, match="torchrun has started 2 processes; leave torchrun"):
+        open_backends(config, model, cast(Any, None))
+
+
+def test_a_token_is_made_once_and_for_its_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "ray" / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    make_token()
+    token = path.read_text()
+    make_token()
+    assert path.read_text() == token
+    assert len(token) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
