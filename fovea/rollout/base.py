@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from fovea.errors import memory_for
 from fovea.types import Completion, Request
 
 
@@ -46,3 +48,10 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Cancel running requests and free all memory; the engine cannot be used afterwards."""
         ...
+
+
+def memory_for_rollout(max_batch_tokens: int) -> AbstractContextManager[None]:
+    """Block in which an engine generates; its OutOfMemoryError names the settings of the rollout."""
+    return memory_for(
+        "the rollout", f"lower rollout.engine.max_batch_tokens={max_batch_tokens}, or rollout.max_new_tokens"
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.errors import EngineError
+from fovea.errors import EngineError, OutOfMemoryError
 from fovea.models.activation_tape import Tape
 from fovea.models.linear_factors import Factors
 from fovea.models.tiny import TinyParts
@@ -237,7 +237,7 @@ def test_int8_linears_are_off_by_no_more_than_their_rounding(rows: int) -> None:
         assert not torch.equal(out, x @ weight.t() + bias)
 
 
-WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 192}
 
 
 def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
@@ -268,3 +268,15 @@ def test_packed_linears_equal_plain_ones(rows: int) -> None:
         expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
     assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))
+
+
+def test_a_rollout_that_runs_out_of_memory_names_its_settings_and_the_engine_goes_on() -> None:
+    """The random numbers of such a request are 128 TiB."""
+    parts = tiny("qwen3_vl")
+    engine, prompts = make_engine(parts, max_batch_tokens=2**60), mixed_prompts(parts)[:1]
+    with pytest.raises(
+        OutOfMemoryError, match=r"in the rollout; lower rollout\.engine\.max_batch_tokens=\d+, or rollout"
+    ):
+        generate(engine, prompts, [Sampling(max_new_tokens=2**45)], n=1)
+    ((completion,),) = generate(engine, prompts, [Sampling(max_new_tokens=2)], n=1)
+    assert len(completion.token_ids_T) <= 2

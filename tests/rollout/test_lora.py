@@ -71,7 +71,7 @@ def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Complet
     return np.concatenate([c.logprobs_T for group in drawn for c in group]) - trained
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
     parts = with_lora(torch.float32, 0.3, family)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.activation_tape import NOT_RECORDED
+from fovea.models.transfer import to_device
+from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
-from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.sampler import RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.types import Completion
 
@@ -140,9 +141,9 @@ class DecodeBatch:
         new = _new_rows(requests, self._device)
         self._state = new if self._state is None else _map(_stack, self._state, new)
         self._refresh()
-        counts = torch.tensor([request.n for request in requests], device=self._device)
+        prompt_of_B = [prompt for prompt, request in enumerate(requests) for _ in range(request.n)]
         # one prefill serves the n completions of a prompt: they share its logits
-        self._record(logits_PW.repeat_interleave(counts, 0), first)
+        self._record(logits_PW[to_device(torch.tensor(prompt_of_B), self._device)], first)
         self._measure()
 
     def step(self, forward: Forward, first_place: int = NOT_RECORDED) -> None:
@@ -244,14 +245,15 @@ def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowSta
     """State of new rows, which have no tokens yet."""
 
     def column(values: Sequence[int]) -> Tensor:
-        numbers = torch.tensor(values, device=device)
-        return numbers.repeat_interleave(torch.tensor([request.n for request in requests], device=device))
+        of_rows = [value for value, request in zip(values, requests, strict=True) for _ in range(request.n)]
+        return to_device(torch.tensor(of_rows), device)
 
     # one scratch column: a row that finishes at its limit keeps sampling into it
     room = max(request.limit_tokens for request in requests) + 1
     numbers = [uniforms(r.sampling.seed, r.n, r.limit_tokens) for r in requests]
     # all random numbers of a request at once, so that they do not depend on what runs beside it
-    uniforms_BT = torch.cat([F.pad(torch.from_numpy(u), (0, room - u.shape[1])) for u in numbers]).to(device)
+    padded = [F.pad(torch.from_numpy(u), (0, room - u.shape[1])) for u in numbers]
+    uniforms_BT = to_device(torch.cat(padded), device)
     limit_B = column([request.limit_tokens for request in requests])
     return RowState(
         length_B=torch.zeros_like(limit_B),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from fovea.rollout.embedded.batch import DecodeStep
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
+
+SMALL_STEP, LARGE_STEP, LAST_OF_SMALL_STEPS = 16, 32, 128
+"""Multiples of rows that graphs are captured for. Below some 300 rows, decoding is bound by reading weights, so that a
+few rows more cost little."""
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Captures a function without arguments; the result replays it on the same memory."""
@@ -94,27 +99,49 @@ def rerun(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return function
 
 
-def cuda_capture(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a CUDA graph; not run by the tests, which have no CUDA device."""
-    # a first run outside of the capture, on a side stream, as PyTorch's manual asks: libraries initialise themselves
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = function()
+class CudaCapture:
+    """Captures CUDA graphs whose memory is one pool; not run by the tests, which have no CUDA device.
 
-    def replay() -> Tensor:
-        graph.replay()
-        return output
+    What one graph leaves is overwritten by the next, so that all of them take the memory of the largest. An output must
+    be read before another graph is replayed.
+    """
 
-    return replay
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        # a first run outside of the capture, on a side stream, as PyTorch's manual asks: libraries start themselves
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = function()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def captured_rows(rows: int) -> int:
+    """Number of rows of the graph that runs so many, of which the others are padding.
+
+    Every row of padding costs its logits. Powers of two up to 16, then multiples of 16, from 128 on of 32: at most 31
+    rows of padding, and 24 graphs up to 512 rows.
+    """
+    if rows <= SMALL_STEP:
+        return 1 << (rows - 1).bit_length()
+    step = SMALL_STEP if rows <= LAST_OF_SMALL_STEPS else LARGE_STEP
+    return -(-rows // step) * step
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step, captured on demand: one per power of two of rows and page-table width."""
+    """CUDA graphs of the decode step, captured on demand: one per number of rows (`captured_rows`) and table width."""
 
     def __init__(self, run: StepFunction, capture: Capture) -> None:
         """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
@@ -125,8 +152,7 @@ class DecodeGraphs:
     def __call__(self, inputs: GraphInputs) -> Tensor:
         """Compute logits [B, W]; the next call overwrites them."""
         rows, width = inputs.table_BX.shape
-        # powers of two: few graphs to capture, and at most half of the rows are padding
-        size = 1 << (rows - 1).bit_length()
+        size = captured_rows(rows)
         if (size, width) not in self._graphs:
             self._graphs[size, width] = self._captured(inputs, size)
         static, replay = self._graphs[size, width]

@@ -20,12 +20,13 @@ from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import decoder_shape
 from fovea.models.processor import Processor
-from fovea.models.trainable import adapter_scale, weight_names
+from fovea.models.trainable import adapter_scale, factored_weights, weight_names
 from fovea.models.vlm import VLM
+from fovea.rollout.base import memory_for_rollout
+from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, FinishedRow, completion_of
 from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
-from fovea.rollout.embedded.detokenizer import CompletionText
 from fovea.rollout.embedded.linears import (
     NamedWeights,
     TextWeights,
@@ -36,7 +37,7 @@ from fovea.rollout.embedded.linears import (
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper
-from fovea.types import Completion, Request
+from fovea.types import Completion, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 
 DEFAULT_TUNING = Tuning()
@@ -67,7 +68,7 @@ class EmbeddedEngine:
         self._tuning = tuning
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
-        self._device = next(vlm.parameters()).device
+        self._device = vlm.device
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
@@ -105,6 +106,11 @@ class EmbeddedEngine:
             first_position=first_position,
             kept=None if request.continues is None else self._kept.get(request.continues),
         )
+        with memory_for_rollout(self._max_batch_tokens):
+            return await self._answer(queued)
+
+    async def _answer(self, queued: QueuedRequest) -> Sequence[Completion]:
+        request = queued.request
         needed = self._ready_cache().cost([queued.demand])
         if needed > self._max_batch_tokens:
             raise EngineError(
@@ -156,6 +162,10 @@ class EmbeddedEngine:
     def weight_names(self) -> frozenset[str]:
         """Names of all weights of the network (`models.trainable.factored_weights`)."""
         return weight_names(self._vlm.network)
+
+    def own_weights(self) -> Weights:
+        """The tensors of the network, under `weight_names`."""
+        return ((name, weight.detach()) for name, weight in factored_weights(self._vlm.network))
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
         """Take references to the language model's tensors; copy those of the vision tower unless they are shared.

@@ -2,7 +2,8 @@
 
 Plain: references to the trainer's tensors, with LoRA adapters beside the weights: merged, 16 bits would round most of
 them away (decision 016). oneDNN: decode copies in oneDNN's blocked layout, for few rows, in float32. int8: decode
-copies in 8 bits, the only ones that change results. Both kinds of copies have adapters merged.
+copies in 8 bits, the only ones that change results. Both kinds of copies have adapters merged. Experts of a mixture
+are the trainer's tensors in all three.
 
 Axes: `N` tokens, `B` rows of the decode batch, `E` inputs and `O` outputs of a layer, `X` rows of a matrix, `W`
 vocabulary.
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fovea.models.activation_tape import LinearGroup, Tape, TapeColumn
-from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, Linears, Norm
+from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, GatedMlp, Linears, Norm
+from fovea.models.experts import Experts
 from fovea.models.families.qwen_vl import LANGUAGE
 from fovea.models.kernels import rms_norm
 from fovea.models.linear_factors import Factors, add_adapter, merged_weight
@@ -142,8 +144,24 @@ def _layer(
         key_norm=head_norm("k_norm"),
         output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
         post_norm=_norm(named.tensors[f"{prefix}post_attention_layernorm.weight"], shape),
-        gate_up=linears("mlp.gate_proj", "mlp.up_proj", group=LinearGroup.GATE_UP),
-        down=linears("mlp.down_proj", group=LinearGroup.DOWN),
+        mlp=_experts(named, prefix, shape)
+        or GatedMlp(
+            gate_up=linears("mlp.gate_proj", "mlp.up_proj", group=LinearGroup.GATE_UP),
+            down=linears("mlp.down_proj", group=LinearGroup.DOWN),
+        ),
+    )
+
+
+def _experts(named: NamedWeights, prefix: str, shape: DecoderShape) -> Experts | None:
+    """Router and experts of a layer, the trainer's tensors in every implementation; None in a layer without."""
+    router_XE = named.tensors.get(f"{prefix}mlp.gate.weight")
+    if router_XE is None:
+        return None
+    return Experts(
+        router_XE=router_XE,
+        gate_up_XGE=named.tensors[f"{prefix}mlp.experts.gate_up_proj"],
+        down_XEF=named.tensors[f"{prefix}mlp.experts.down_proj"],
+        per_token=shape.experts_per_token,
     )
 
 

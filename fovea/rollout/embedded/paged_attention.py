@@ -8,11 +8,13 @@ Axes: as in `paged_cache`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn_out
 
-from fovea.models.decoder import DecoderShape
+from fovea.models.varlen import HeadShape, why_refused
 
 
 def varlen_attention(
@@ -38,16 +40,16 @@ def varlen_attention(
     return out
 
 
-def usable(shape: DecoderShape, like: Tensor, page_tokens: int) -> bool:
-    """Whether the kernel runs for this dtype, head width and page size on this device."""
-    if like.device.type != "cuda" or like.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    # a trial run: no table of supported combinations is published, and the tests have no CUDA device
-    query = like.new_zeros(1, shape.num_heads, shape.head_dim)
-    pages = like.new_zeros(1, page_tokens, shape.num_kv_heads, shape.head_dim)
-    table = torch.zeros(1, 1, dtype=torch.int32, device=like.device)
-    try:
-        varlen_attention(query, pages, pages, table, torch.ones_like(table[0]), shape.scale)
-    except (RuntimeError, ValueError):  # PyTorch raises either for an unsupported page size, head width or device
-        return False
-    return True
+@lru_cache(maxsize=64)
+def paged_refusal(shape: HeadShape, page_tokens: int) -> str | None:
+    """Why the kernel cannot run with heads of this shape and pages of this size; None where it can."""
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes 16-bit numbers only, not {shape.dtype}"
+
+    def trial() -> None:
+        query = torch.zeros(1, shape.heads, shape.width, dtype=shape.dtype, device=shape.device)
+        pages = query.new_zeros(1, page_tokens, shape.key_heads, shape.width)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=shape.device)
+        varlen_attention(query, pages, pages, table, torch.ones_like(table[0]), 1.0)
+
+    return why_refused(trial)

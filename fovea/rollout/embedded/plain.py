@@ -17,11 +17,12 @@ from torch import Tensor
 from fovea.errors import EngineError
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
-from fovea.models.trainable import weight_names
+from fovea.models.trainable import factored_weights, weight_names
+from fovea.rollout.base import memory_for_rollout
+from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.cache import QueuedRequest
-from fovea.rollout.embedded.detokenizer import CompletionText
-from fovea.types import Completion, Request
+from fovea.types import Completion, Request, Weights
 
 
 class PlainEngine:
@@ -32,7 +33,7 @@ class PlainEngine:
         self._family = vlm.family
         self._max_batch_tokens = max_batch_tokens
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
-        self._device = next(vlm.parameters()).device
+        self._device = vlm.device
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._banned_K = vlm.banned_K
         self._version: int | None = None
@@ -57,9 +58,10 @@ class PlainEngine:
             )
         positions_XL, first_position = self._family.positions(request.prompt.token_ids_L, request.prompt.images, 0)
         done = asyncio.get_running_loop().create_future()
-        return self._draw(
-            QueuedRequest(request=request, done=done, positions_3L=positions_XL, first_position=first_position)
-        )
+        with memory_for_rollout(self._max_batch_tokens):
+            return self._draw(
+                QueuedRequest(request=request, done=done, positions_3L=positions_XL, first_position=first_position)
+            )
 
     @torch.no_grad()
     def _draw(self, queued: QueuedRequest) -> list[Completion]:
@@ -96,6 +98,10 @@ class PlainEngine:
     def weight_names(self) -> frozenset[str]:
         """Names of all weights of the network (`models.trainable.factored_weights`)."""
         return weight_names(self._network)
+
+    def own_weights(self) -> Weights:
+        """The tensors of the network, under `weight_names`."""
+        return ((name, weight.detach()) for name, weight in factored_weights(self._network))
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:

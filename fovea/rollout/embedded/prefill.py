@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
 from fovea.models.kernels import Rope
 from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
+from fovea.models.transfer import to_device
 from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, TokenSpan
@@ -96,20 +96,23 @@ def prefill_row(
 ) -> PrefillRow:
     """Embed the new tokens of the prompts, with `features` of their new images in place of image pads."""
     device = weights.embed.device
-    token_ids_N = _joined([request.prompt.token_ids_L[request.first_new_token :] for request in requests], device)
-    positions_3N = _joined([request.positions_3L[:, request.first_new_token :] for request in requests], device)
+    ids_N = np.concatenate([request.prompt.token_ids_L[request.first_new_token :] for request in requests])
+    token_ids_N = to_device(torch.from_numpy(ids_N), device)
+    positions_3N = to_device(
+        torch.from_numpy(
+            np.concatenate([request.positions_3L[:, request.first_new_token :] for request in requests], axis=1)
+        ),
+        device,
+    )
     hidden_NE = weights.embed[token_ids_N]
     visual = None
     if features:
         joined = concatenate(features)
-        pads = (token_ids_N == vlm.family.image_token_id).nonzero()[:, 0]
+        # found on the host, which need not wait for the device
+        pads = to_device(torch.from_numpy(np.flatnonzero(ids_N == vlm.family.image_token_id)), device)
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
     return PrefillRow(hidden_NE=hidden_NE, rope=vlm.rope(positions_3N, hidden_NE), visual=visual)
-
-
-def _joined(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays, axis=-1)).to(device)
 
 
 def prompt_passes(

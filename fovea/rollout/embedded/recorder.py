@@ -57,7 +57,7 @@ class Recorder:
         if graph:
             # the tape keeps the graph for the update; decoding needs the numbers only
             return [graph[image.key].map(Tensor.detach) for image in images]
-        return self._vlm.image_features(images) if images else []
+        return self._vlm.rollout_features(images) if images else []
 
     def _decide(self, requests: Sequence[QueuedRequest], images: Sequence[PromptImage], alone: bool) -> ImageGraph:
         """Reserve tape for linear outputs and vision graph, else for the graph alone; returns the graph."""

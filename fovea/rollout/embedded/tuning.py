@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fovea.models.decoder import DecoderShape
+from fovea.models.decoder import DecoderShape, decoder_shape
+from fovea.models.shared_prefix.attention import heads_of
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.decode_step import GraphStepper, Stepper, cuda_capture, rerun
+from fovea.rollout.embedded.decode_step import CudaCapture, GraphStepper, Stepper, rerun
 from fovea.rollout.embedded.dense_cache import DenseCache
 from fovea.rollout.embedded.linears import TextWeights, can_use_onednn
-from fovea.rollout.embedded.paged_attention import usable, varlen_attention
+from fovea.rollout.embedded.paged_attention import paged_refusal, varlen_attention
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 
@@ -27,6 +28,9 @@ MAX_ONEDNN_ROWS, MIN_ONEDNN_WIDTH = 64, 256
 """Limits of the oneDNN layout: with more rows, or narrower layers, a product is not bound by reading the weights."""
 
 
+PAGE_TOKENS = 256
+"""Flash attention 2 requires pages of 256 tokens, later versions take smaller ones."""
+
 INT8 = "(int8 decoding)"
 """Part of the engine's name where decode steps are inexact."""
 
@@ -37,8 +41,8 @@ class Tuning:
 
     cache: CacheKind | None = None
     """None: paged where PyTorch has a kernel for it, else dense."""
-    page_tokens: int = 256
-    """Page size of the paged cache; flash attention 2 requires 256, later ones take smaller pages."""
+    page_tokens: int = PAGE_TOKENS
+    """Page size of the paged cache."""
     decode_steps_per_sync: int | None = None
     """Decode steps between syncs to see which rows have finished. None: 8 on CUDA, 1 on CPUs, where a sync is free."""
     pass_tokens: int = PASS_TOKENS
@@ -65,17 +69,36 @@ class Tuning:
 
 def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> Cache:
     """Make a cache with dtype and device of `like`; a paged cache without a kernel gathers its pages, for tests."""
-    has_kernel = usable(shape, like, tuning.page_tokens)
+    has_kernel = _paged_refusal(shape, like.device, like.dtype, tuning.page_tokens) is None
     if tuning.cache == "dense" or (tuning.cache is None and not has_kernel):
         return DenseCache(shape, like)
     kernel = varlen_attention if has_kernel else gathered_attention
     return PagedCache(shape, like, kernel, num_tokens=num_tokens, page_tokens=tuning.page_tokens)
 
 
+def slow_decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is said at the start of a run whose GPU refuses the paged kernel of the default settings."""
+    refusal = _paged_refusal(decoder_shape(text_config), device, dtype, PAGE_TOKENS)
+    if refusal is None:
+        return None
+    return (
+        f"decoding: torch's flash attention refuses pages of keys here ({refusal}); the engine decodes over a dense "
+        "cache and without CUDA graphs, which is five to ten times slower; install a flash attention that takes them "
+        "(torch.nn.attention.activate_flash_attention_impl), set model.dtype=bfloat16 if it is not, or use "
+        "rollout.engine=vllm"
+    )
+
+
+def _paged_refusal(shape: DecoderShape, device: torch.device, dtype: torch.dtype, page_tokens: int) -> str | None:
+    if device.type == "cpu":
+        return "there is no kernel for CPUs"
+    return paged_refusal(heads_of(shape, device, dtype), page_tokens)
+
+
 def make_stepper(vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> Stepper:
     """Make the stepper that fits a cache: CUDA graphs for pages, else eager."""
     # graphs need the fixed addresses that only the paged cache has
     if isinstance(cache, PagedCache):
-        capture = cuda_capture if weights.embed.is_cuda else rerun
+        capture = CudaCapture() if weights.embed.is_cuda else rerun
         return GraphStepper(vlm, weights, shape, cache, capture)
     return Stepper(vlm, weights, shape, cache)

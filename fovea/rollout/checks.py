@@ -1,0 +1,95 @@
+"""What is checked alike for engines of other packages: models, their arguments, and the weights of a push."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+
+from fovea.errors import ConfigError, EngineError
+from fovea.types import Shape
+
+NOT_PUSHED: Mapping[str, str] = {
+    "qwen3_vl_moe": (
+        "published checkpoints, from which engines start, have its experts' weights transposed to the trainer's, and "
+        "pushes do not turn them"
+    )
+}
+"""Why Fovea trains a family that no engine of another package can draw for."""
+
+
+def check_family(family: str, known: Collection[str], *, model: str, setting: str, engine: str) -> None:
+    """Raise ConfigError for a model of a family that is not `known`; `setting` is the name in `rollout.engine`."""
+    if family not in known:
+        why = f": {NOT_PUSHED[family]}" if family in NOT_PUSHED else ""
+        raise ConfigError(
+            f"rollout.engine={setting}, but {model} is of family {family}, which Fovea cannot hand to {engine} (it can "
+            f"{', '.join(known)}){why}; set rollout.engine=embedded"
+        )
+
+
+def check_arguments(
+    given: Mapping[str, Any],
+    *,
+    settings: Mapping[str, str],
+    fixed: Mapping[str, Any],
+    known: Collection[str],
+    engine: str,
+    listed: str,
+) -> None:
+    """Raise ConfigError for a `rollout.engine.engine_args` that may not be given.
+
+    `settings` are the arguments for which there are settings, with the names of those; `fixed` those that Fovea sets;
+    `known` all that the engine has, and `listed` what documents them.
+    """
+    for key in given:
+        here = f"rollout.engine.engine_args.{key}"
+        if key in settings:
+            raise ConfigError(f"{here}: a setting of its own; set rollout.engine.{settings[key]}")
+        if key in fixed:
+            raise ConfigError(f"{here}: Fovea sets it to {fixed[key]!r}, on which its training depends; remove it")
+        check_known(key, known, where=here, engine=engine, listed=listed)
+
+
+def check_known(argument: str, known: Collection[str], *, where: str, engine: str, listed: str) -> None:
+    """Raise ConfigError for an argument that the engine lacks; `where` it was given, and `listed` what has them all."""
+    if argument not in known:
+        near = difflib.get_close_matches(argument, known, n=2, cutoff=0.6)
+        meant = f"; did you mean {' or '.join(near)}?" if near else f"; {listed} lists them all"
+        raise ConfigError(f"{where}: {engine} has no such engine argument{meant}")
+
+
+def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape], *, engine: str) -> None:
+    """Raise EngineError unless names and shapes of weights are those of the engine."""
+    reshaped = [
+        f"{name} is {list(shape)} and not {list(expected[name])}"
+        for name, shape in sent.items()
+        if name in expected and shape != expected[name]
+    ]
+    sides = [
+        (expected.keys() - sent.keys(), f"that {engine} needs were not sent"),
+        (sent.keys() - expected.keys(), f"that were sent {engine} does not have"),
+        (reshaped, f"have another shape in {engine}"),
+    ]
+    found = [f"{len(names)} {which}, first {min(names)}" for names, which in sides if names]
+    if found:
+        raise EngineError(
+            f"weights do not match between trainer and {engine}: {'; '.join(found)}; both must open the same model: "
+            "compare model.path on both sides"
+        )
+
+
+def checkpoint_shapes(model: str, revision: str | None) -> dict[str, Shape]:
+    """Names and shapes of the weights of a model folder, or of a hub id that was downloaded."""
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+    shapes: dict[str, Shape] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes

@@ -1,0 +1,73 @@
+"""What every engine's server is given, and the process that it becomes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fovea.errors import ConfigError
+
+BANNED_IDS_ENV, API_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY"
+"""Environment variables of a server's process, for `rollout.server_bans` and `rollout.server_key`."""
+KEYS = ("api_key", "admin_api_key")
+"""Arguments of engines that are keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelServer:
+    """A model to serve, and where."""
+
+    folder: Path
+    name: str
+    """The model's name in requests."""
+    dtype: str = "auto"
+    """Type of its weights: that of its files; `auto` is the engine's choice, which may be a shorter one."""
+    host: str
+    port: int
+    api_key: str | None = field(default=None, repr=False)
+    """The key that every request must bring."""
+    banned_ids: Sequence[int] = ()
+    """Ids that are never drawn (`models.processor.Processor`)."""
+    weights_dir: Path | None = None
+    """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine, under its own names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A process to start."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
+    """Its environment, which may hold a key."""
+
+
+def checked(server: ModelServer, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The further arguments, with underscores; ConfigError for one that is `fixed`, or a key."""
+    given = {key.replace("-", "_"): value for key, value in server.arguments.items()}
+    for key, value in given.items():
+        if key in KEYS:
+            raise ConfigError(f"{key}: other users of this machine could read it; use --api-key-env VARIABLE")
+        if key in fixed:
+            raise ConfigError(f"{key}={value}: `fovea serve` sets it to {fixed[key]}; remove it")
+    return given
+
+
+def environment(server: ModelServer, *, without: Collection[str] = ()) -> dict[str, str]:
+    """This process's environment, and what the server is not told on its command line, which every user can list."""
+    inherited = {key: value for key, value in os.environ.items() if key not in (API_KEY_ENV, *without)}
+    key = {} if server.api_key is None else {API_KEY_ENV: server.api_key}
+    return inherited | key | {BANNED_IDS_ENV: json.dumps(list(server.banned_ids))}
+
+
+class LaunchesServers(Protocol):
+    """An engine's own way to start its server."""
+
+    def __call__(self, server: ModelServer) -> Launch:
+        """The process of this server; ConfigError for arguments that it cannot take."""
+        ...

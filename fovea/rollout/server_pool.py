@@ -1,0 +1,148 @@
+"""Several servers of one engine as one: a call goes to the one with the least to do, and to another if that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from fovea.errors import EngineError, named
+from fovea.utils.event_loop import gather_or_cancel
+from fovea.utils.http_json import CallError, JsonServer
+
+MAX_TRIES = 10
+"""Of one call: one that ends every server that it comes to must not go on for ever."""
+FIRST_PAUSE_SECONDS = 0.25
+MAX_PAUSE_SECONDS = 5.0
+
+Parse: TypeAlias = Callable[[Any], Any]
+"""Reads an answer; None for a part of one, with which a server may answer that is told to end."""
+Prepare: TypeAlias = Callable[[JsonServer], Awaitable[None]]
+"""Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit."""
+
+
+def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
+    """Block in which an answer of a server is read; an EngineError names one of another form than is expected."""
+    return named(
+        lambda error: EngineError(
+            f"{server.url}{path} answers in another form than is expected ({type(error).__name__}: {error}); it must "
+            "be a server of `fovea serve --for-training`, with the same versions as here"
+        )
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A server of the pool."""
+
+    server: JsonServer
+    load: int = 0
+    """What it has to do, in the units of `ServerPool.post`."""
+    is_ready: bool = False
+    problem: str = "it was not asked yet"
+    """Why it is not ready."""
+
+
+@dataclass(slots=True)
+class ServerPool:
+    """Calls of several servers; all of them are made on one event loop."""
+
+    members: Sequence[Member]
+    prepare: Prepare
+    """Called before a server gets its first call, and again after it was lost."""
+    restart_seconds: float
+    """Longest time for which a call waits where no server is ready."""
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _returning: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self) -> None:
+        """Wait until all servers answer and are prepared; EngineError for one that is not fit, or not there in time."""
+        try:
+            async with asyncio.timeout(self.restart_seconds):
+                await gather_or_cancel(self._until_ready(member, CallError) for member in self.members)
+        except TimeoutError as error:
+            raise EngineError(
+                f"not all servers are ready: {self._problems()}; start them, or raise "
+                f"rollout.engine.restart_seconds={self.restart_seconds:g}"
+            ) from error
+
+    async def post(self, path: str, body: Mapping[str, Any], *, load: int, parse: Parse) -> Any:
+        """The whole answer of a server, parsed, to a call that adds `load` to what it has to do.
+
+        A call whose server is lost is made again, from the start, of another. EngineError where none can answer.
+        """
+        for _ in range(MAX_TRIES):
+            member = await self._least_loaded()
+            member.load += load
+            try:
+                answer = await member.server.post(path, body)
+                with understood(member.server, path):
+                    parsed = parse(answer)
+                if parsed is not None:
+                    return parsed
+                self._lose(member, CallError("it broke a request off"))
+            except CallError as error:
+                if not error.may_pass:
+                    raise EngineError(f"{member.server.url} refuses a request: {error}") from error
+                self._lose(member, error)
+            finally:
+                member.load -= load
+        raise EngineError(
+            f"a request was lost with each of {MAX_TRIES} servers that it came to, the last one: {self._problems()}; "
+            "see the servers' own messages"
+        )
+
+    async def on_all(self, call: Prepare) -> None:
+        """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back."""
+        await gather_or_cancel(self._call(member, call) for member in self.members if member.is_ready)
+
+    async def close(self) -> None:
+        """Close the connections to all servers, which go on."""
+        for task in self._returning:
+            task.cancel()
+        for member in self.members:
+            await member.server.close()
+
+    async def _call(self, member: Member, call: Prepare) -> None:
+        try:
+            await call(member.server)
+        except CallError as error:
+            self._lose(member, error)
+
+    async def _least_loaded(self) -> Member:
+        try:
+            async with asyncio.timeout(self.restart_seconds), self._changed:
+                await self._changed.wait_for(lambda: any(member.is_ready for member in self.members))
+        except TimeoutError as error:
+            raise EngineError(
+                f"no server was ready for rollout.engine.restart_seconds={self.restart_seconds:g}: "
+                f"{self._problems()}; start one again, or raise that"
+            ) from error
+        return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
+
+    def _lose(self, member: Member, error: CallError) -> None:
+        if member.is_ready:
+            member.is_ready, member.problem = False, str(error)
+            # one that came back unfit may be started once more
+            task = asyncio.create_task(self._until_ready(member, CallError, EngineError))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    async def _until_ready(self, member: Member, *passing: type[Exception]) -> None:
+        """Prepare a server, again after an error that is `passing`, until it is ready."""
+        pause = FIRST_PAUSE_SECONDS
+        while not member.is_ready:
+            try:
+                await self.prepare(member.server)
+                member.is_ready = True
+            except passing as error:
+                member.problem = str(error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _problems(self) -> str:
+        return "; ".join(f"{each.server.url}: {each.problem}" for each in self.members if not each.is_ready)

@@ -1,0 +1,191 @@
+"""The settings of `rollout.engine=sglang` as SGLang's own server arguments, and the making of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.server_args import ServerArgs
+from transformers import AutoConfig, PretrainedConfig
+
+from fovea.config.backends import CPU_KV_CACHE_TOKENS
+from fovea.config.backends import SglangEngine as Settings
+from fovea.config.run import Model
+from fovea.errors import ConfigError, EngineError, LostEngineError
+from fovea.models.load import pick_device
+from fovea.models.model_files import hub_options
+from fovea.models.processor import Processor
+from fovea.rollout.checks import check_arguments, check_family
+from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.sglang.engine import SglangEngine
+from fovea.rollout.sglang.inputs import Translator
+from fovea.rollout.sglang.process import EngineProcess, Limits
+from fovea.rollout.sglang.weights import SglangWeights
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""
+
+PATCH_VALUES = 1176
+"""Values of a patch (3 x 2 x 14 x 14) by which SGLang tells pixels from features, for Qwen2.5-VL alone."""
+
+CONTEXT_MARGIN_TOKENS = 8
+"""SGLang keeps some tokens of its context length to itself."""
+
+SETTINGS: Mapping[str, str] = {
+    "tp_size": "tensor_parallel_size",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "max_total_tokens": "max_total_tokens",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "max_prefill_tokens": "max_num_batched_tokens",
+    "chunked_prefill_size": "enable_chunked_prefill",
+    "disable_cuda_graph": "enforce_eager",
+}
+"""The setting that stands for an argument of SGLang."""
+CPU_ARGUMENTS: Mapping[str, Any] = {
+    # SGLang's own kernels for CPUs need AMX
+    "attention_backend": "torch_native",
+    "mm_attention_backend": "sdpa",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+}
+
+ENVIRONMENT: Mapping[str, str] = {
+    # features of images would outlive the weights that made them
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
+    # else log-probs before temperature and bans, which are not what is drawn from
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+    # for the margin; Fovea compares max_model_len with the model itself
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+"""Environment of the engine's processes, whatever that of the trainer is."""
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # its sampler is compiled else, for which a CPU needs a C++ compiler
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def make_engine(
+    settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int
+) -> SglangEngine:
+    """Start SGLang on the model's folder, in processes of its own; ConfigError for what it refuses."""
+    check_family(processor.family.model_type, FAMILIES, model=model.name, setting=settings.name, engine="SGLang")
+    assert model.path is not None, "an engine serves a model from its folder"
+    config = AutoConfig.from_pretrained(model.path, **hub_options(model))
+    _check_length(config, max_model_len)
+    check_patches(config, model.name)
+    device = pick_device(model.device)
+    arguments = server_arguments(settings, model, max_model_len=max_model_len, seed=seed, device=device)
+    on_cpu = device.type == "cpu"
+    try:
+        process = EngineProcess(
+            arguments,
+            {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})},
+            Limits(start_seconds=settings.start_seconds, timeout_seconds=settings.timeout_seconds),
+        )
+    except (EngineError, LostEngineError) as error:
+        raise ConfigError(f"rollout.engine=sglang does not start: {error}") from error
+    weights = SglangWeights(
+        process,
+        model.path,
+        model.revision,
+        dtype=getattr(torch, model.dtype),
+        is_tied=bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings),
+        workers=settings.tensor_parallel_size,
+    )
+    translator = Translator(
+        stop_ids=processor.stop_ids,
+        banned_ids=processor.banned_ids,
+        min_new_tokens=settings.min_new_tokens,
+        ignore_eos=settings.ignore_eos,
+    )
+    return SglangEngine(
+        process,
+        weights,
+        translator,
+        CompletionText(processor.tokenizer, processor.stop_ids),
+        max_model_len=max_model_len,
+        max_images=settings.limit_mm_per_prompt.image,
+    )
+
+
+def server_arguments(
+    settings: Settings, model: Model, *, max_model_len: int, seed: int, device: torch.device
+) -> dict[str, Any]:
+    """SGLang's server arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for."""
+    chosen = _chosen(settings, max_model_len, on_cpu=device.type == "cpu")
+    fixed = _fixed(model, seed, device)
+    check_arguments(
+        settings.engine_args,
+        settings=SETTINGS,
+        fixed=fixed,
+        known=ServerArgs.__struct_fields__,
+        engine="SGLang",
+        listed="SGLang's ServerArgs",
+    )
+    of_device = CPU_ARGUMENTS if device.type == "cpu" else {}
+    return {"log_level": "warning", **of_device, **fixed, **chosen, **settings.engine_args}
+
+
+def _chosen(settings: Settings, max_model_len: int, *, on_cpu: bool) -> dict[str, Any]:
+    """The arguments that settings stand for, as `SETTINGS` has them; None leaves one to SGLang."""
+    total_tokens = settings.max_total_tokens or (max(CPU_KV_CACHE_TOKENS, 2 * max_model_len) if on_cpu else None)
+    arguments = {
+        "tp_size": settings.tensor_parallel_size,
+        "mem_fraction_static": settings.gpu_memory_utilization,
+        "max_total_tokens": total_tokens,
+        "context_length": max_model_len + CONTEXT_MARGIN_TOKENS,
+        "max_running_requests": settings.max_num_seqs,
+        "max_prefill_tokens": settings.max_num_batched_tokens,
+        "chunked_prefill_size": settings.max_num_batched_tokens if settings.enable_chunked_prefill else -1,
+        "disable_cuda_graph": settings.enforce_eager or on_cpu,
+    }
+    return {key: value for key, value in arguments.items() if value is not None}
+
+
+def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
+    return {
+        "model_path": model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "random_seed": seed % 2**31,
+        "trust_remote_code": False,
+        "device": device.type,
+        "base_gpu_id": _gpu(device),
+        # frees memory for the update
+        "enable_memory_saver": device.type != "cpu",
+        # the one that draws by seed
+        "sampling_backend": "pytorch",
+        # stop tokens and sampling come with every request
+        "sampling_defaults": "openai",
+        "skip_server_warmup": True,
+        "disable_radix_cache": False,
+    }
+
+
+def _gpu(device: torch.device) -> int:
+    """The number of the device, which without one is that of this process."""
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.current_device() if device == torch.device(device.type) else device.index
+
+
+def _check_length(config: PretrainedConfig, max_model_len: int) -> None:
+    longest = config.get_text_config().max_position_embeddings
+    if max_model_len > longest:
+        raise ConfigError(
+            f"a prompt and its completion may have {max_model_len} tokens together, and the model has positions for "
+            f"{longest}; lower rollout.engine.max_model_len, or data.max_prompt_tokens and rollout.max_new_tokens"
+        )
+
+
+def check_patches(config: PretrainedConfig, model: str) -> None:
+    """Raise ConfigError for a Qwen2.5-VL whose pixels SGLang would take for features."""
+    vision = config.vision_config
+    if config.model_type == "qwen2_5_vl" and 3 * vision.temporal_patch_size * vision.patch_size**2 != PATCH_VALUES:
+        raise ConfigError(
+            f"SGLang takes the patches of a Qwen2.5-VL for features unless they are 14 x 14 pixels, and {model} has "
+            f"patches of {vision.patch_size} x {vision.patch_size}; use another engine, such as rollout.engine=embedded"
+        )

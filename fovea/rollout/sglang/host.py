@@ -1,0 +1,218 @@
+"""The process that holds SGLang's engine; `rollout.sglang.process` starts `-m fovea.rollout.sglang.host FD FOLDER`.
+
+SGLang's engine takes over the process that makes it. It replaces the policy of event loops and the way in which
+processes are started, kills the whole process when one of its workers fails, and kills all children of the process when
+it ends. A trainer has graders and loggers among its children, and must tell why it ends: so the engine gets this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any
+
+from sglang.srt.entrypoints.engine import Engine as SglangEngine
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+from fovea.errors import EngineError, first_line, named
+from fovea.rollout.outputs import Drawn, Sampled
+from fovea.rollout.sglang.messages import Answer, Call, Drawing, Start
+from fovea.rollout.sglang.scheduler import run_scheduler
+
+PARENT_CHECK_SECONDS = 0.5
+IDLE_SECONDS = 60.0
+"""Longest wait for a scheduler that puts away requests which have ended."""
+
+
+class Engine(SglangEngine):  # type: ignore[misc]
+    """SGLang's engine with schedulers that draw by seed and compare weights (`rollout.sglang.scheduler`)."""
+
+    run_scheduler_process_func = staticmethod(run_scheduler)
+
+
+class Host:
+    """Runs the calls of the trainer on the engine; every public method is one that it may call."""
+
+    def __init__(self, engine: Any, connection: Connection) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._connection = connection
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._ids: dict[str, list[str]] = {}
+        """By name of a request, SGLang's ids of its completions that are being drawn."""
+        self._ended = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Take calls until the trainer closes the pipe, or calls `shut_down`."""
+        Thread(target=self._read, args=(asyncio.get_running_loop(),), name="calls", daemon=True).start()
+        # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
+        await self._manager.freeze_gc()
+        self._connection.send(Answer(number=0))
+        await self._ended.wait()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take calls, on a thread: a loop that watched the pipe would make its reads fail in the middle of a call."""
+        while True:
+            try:
+                call = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            loop.call_soon_threadsafe(self._begin, call)
+        # a loop that is closed has ended already
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._ended.set)
+
+    def _begin(self, call: Call) -> None:
+        self._running[call.number] = asyncio.get_running_loop().create_task(self._answer(call))
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            with named(lambda error: EngineError(str(error) or first_line(error))):
+                value = await getattr(self, call.method)(*call.arguments)
+            answer = Answer(number=call.number, value=value)
+        except EngineError as error:  # it is the trainer's, which raises it there
+            answer = Answer(number=call.number, error=str(error))
+        del self._running[call.number]
+        self._connection.send(answer)
+
+    async def generate(self, request: str, drawings: Sequence[Drawing]) -> Drawn:
+        """Draw completions of one prompt, whose keys and values are computed once; `request` names them for `abort`.
+
+        The prompt goes through alone first: of requests that begin together, each would compute it.
+        """
+        self._ids[request] = [drawing["rid"] for drawing in drawings]
+        try:
+            if len(drawings) > 1:
+                await self._output(_prefill_only(drawings[0]))
+            if request not in self._ids:
+                raise RuntimeError("the request was aborted")
+            outputs = await asyncio.gather(*map(self._output, drawings))
+            return Drawn(
+                prompt_ids_L=outputs[0]["prompt_token_ids"], completions=dict(enumerate(map(_sampled, outputs)))
+            )
+        finally:
+            self._ids.pop(request, None)
+
+    async def abort(self, request: str) -> None:
+        """End a call of `generate`, which then returns what it has drawn so far."""
+        for rid in self._ids.pop(request, []):
+            self._manager.abort_request(rid)
+
+    async def pause(self) -> None:
+        """Stop decoding, and take no request in."""
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Free memory by SGLang's names for it, when all requests have ended; what it held is lost."""
+        # a scheduler that is asked to free memory in the very step in which it has ended a request ends itself
+        await self._empty_caches()
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)))
+
+    async def restore(self, tags: Sequence[str]) -> None:
+        """Allocate memory again that `release` freed."""
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)))
+
+    async def begin_push(self) -> None:
+        """Prepare for new weights."""
+        _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def take_weights(self, payloads: Sequence[bytes]) -> None:
+        """Load some weights, which come as a payload for each worker."""
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads), flush_cache=False)
+        _check(await self._manager.update_weights_from_tensor(request, None))
+
+    async def finish_push(self, sent: str) -> None:
+        """End a push, compare what workers hold with what was sent (`scheduler.compare`), and empty all caches."""
+        _check(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        # it blocks; nothing else is going on
+        self._engine.collective_rpc("compare", sent=sent)
+        await self._empty_caches()
+
+    async def shut_down(self) -> None:
+        """End all processes of the engine but this one, which ends when its loop does."""
+        self._engine.shutdown()
+        self._ended.set()
+
+    async def _empty_caches(self) -> None:
+        """Empty all caches, once the scheduler has put away the last requests."""
+        flushed = await self._manager.flush_cache(timeout_s=IDLE_SECONDS)
+        _check((flushed.success, flushed.message))
+
+    async def _output(self, drawing: Drawing) -> dict[str, Any]:
+        output: dict[str, Any] = await anext(self._manager.generate_request(GenerateReqInput(**drawing), None))
+        return output
+
+
+def _sampled(output: Mapping[str, Any]) -> Sampled:
+    about = output["meta_info"]
+    chosen = about["output_token_logprobs"]
+    ids = list(output["output_ids"])
+    assert ids == [token for _, token, *_ in chosen], "log-probs of other tokens than were sampled"
+    end = about["finish_reason"]
+    return Sampled(
+        token_ids=ids,
+        logprobs=[logprob for logprob, *_ in chosen],
+        finish_reason=f"{end['type']}: {end['message']}" if end.get("message") else end["type"],
+    )
+
+
+def _prefill_only(drawing: Drawing) -> Drawing:
+    nothing = {**drawing["sampling_params"], "max_new_tokens": 0, "min_new_tokens": 0}
+    return {**drawing, "rid": f"{drawing['rid']}/prompt", "sampling_params": nothing}
+
+
+def _check(result: tuple[bool, str]) -> None:
+    """Raise RuntimeError for a failure that SGLang returns instead of raising it."""
+    success, message = result
+    if not success:
+        raise RuntimeError(message)
+
+
+def _end_with(parent: int, folder: str) -> None:
+    """Kill this process and the engine's when the trainer is gone, however it went; its folder goes too."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    # the processes of the engine are in this one's group, in which the trainer is not
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main(descriptor: int, folder: str) -> None:
+    """Make the engine that the first message asks for, and serve the trainer until it closes the pipe.
+
+    `folder` has the files of this engine alone.
+    """
+    Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
+    os.set_inheritable(descriptor, False)
+    connection: Connection = Connection(descriptor)
+    start: Start = connection.recv()
+    multiprocessing.current_process().authkey = start.authkey
+    engine = Engine(**start.arguments)
+    engine.loop.run_until_complete(Host(engine, connection).serve())
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

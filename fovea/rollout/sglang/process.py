@@ -1,0 +1,228 @@
+"""The trainer's end of the pipe to the process that holds SGLang's engine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
+from threading import Lock, Thread
+from time import monotonic, sleep
+from typing import Any
+
+from fovea.errors import EngineError, LostEngineError
+from fovea.rollout.sglang.messages import Answer, Call, Start
+
+CLOSE_SECONDS = 20.0
+POLL_SECONDS = 0.5
+GONE_SECONDS = 0.01
+LOG_FILE = "sglang.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long an engine may be silent while it has something to do."""
+
+    start_seconds: float
+    """While it starts."""
+    timeout_seconds: float
+    """Afterwards."""
+
+
+def wait_until_gone(group: int, seconds: float) -> None:
+    """Wait until no process of a process group runs, for some seconds at most.
+
+    A killed process holds its memory for a moment; only its parent could wait for it otherwise. One that nobody
+    reaps, as in a container without an init, has given back everything.
+    """
+    import psutil  # noqa: PLC0415  SGLang brings it; the core does without
+
+    end = monotonic() + seconds
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            while os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE and monotonic() < end:
+                sleep(GONE_SECONDS)
+
+
+class EngineProcess:
+    """SGLang's engine in a process, or several, of its own."""
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], limits: Limits) -> None:
+        """Start it and wait until it has loaded the model; LostEngineError with the end of its log if it does not.
+
+        `environment` is added to this process's own.
+        """
+        self._limits = limits
+        # SGLang leaves the files of its sockets where temporary files are made
+        self._folder = TemporaryDirectory(prefix="fovea-sglang-")
+        self._connection, theirs = multiprocessing.Pipe()
+        self._numbers = count(1)
+        self._waiting: dict[int, Future[Any]] = {}
+        self._sending = Lock()
+        self._is_closing = False
+        self._is_started = False
+        self._is_hung = False
+        self._active = monotonic()
+        """When a call was sent, or an answer came, last."""
+        ready = self._wait_for(0)
+        with theirs, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fovea.rollout.sglang.host", str(theirs.fileno()), self._folder.name],
+                env=os.environ | environment | {"TMPDIR": self._folder.name},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the trainer, which then closes the engine
+                start_new_session=True,
+            )
+        self._reader = Thread(target=self._read, name="sglang", daemon=True)
+        self._reader.start()
+        try:
+            self._send(Start(arguments=arguments, authkey=bytes(multiprocessing.current_process().authkey)))
+            ready.result()
+            self._is_started = True
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Id of the process, and of the group that all processes of the engine are in."""
+        return self._process.pid
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """The coming result of a method of `host.Host`.
+
+        EngineError if the method fails; LostEngineError if the process ends, or hangs.
+        """
+        number = next(self._numbers)
+        result = self._wait_for(number)
+        self._send(Call(number=number, method=method, arguments=arguments))
+        return result
+
+    def run(self, method: str, *arguments: Any) -> Any:
+        """Call a method, and wait for its result."""
+        return self.call(method, *arguments).result()
+
+    def close(self) -> None:
+        """End all processes of the engine, and wait until they are gone."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._process.poll() is None:
+            with suppress(EngineError, LostEngineError, TimeoutError):
+                self.call("shut_down").result(CLOSE_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_SECONDS)
+        # what is left of the group, also after a host that was killed
+        self._kill()
+        self._process.wait()
+        wait_until_gone(self.pid, CLOSE_SECONDS)
+        # it sees the end of the pipe, and reads the log for those who still wait
+        self._reader.join(CLOSE_SECONDS)
+        self._connection.close()
+        self._folder.cleanup()
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name) / LOG_FILE
+
+    def _wait_for(self, number: int) -> Future[Any]:
+        result: Future[Any] = Future()
+        # whoever waits may be cancelled; the call goes on
+        result.set_running_or_notify_cancel()
+        self._waiting[number] = result
+        return result
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _send(self, message: Start | Call) -> None:
+        self._active = monotonic()
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:
+            # the reader has seen the same, or will
+            self._fail()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                while not self._connection.poll(POLL_SECONDS):
+                    self._kill_if_hung()
+                answer: Answer = self._connection.recv()
+            except (EOFError, OSError):
+                self._fail()
+                return
+            self._active = monotonic()
+            result = self._waiting.pop(answer.number, None)
+            if result is None:
+                # a call that could not be sent has failed all others
+                continue
+            if answer.error is None:
+                result.set_result(answer.value)
+            else:
+                result.set_exception(EngineError(f"SGLang: {answer.error}"))
+
+    def _kill_if_hung(self) -> None:
+        """End an engine that has something to do and has not answered for too long, whatever it waits for."""
+        _, seconds = self._limit()
+        if self._waiting and monotonic() - self._active > seconds:
+            self._is_hung = True
+            self._kill()
+
+    def _fail(self) -> None:
+        """Raise a LostEngineError wherever a result is waited for."""
+        error = LostEngineError(f"SGLang {self._end()}: {self._last_words()}{self._kept_log()}")
+        # two threads may come here at once
+        with suppress(KeyError):
+            while True:
+                self._waiting.popitem()[1].set_exception(error)
+
+    def _end(self) -> str:
+        """How it ended, in words."""
+        if not self._is_hung:
+            return "has ended"
+        name, seconds = self._limit()
+        return (
+            f"gave no answer for rollout.engine.{name}={seconds:g} and was ended; raise that where it needs longer. "
+            "Its last words"
+        )
+
+    def _limit(self) -> tuple[str, float]:
+        """The name of the present limit, and its seconds."""
+        if self._is_started:
+            return "timeout_seconds", self._limits.timeout_seconds
+        return "start_seconds", self._limits.start_seconds
+
+    def _kept_log(self) -> str:
+        """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
+        if self._is_closing or not self._waiting:
+            return ""
+        descriptor, name = mkstemp(prefix="fovea-sglang-", suffix=".log")
+        os.close(descriptor)
+        with suppress(OSError):
+            shutil.copyfile(self._log, name)
+        return f"; its log is {name}"
+
+    def _last_words(self) -> str:
+        """The last line of the log that names an exception, else its last line."""
+        try:
+            log = self._log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "it was closed"
+        lines = [line.strip() for line in log.splitlines()]
+        named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+        return (named or [line for line in lines if line] or ["without a word"])[-1][:300]

@@ -1,0 +1,126 @@
+"""What Fovea adds to the schedulers of SGLang, which are processes of their own: draws by seed, and a look at weights.
+
+SGLang draws by a request's seed only together with kernels that do not depend on the batch
+(`enable_deterministic_inference`), which are slower and need a GPU. Its sampler is able to without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor, nn
+
+from fovea.rollout.sglang.weights import Sent, plain_name
+from fovea.utils.checksum import value_hash
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Linear layers that SGLang makes one of, in the order in which it stacks their rows."""
+
+
+class Place(NamedTuple):
+    """Where SGLang holds a weight of the checkpoint."""
+
+    parameter: str
+    number: int
+    """Its number among the weights that are fused into this parameter."""
+
+
+def run_scheduler(*arguments: Any, **named: Any) -> None:
+    """The main function of a scheduler's process."""
+    _draw_by_seed()
+    Scheduler.compare = compare
+    run_scheduler_process(*arguments, **named)
+
+
+def _draw_by_seed() -> None:
+    """Hand the seeds of requests to the sampler in every batch."""
+    make = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def with_seeds(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        made: SamplingBatchInfo = make(cls, batch, vocab_size)
+        # a request of SGLang's own, such as that of its warm-up, has none
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        made.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+        return made
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+
+
+def compare(self: Any, sent: str) -> None:
+    """A method of schedulers: raise RuntimeError unless the model holds all of these weights, and no others.
+
+    `sent` is JSON: by name in the checkpoint, the fields of `Sent`. Of several workers, each looks at the parameters
+    that are not sharded.
+    """
+    model = self.tp_worker.model_runner.model
+    expected = {name: Sent(*fields) for name, fields in json.loads(sent).items()}
+    found = differences(model, expected, next(model.parameters()).dtype)
+    group = self.tp_group.cpu_group
+    of_all: list[str | None] = [None] * dist.get_world_size(group)
+    # only the first worker's answer reaches the trainer
+    dist.all_gather_object(of_all, found, group=group)
+    if any(of_all):
+        raise RuntimeError(next(text for text in of_all if text))
+
+
+def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dtype) -> str:
+    """What differs between the model and the weights that were sent, in words; "" where nothing does."""
+    parameters = dict(model.named_parameters())
+    places = {name: place(name, parameters) for name in expected}
+    unknown = [name for name, at in places.items() if at is None]
+    untouched = parameters.keys() - {at.parameter for at in places.values() if at} - {"lm_head.weight"}
+    if unknown or untouched:
+        return (
+            f"SGLang has no place for {len(unknown)} weights that were sent{_first(unknown)}, and {len(untouched)} of "
+            f"its parameters got none{_first(untouched)}; it runs another model than the trainer"
+        )
+    held = _held(parameters, places, expected)
+    differing = [name for name, weight in held if value_hash(weight, dtype) != expected[name].bits]
+    if differing:
+        return f"{len(differing)} weights differ between trainer and SGLang after a push{_first(differing)}"
+    return ""
+
+
+def place(name: str, parameters: Mapping[str, Tensor]) -> Place | None:
+    """Where a weight of the checkpoint is; None if nowhere."""
+    name = plain_name(name).replace(".attn.qkv.", ".attn.qkv_proj.")
+    if name in parameters:
+        return Place(name, 0)
+    for fused, parts in FUSED.items():
+        for number, part in enumerate(parts):
+            candidate = name.replace(f".{part}.", f".{fused}.")
+            if candidate != name and candidate in parameters:
+                return Place(candidate, number)
+    return None
+
+
+def _held(
+    parameters: Mapping[str, Tensor], places: Mapping[str, Place | None], expected: Mapping[str, Sent]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight as it stands in the parameter that it is part of, of parameters that are not sharded."""
+    in_order = sorted((at.parameter, at.number, name) for name, at in places.items() if at)
+    rows: dict[str, int] = {}
+    for parameter, _, name in in_order:
+        rows[parameter] = rows.get(parameter, 0) + expected[name].num_rows
+    start, before = 0, ""
+    for parameter, _, name in in_order:
+        start = start if parameter == before else 0
+        end = start + expected[name].num_rows
+        held = parameters[parameter][start:end]
+        # the rows of an embedding are padded; a shard has fewer rows or fewer columns than was sent
+        if len(parameters[parameter]) >= rows[parameter] and held.numel() == expected[name].num_values:
+            yield name, held
+        start, before = end, parameter
+
+
+def _first(names: Any) -> str:
+    return f", first {min(names)}" if names else ""

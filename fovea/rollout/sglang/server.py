@@ -1,0 +1,59 @@
+"""The launch of SGLang's OpenAI-compatible server, a process of its own (`rollout.sglang.server_process`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from sglang.srt.server_args import ServerArgs
+from transformers import AutoConfig
+
+from fovea.config.backends import CPU_KV_CACHE_TOKENS
+from fovea.errors import ConfigError
+from fovea.rollout.checks import check_family, check_known
+from fovea.rollout.server import Launch, ModelServer, checked, environment
+from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, CPU_ENVIRONMENT, FAMILIES, check_patches
+
+PROCESS = "fovea.rollout.sglang.server_process"
+SERVER_ENVIRONMENT = {
+    # its answer would wait for a completion of its own
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # a web server without the key and the bans
+    "SGLANG_RUST_SERVER": "0",
+}
+
+
+def launch(server: ModelServer) -> Launch:
+    """The process of a server; ConfigError for an argument that is set here, or that SGLang lacks."""
+    if server.weights_dir is not None:
+        raise ConfigError(
+            "--for-training needs --engine vllm: SGLang's server takes no pushes of Fovea's; rollout.engine=sglang "
+            "starts SGLang by itself"
+        )
+    config = AutoConfig.from_pretrained(server.folder, trust_remote_code=False, local_files_only=True)
+    check_family(config.model_type, FAMILIES, model=str(server.folder), setting="sglang", engine="SGLang")
+    check_patches(config, str(server.folder))
+    fixed: dict[str, Any] = {
+        "model_path": str(server.folder),
+        "served_model_name": server.name,
+        "host": server.host,
+        "port": server.port,
+        "trust_remote_code": False,
+        # one process and one web server, which have the key and the bans
+        "tokenizer_worker_num": 1,
+        "enable_http2": False,
+        # by a request of its own, which others would wait for
+        "skip_server_warmup": True,
+    }
+    given = checked(server, fixed)
+    for key in given:
+        check_known(key, ServerArgs.__struct_fields__, where=key, engine="SGLang", listed="SGLang's ServerArgs")
+    on_cpu = given.get("device") == "cpu" or not torch.cuda.is_available()
+    of_device = {"device": "cpu", "max_total_tokens": CPU_KV_CACHE_TOKENS, "disable_cuda_graph": True, **CPU_ARGUMENTS}
+    defaults = {"log_level": "warning", "dtype": server.dtype, **(of_device if on_cpu else {})}
+    return Launch(
+        command=[sys.executable, "-m", PROCESS, json.dumps(defaults | given | fixed)],
+        environment=environment(server) | SERVER_ENVIRONMENT | (dict(CPU_ENVIRONMENT) if on_cpu else {}),
+    )

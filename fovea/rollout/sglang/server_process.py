@@ -1,0 +1,30 @@
+"""The process that `rollout.sglang.server` starts: `python -m fovea.rollout.sglang.server_process ARGUMENTS`.
+
+The arguments are JSON, and the key comes by an environment variable: every user of the machine can list a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from sglang.srt.entrypoints.http_server import app, launch_server
+from sglang.srt.server_args import ServerArgs
+
+from fovea.rollout.server import API_KEY_ENV
+from fovea.rollout.server_bans import Bans
+from fovea.rollout.server_key import RequireKey
+
+
+def main(arguments: dict[str, Any]) -> None:
+    """Serve until a signal ends the process."""
+    # the last one added sees a request first
+    app.add_middleware(Bans)
+    app.add_middleware(RequireKey)
+    launch_server(ServerArgs(**arguments, api_key=os.environ.get(API_KEY_ENV)))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,107 @@
+"""Weights of a policy into SGLang: names and shapes checked first, then loaded in buckets, then read back.
+
+A name that SGLang does not know, or a shape that does not fit, ends its scheduler. The first push therefore brings all
+weights of the checkpoint that SGLang was started from, in its shapes, and later ones some of them; others are refused
+before they begin.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fovea.rollout.checks import check_shapes, checkpoint_shapes
+from fovea.rollout.sglang.process import EngineProcess
+from fovea.types import Shape
+from fovea.utils.checksum import value_hash
+
+
+class Sent(NamedTuple):
+    """A weight that was sent."""
+
+    num_rows: int
+    num_values: int
+    bits: int
+    """Its `value_hash` in the engine's type."""
+
+
+class SglangWeights:
+    """Loads the weights of a policy into SGLang."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        model: str,
+        revision: str | None,
+        *,
+        dtype: torch.dtype,
+        is_tied: bool,
+        workers: int,
+    ) -> None:
+        self._process = process
+        self._dtype = dtype
+        self._workers = workers
+        held = {
+            name: shape
+            for name, shape in checkpoint_shapes(model, revision).items()
+            # SGLang reads the embedding in its place
+            if not (is_tied and name == "lm_head.weight")
+        }
+        self._expected = {plain_name(name): shape for name, shape in held.items()}
+        self._names = {plain_name(name): name for name in held}
+        """Names in the checkpoint, which are those that SGLang loads."""
+        self.are_complete = False
+        """Whether SGLang holds all weights of some pushes, the last of which has ended."""
+        self._sent: dict[str, Sent] = {}
+        """All weights that were sent and not replaced, by their names in the checkpoint."""
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise EngineError unless these are all weights, or after a push of all some of them, in their shapes."""
+        sent = {plain_name(name): shape for name, shape in shapes.items()}
+        wanted = sent.keys() & self._expected.keys() if self.are_complete else self._expected.keys()
+        check_shapes(sent, {name: self._expected[name] for name in wanted}, engine="SGLang")
+
+    def begin(self) -> None:
+        """Prepare for weights that `check` has accepted."""
+        self.are_complete = False
+        self._process.run("begin_push")
+
+    def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some of them."""
+        named = [(self._names[plain_name(name)], tensor) for name, tensor in bucket]
+        self._sent |= {
+            name: Sent(len(tensor), tensor.numel(), value_hash(tensor, self._dtype)) for name, tensor in named
+        }
+        # a copy: a tensor in a CPU's memory is moved into shared memory for good
+        shared = [(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in named]
+        self._process.run("take_weights", [_handles(shared) for _ in range(self._workers)])
+
+    def finish(self) -> None:
+        """End the push, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
+        self._process.run("finish_push", json.dumps(self._sent))
+        self.are_complete = True
+
+    def forget(self) -> None:
+        """Take over that SGLang has freed its weights: the next push must bring all of them."""
+        self.are_complete = False
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight without the level between model and language model, which some checkpoints have."""
+    for nested, plain in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        if name.startswith(nested):
+            return plain + name.removeprefix(nested)
+    return name
+
+
+def _handles(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+    """Names and handles by which another process opens the memory of the tensors: shared memory, or CUDA IPC."""
+    written = io.BytesIO()
+    ForkingPickler(written).dump(list(tensors))
+    return written.getvalue()

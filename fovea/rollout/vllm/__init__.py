@@ -1,0 +1,22 @@
+"""vLLM as a rollout engine, in this process, and as a server; an optional extra."""
+
+import os
+from importlib.util import find_spec
+
+from fovea.errors import MissingExtraError
+
+if find_spec("vllm") is None:
+    raise MissingExtraError(
+        "rollout.engine=vllm and `fovea serve` need vLLM, which is not installed: pip install 'fovea-rl[vllm]', in an "
+        "environment of its own (docs/engines.md)"
+    )
+
+DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",  # a run tells nobody about itself
+    "VLLM_LOGGING_LEVEL": "WARNING",  # its start alone logs fifty lines into a run's display
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU build would else run its one worker in a process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a CPU build would else pin the trainer's threads too
+}
+for name, value in DEFAULTS.items():
+    # before vLLM is imported, which reads some of them once
+    os.environ.setdefault(name, value)

@@ -1,0 +1,114 @@
+"""The settings of `rollout.engine=vllm` as vLLM's own engine arguments, and the making of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from fovea.config.backends import CPU_KV_CACHE_GIB
+from fovea.config.backends import VllmEngine as Settings
+from fovea.config.run import Model
+from fovea.errors import ConfigError, first_line, named
+from fovea.models.processor import Processor
+from fovea.rollout.checks import check_arguments, check_family
+from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.vllm.adapter import VllmAdapter, room_for
+from fovea.rollout.vllm.engine import VllmEngine
+from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.trained_on import TRAINED_ON
+
+RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families whose processed tensors vLLM takes by the names of `rollout.stacked`."""
+
+
+def make_engine(settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> VllmEngine:
+    """Start vLLM in this process on the model's folder; ConfigError for what it refuses."""
+    check_model(processor, model, settings.name)
+    arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed)
+    with named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}")):
+        config = EngineArgs(**arguments).create_engine_config()
+        # not by `from_engine_args`, which asks an environment variable whether to use processes
+        with in_a_world_of_its_own():
+            llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    fields = llm.renderer.get_mm_processor()._get_mm_fields_config
+    translator = Translator(
+        fields=lambda tensors: fields(tensors, {}),
+        image_token_id=processor.family.image_token_id,
+        stop_ids=processor.stop_ids,
+        banned_ids=processor.banned_ids,
+        min_new_tokens=settings.min_new_tokens,
+        ignore_eos=settings.ignore_eos,
+    )
+    text = CompletionText(processor.tokenizer, processor.stop_ids)
+    adapter = None if model.lora is None or not settings.enable_lora else VllmAdapter(llm, model.lora)
+    return VllmEngine(llm, translator, text, max_images=settings.limit_mm_per_prompt.image, adapter=adapter)
+
+
+def check_model(processor: Processor, model: Model, setting: str) -> None:
+    """Raise ConfigError for a model whose images cannot be handed to vLLM; `setting` is the name of the engine."""
+    check_family(processor.family.model_type, FAMILIES, model=model.name, setting=setting, engine="vLLM")
+
+
+@contextmanager
+def in_a_world_of_its_own() -> Iterator[None]:
+    """Put the process group of the run out of sight: vLLM takes over one that it finds.
+
+    It would make its own groups in calls that every rank of the run has to join, also those without vLLM.
+    """
+    of_the_run = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = of_the_run
+
+
+def engine_arguments(settings: Settings, model: Model, *, max_model_len: int, seed: int) -> dict[str, Any]:
+    """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for."""
+    on_cpu = bool(current_platform.is_cpu())
+    kv_cache_gib = settings.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
+    chosen: dict[str, Any] = {
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        "max_model_len": max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        # the CPU build fails on a seeded request whose prompt it has prefilled in part (0.32)
+        "enable_chunked_prefill": settings.enable_chunked_prefill and not on_cpu,
+        "enforce_eager": settings.enforce_eager,
+        "limit_mm_per_prompt": {"image": settings.limit_mm_per_prompt.image, "video": 0},
+    }
+    fixed: dict[str, Any] = {
+        "model": model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "seed": seed,
+        "use_tqdm_on_load": False,
+        **TRAINED_ON,
+        "enable_sleep_mode": not on_cpu,
+        "worker_extension_cls": RECEIVER,
+        # one worker in this process takes weights by reference; several are processes, to which weights are copied
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+    }
+    if settings.enable_lora and model.lora is not None:
+        chosen |= {"enable_lora": True, "max_lora_rank": room_for(model.lora.rank), "max_loras": 1}
+    check_arguments(
+        settings.engine_args,
+        settings={key: key for key in chosen},
+        fixed=fixed,
+        known={field.name for field in dataclasses.fields(EngineArgs)},
+        engine="vLLM",
+        listed="vLLM's EngineArgs",
+    )
+    return fixed | chosen | dict(settings.engine_args)

@@ -1,0 +1,70 @@
+"""The servers of `rollout.engine=vllm_servers`, from its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from fovea.config.backends import VllmServersEngine as Settings
+from fovea.config.run import Model
+from fovea.errors import ConfigError, first_line, named
+from fovea.models.processor import Processor
+from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.vllm.arguments import check_model
+from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.push_folder import PushFolder
+from fovea.rollout.vllm.server_facts import ServerFacts
+from fovea.rollout.vllm.servers import VllmServers
+from fovea.rollout.vllm.weights import ExpectedWeights
+from fovea.utils.http_json import CallBounds, JsonServer, bearer
+
+
+def connect(settings: Settings, model: Model, processor: Processor, *, max_model_len: int) -> VllmServers:
+    """Wait for all servers, and check that they are fit; ConfigError or EngineError where they are not.
+
+    `max_model_len` is the longest prompt with its completion, in tokens.
+    """
+    check_model(processor, model, settings.name)
+    config = _model_config(model, max_model_len)
+    expected = ExpectedWeights(config, is_sharded=False)
+    bounds = CallBounds(timeout_seconds=settings.timeout_seconds, calls_at_once=settings.max_concurrency)
+    headers = bearer(settings.api_key_env, "rollout.engine.api_key_env")
+    return VllmServers(
+        [JsonServer(url, bounds, headers) for url in settings.servers],
+        ServerFacts(
+            dtype=str(config.dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            max_images=settings.limit_mm_per_prompt.image,
+        ),
+        expected,
+        PushFolder(Path(settings.weights_dir).expanduser(), expected.dtype, expected.vllm_name),
+        _translator(config, processor),
+        CompletionText(processor.tokenizer, processor.stop_ids),
+        restart_seconds=settings.restart_seconds,
+    )
+
+
+def _model_config(model: Model, max_model_len: int) -> Any:
+    """vLLM's own reading of the model's folder, without an engine."""
+    arguments = EngineArgs(
+        model=model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        max_model_len=max_model_len,
+        trust_remote_code=False,
+    )
+    with named(lambda error: ConfigError(f"rollout.engine=vllm_servers: vLLM refuses the model: {first_line(error)}")):
+        return arguments.create_model_config()
+
+
+def _translator(config: Any, processor: Processor) -> Translator:
+    fields = MULTIMODAL_REGISTRY.create_processor(config)._get_mm_fields_config
+    return Translator(
+        fields=lambda tensors: fields(tensors, {}),
+        image_token_id=processor.family.image_token_id,
+        stop_ids=processor.stop_ids,
+        banned_ids=processor.banned_ids,
+    )

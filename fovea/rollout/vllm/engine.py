@@ -1,0 +1,225 @@
+"""vLLM behind the `Engine` protocol, in this process: continuous batching, paged KV cache, prefix cache.
+
+The completions of a group share their prompt by vLLM's prefix cache, and so do the turns of an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from fovea.errors import EngineError, first_line, named
+from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.outputs import Drawn, Sampled, completions
+from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
+from fovea.rollout.vllm.adapter import REQUEST, VllmAdapter
+from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.lost import workers_of
+from fovea.rollout.vllm.weights import VllmWeights
+from fovea.types import Completion, Request, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waiting:
+    """A request that vLLM has, and who waits for it."""
+
+    request: Request
+    done: asyncio.Future[Sequence[Completion]]
+
+
+class VllmEngine:
+    """Samples completions with vLLM, which has weights of its own."""
+
+    def __init__(
+        self,
+        llm: LLMEngine,
+        translator: Translator,
+        text: CompletionText,
+        *,
+        max_images: int,
+        adapter: VllmAdapter | None = None,
+    ) -> None:
+        """`adapter` takes the adapters of pushes; without it, pushes have them merged."""
+        self.llm = llm
+        self._weights = VllmWeights(llm)
+        self._adapter = adapter
+        self._translator = translator
+        self._text = text
+        self._readiness = Readiness(max_model_len=llm.model_config.max_model_len, max_images=max_images)
+        self._frees_memory: bool = llm.model_config.enable_sleep_mode
+        self._waiting: dict[str, Waiting] = {}
+        self._runner: asyncio.Task[None] | None = None
+        self._pushes_base = False
+        """Whether the present push brings other weights than those of an adapter."""
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """Sample n completions of one prompt; EngineError when they cannot fit, or while asleep."""
+        self._readiness.check(request)
+        waiting = Waiting(request=request, done=asyncio.get_running_loop().create_future())
+        with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
+            prompt, sampling = self._translator.prompt(request.prompt), self._translator.sampling(request)
+            lora = None if self._adapter is None else REQUEST
+            self.llm.add_request(request.id, prompt, sampling, lora_request=lora)
+        self._waiting[request.id] = waiting
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run())
+        try:
+            return await waiting.done
+        finally:
+            # of a caller that was cancelled, vLLM still has the request
+            if self._waiting.pop(request.id, None) is not None:
+                self.llm.abort_request([request.id])
+
+    async def pause(self) -> None:
+        """Stop decoding after the current step; running requests keep their KV cache and wait for `resume`."""
+        self._unpaused.clear()
+
+    async def resume(self) -> None:
+        """Continue decoding."""
+        self._unpaused.set()
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache for the update, on a GPU; EngineError while requests run.
+
+        The push after the update brings the weights back: nothing is kept of them.
+        """
+        check_idle("sleep was called", len(self._waiting))
+        if self._frees_memory and not self._readiness.asleep:
+            self.llm.sleep(level=2)
+            self._readiness.lose_weights(NO_WEIGHTS)
+            self._weights.forget()
+            if self._adapter is not None:
+                self._adapter.forget()
+        self._readiness.asleep = True
+
+    async def wake(self) -> None:
+        """Accept requests again; EngineError if the memory was freed and no weights were pushed since."""
+        if self._readiness.asleep and self._frees_memory:
+            self._readiness.check_wakes()
+            self.llm.wake_up(["kv_cache"])
+        self._readiness.asleep = False
+
+    async def close(self) -> None:
+        """Cancel running requests and end vLLM."""
+        if self._runner is not None and not self._runner.done():
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+        self._readiness.lose_weights(CLOSED)
+        self.llm.engine_core.shutdown()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether vLLM holds all weights, so that a push may bring those alone that have changed."""
+        return self._weights.are_complete and (self._adapter is None or self._adapter.is_complete)
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes; requests are refused until `finish_push`.
+
+        EngineError, and nothing changed, while requests run, or if they do not match those that vLLM was started from.
+        """
+        check_idle("new weights came", len(self._waiting))
+        base = shapes
+        if self._adapter is not None:
+            base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+            self._adapter.check({name: shape for name, shape in shapes.items() if is_adapter(name)})
+        with workers_of(self.llm):
+            if self._readiness.asleep and self._frees_memory and self._readiness.version is None:
+                self.llm.wake_up(["weights"])
+            # with an adapter, base weights come once
+            if base or not self._weights.are_complete:
+                self._weights.begin(base)
+        if self._adapter is not None:
+            self._adapter.begin()
+        self._pushes_base = bool(base)
+        self._readiness.lose_weights(BROKEN_PUSH)
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some of them in place; EngineError for one that does not arrive as it was sent."""
+        base = [each for each in bucket if self._adapter is None or not is_adapter(each[0])]
+        if base:
+            with workers_of(self.llm):
+                self._weights.take(base)
+        if self._adapter is not None:
+            self._adapter.take([each for each in bucket if is_adapter(each[0])])
+
+    def finish_push(self, version: int) -> None:
+        """Compare every value with what was sent, and empty every cache made with older weights."""
+        with workers_of(self.llm):
+            if self._pushes_base:
+                self._weights.finish()
+            # after the base weights, with which vLLM forgets its adapters
+            if self._adapter is not None:
+                self._adapter.finish()
+            self._empty_caches()
+        self._readiness.version = version
+
+    def _empty_caches(self) -> None:
+        """Empty the caches of prompts' keys and values, of processed images, and of image features."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineError(
+                "vLLM did not empty its prefix cache after a push of weights, and would continue prompts with keys and "
+                "values of older ones; run again, and report this as a bug if it comes back"
+            )
+        self.llm.reset_mm_cache()
+        self.llm.reset_encoder_cache()
+
+    async def _run(self) -> None:
+        """Step vLLM until no request is left; a failure reaches every caller."""
+        try:
+            while self._waiting:
+                await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
+                await self._unpaused.wait()
+                with workers_of(self.llm):
+                    outputs = self.llm.step()
+                for output in outputs:
+                    self._answer(output)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _answer(self, output: Any) -> None:
+        """Give a finished request's completions to its caller."""
+        waiting = self._waiting.pop(output.request_id, None)
+        if waiting is None or waiting.done.done():
+            return  # its caller was cancelled
+        try:
+            waiting.done.set_result(self._completions(waiting.request, output))
+        except EngineError as error:
+            waiting.done.set_exception(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise an error in every waiting caller."""
+        waiting, self._waiting = self._waiting, {}
+        self.llm.abort_request(list(waiting))
+        for each in waiting.values():
+            if not each.done.done():
+                each.done.set_exception(error)
+
+    def _completions(self, request: Request, output: Any) -> list[Completion]:
+        drawn = Drawn(prompt_ids_L=output.prompt_token_ids, completions=dict(map(_sampled, output.outputs)))
+        return completions(request, drawn, self._text, version=self._readiness.drawn_with)
+
+
+def _sampled(output: Any) -> tuple[int, Sampled]:
+    """One of vLLM's outputs of a request, and its number."""
+    token_ids = list(output.token_ids)
+    assert token_ids == output.logprobs.token_ids, "log-probs of other tokens than were sampled"
+    logprobs = output.logprobs.logprobs
+    return output.index, Sampled(token_ids=token_ids, logprobs=logprobs, finish_reason=output.finish_reason)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of a push is part of an adapter."""
+    return ".lora_" in name

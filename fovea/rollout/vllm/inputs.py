@@ -1,0 +1,98 @@
+"""Requests as vLLM takes them: expanded token ids, processed pixels, and sampling parameters.
+
+vLLM processes no image here. It gets the tensors that the trainer gets, and the token ids in which every image has its
+visual tokens already, so that neither pixels nor ids can differ from the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+from vllm import SamplingParams
+from vllm.inputs.engine import mm_input, tokens_input
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+from vllm.sampling_params import RequestOutputKind
+
+from fovea.errors import EngineError
+from fovea.rollout.stacked import stacked
+from fovea.types import Prompt, Request
+
+SEEDS = 1 << 62
+"""Seeds below this: vLLM adds the number of a completion to that of its request, and keeps them in signed 64 bits."""
+
+Fields = Callable[[BatchFeature], Mapping[str, Any]]
+"""How vLLM's class of a model splits processed tensors into images."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translator:
+    """Turns Fovea's requests into vLLM's, for one model."""
+
+    fields: Fields
+    image_token_id: int
+    stop_ids: tuple[int, ...]
+    banned_ids: tuple[int, ...]
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+
+    def prompt(self, prompt: Prompt) -> Any:
+        """The input of `LLMEngine.add_request`."""
+        ids = prompt.token_ids_L.tolist()
+        if not prompt.images:
+            return tokens_input(ids)
+        tensors = BatchFeature(stacked(prompt.images))
+        return mm_input(
+            ids,
+            MultiModalKwargsItems.from_hf_inputs(tensors, self.fields(tensors)),
+            {"image": [image.key for image in prompt.images]},
+            {"image": [PlaceholderRange(offset=start, length=length) for start, length in self._places(prompt)]},
+        )
+
+    def sampling(self, request: Request) -> SamplingParams:
+        """Sampling parameters under which vLLM's log-probs are those of `rollout.base.Engine`.
+
+        EngineError for parameters with which they would not be.
+        """
+        sampling = request.sampling
+        if sampling.temperature and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+            raise EngineError(
+                f"top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g} were asked of vLLM, "
+                "whose log-probs are then of what these leave; set rollout.top_p=1, rollout.top_k=0 and "
+                "rollout.min_p=0, or rollout.engine=embedded"
+            )
+        return SamplingParams(
+            # vLLM refuses to draw the likeliest tokens more than once
+            n=request.n if sampling.temperature else 1,
+            temperature=sampling.temperature,
+            seed=sampling.seed % SEEDS,
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=self.min_new_tokens,
+            stop=list(sampling.stop),
+            stop_token_ids=[] if self.ignore_eos else list(self.stop_ids),
+            ignore_eos=self.ignore_eos,
+            # a bias of -inf is probability 0; its limits of +-100 are those of the web API alone
+            logit_bias=dict.fromkeys(self.banned_ids, -torch.inf),
+            logprobs=0,
+            flat_logprobs=True,
+            # text is needed to find stop strings only: `fovea.rollout.detokenizer` writes that of a completion
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _places(self, prompt: Prompt) -> Sequence[tuple[int, int]]:
+        """Start and length of the visual tokens of each image."""
+        is_visual_L = prompt.token_ids_L == self.image_token_id
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_visual_L, [False]]).astype(np.int8)))
+        starts, ends = edges[::2].tolist(), edges[1::2].tolist()
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        if lengths != [image.num_tokens for image in prompt.images]:
+            raise EngineError(
+                f"the prompt has runs of {lengths} visual tokens, but its images have "
+                f"{[image.num_tokens for image in prompt.images]}; this is a bug, please report it with the model"
+            )
+        return list(zip(starts, lengths, strict=True))

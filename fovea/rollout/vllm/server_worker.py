@@ -1,0 +1,57 @@
+"""What Fovea adds to the workers of a vLLM server for training: pushes of weights come through a folder.
+
+The server's `/collective_rpc` calls these methods, with arguments and results that JSON holds.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from fovea.rollout.vllm.push_folder import PUSH_NAME
+from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV
+from fovea.rollout.vllm.worker import Slices, WeightReceiver
+
+
+class FolderReceiver(WeightReceiver):
+    """Methods of a worker; a push is a folder of safetensors files below the server's own folder of pushes."""
+
+    held_push = ""
+    """The push that the model holds, whole."""
+
+    def fovea_facts(self) -> dict[str, Any]:
+        """What the trainer must know of this server (`rollout.vllm.server_facts`)."""
+        config = self.vllm_config.model_config
+        media = config.multimodal_config
+        return {
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.logprobs_mode,
+            "normalizes_pixels": bool(media.mm_device_do_normalize),
+            "max_model_len": config.max_model_len,
+            "max_images": media.get_limit_per_prompt("image"),
+            "held_push": self.held_push,
+        }
+
+    def load_push(self, name: str, slices: Slices) -> dict[str, Any]:
+        """Load the files of a push; returns the hashes of what arrived, and of what the model holds now.
+
+        Under `problem`, why there is no such push; nothing has changed then.
+        """
+        root = Path(os.environ[WEIGHTS_DIR_ENV])
+        # a name, and no path such as "..": nothing outside of the server's own folder is read
+        files = sorted((root / name).glob("*.safetensors")) if PUSH_NAME.fullmatch(name) else []
+        if not files:
+            return {"problem": f"no push {name} in {root}"}
+        self.held_push = ""
+        self.begin_push()
+        arrived: dict[str, int] = {}
+        for file in files:
+            weights = list(load_file(file).items())
+            arrived |= dict(zip((each for each, _ in weights), self.take_weights(weights), strict=True))
+        # a shard of a parameter cannot be compared with the whole
+        held = self.finish_push({} if self.vllm_config.parallel_config.world_size > 1 else slices)
+        self.held_push = name
+        return {"arrived": arrived, "held": held}

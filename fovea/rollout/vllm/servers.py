@@ -1,0 +1,206 @@
+"""vLLM servers behind the `Engine` protocol: processes of their own, on any machine, that share a folder with this one.
+
+Requests carry expanded token ids and processed pixels to `/inference/v1/generate`, as in this process. Every push is
+whole, so that a server that starts anew can get all of the present weights from the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fovea.errors import EngineError, first_line, named
+from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.outputs import FINISHES, Drawn, Sampled, completions
+from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, Readiness, check_idle
+from fovea.rollout.server_pool import Member, ServerPool, understood
+from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.push_folder import Push, PushFolder
+from fovea.rollout.vllm.server_facts import ServerFacts
+from fovea.rollout.vllm.weights import ExpectedWeights, compare
+from fovea.rollout.vllm.wire import generate_body
+from fovea.types import Completion, Request, Shape
+from fovea.utils.event_loop import BackgroundLoop
+from fovea.utils.http_json import CallError, JsonServer
+
+GENERATE, RPC = "/inference/v1/generate", "/collective_rpc"
+
+
+class VllmServers:
+    """Samples completions with several servers, which are others' to start and to end."""
+
+    def __init__(
+        self,
+        servers: Sequence[JsonServer],
+        wanted: ServerFacts,
+        expected: ExpectedWeights,
+        folder: PushFolder,
+        translator: Translator,
+        text: CompletionText,
+        *,
+        restart_seconds: float,
+    ) -> None:
+        """Wait until all servers are ready; EngineError where one is not, or is not what is `wanted`."""
+        self._wanted = wanted
+        self._expected = expected
+        self._folder = folder
+        self._translator = translator
+        self._text = text
+        # of its own: while the trainer computes on the run's loop, answers would wait and their time would run out
+        self._loop = BackgroundLoop("vLLM servers")
+        self._push: Push | None = None
+        self._loaded: dict[str, str] = {}
+        """By the address of a server, the push that it holds without any cache of older weights."""
+        self._is_paused = False
+        self._readiness = Readiness(max_model_len=wanted.max_model_len, max_images=wanted.max_images)
+        self._num_running = 0
+        self._pool = ServerPool(
+            members=[Member(server) for server in servers], prepare=self._prepare, restart_seconds=restart_seconds
+        )
+        try:
+            self._loop.wait(self._pool.start())
+        except BaseException:
+            self._loop.close(self._pool.close)
+            raise
+
+    @property
+    def name(self) -> str:
+        return "vllm_servers"
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """Sample n completions of one prompt; EngineError when they cannot fit, while asleep, or where no server is."""
+        self._readiness.check(request)
+        with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
+            body = generate_body(self._translator.prompt(request.prompt), self._translator.sampling(request))
+        self._num_running += 1
+        try:
+            drawn: Drawn = await self._loop.run(self._pool.post(GENERATE, body, load=request.n, parse=_drawn))
+        finally:
+            self._num_running -= 1
+        return completions(request, drawn, self._text, version=self._readiness.drawn_with)
+
+    async def pause(self) -> None:
+        """Stop decoding; running requests wait on their servers for `resume`."""
+        self._is_paused = True
+        await self._loop.run(self._pool.on_all(self._pause_or_resume))
+
+    async def resume(self) -> None:
+        """Continue decoding."""
+        self._is_paused = False
+        await self._loop.run(self._pool.on_all(self._pause_or_resume))
+
+    async def sleep(self) -> None:
+        """Refuse requests until `wake`; nothing is freed on the servers' devices, which the trainer does not share."""
+        check_idle("sleep was called", self._num_running)
+        self._readiness.asleep = True
+
+    async def wake(self) -> None:
+        """Accept requests again."""
+        self._readiness.asleep = False
+
+    async def close(self) -> None:
+        """Close the connections, and delete the last push; the servers go on."""
+        self._readiness.lose_weights(CLOSED)
+        self._loop.close(self._pool.close)
+        self._folder.delete()
+
+    @property
+    def has_weights(self) -> bool:
+        """False: every push brings all weights, of which a server that is started again has none."""
+        return False
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for all weights; EngineError, and nothing changed, while requests run, or if they do not match."""
+        check_idle("new weights came", self._num_running)
+        self._expected.check(shapes)
+        self._readiness.lose_weights(BROKEN_PUSH)
+        self._folder.begin()
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Write some of them to the folder."""
+        self._folder.write(bucket)
+
+    def finish_push(self, version: int) -> None:
+        """Have all servers load the push, compare every value that they hold, and empty their caches."""
+        self._push = self._folder.finish()
+        self._loop.wait(self._pool.on_all(self._load))
+        self._folder.delete_older()
+        self._readiness.version = version
+
+    async def _prepare(self, server: JsonServer) -> None:
+        """Check a server that is new or was lost, and bring it the present weights if it has others."""
+        await server.get("/health")
+        for found in await _rpc(server, "fovea_facts"):
+            with understood(server, RPC):
+                self._wanted.check(server.url, found)
+                held = found["held_push"]
+            # a server that started anew has lost what it held
+            if held != self._loaded.get(server.url):
+                self._loaded.pop(server.url, None)
+        # it may have been lost while it was paused
+        await self._pause_or_resume(server)
+        # again, if another push came meanwhile
+        while (push := self._push) is not None and self._loaded.get(server.url) != push.name:
+            await self._load(server)
+
+    async def _load(self, server: JsonServer) -> None:
+        """Have a server load the present push; requests that nobody waits for any more are ended before."""
+        push = self._push
+        assert push is not None, "no push to load"
+        self._loaded.pop(server.url, None)
+        await server.post("/pause?mode=abort")
+        for found in await _rpc(server, "load_push", push.name, self._expected.slices):
+            if "problem" in found:
+                raise EngineError(
+                    f"{server.url}: {found['problem']}; rollout.engine.weights_dir must be the folder that `fovea "
+                    "serve --for-training` was given there"
+                )
+            with understood(server, RPC):
+                compare(push.hashes, found["arrived"])
+                compare({name: push.hashes_there[name] for name in found["held"]}, found["held"])
+        emptied = await server.post("/reset_prefix_cache")
+        with understood(server, "/reset_prefix_cache"):
+            is_empty = emptied["success"]
+        if not is_empty:
+            raise EngineError(f"{server.url} did not empty its prefix cache after a push of weights; start it again")
+        await server.post("/reset_mm_cache")
+        await server.post("/reset_encoder_cache")
+        await self._pause_or_resume(server)
+        self._loaded[server.url] = push.name
+
+    async def _pause_or_resume(self, server: JsonServer) -> None:
+        """Bring a server into the state that `pause` or `resume` asked for last."""
+        await server.post("/pause?mode=keep" if self._is_paused else "/resume")
+
+
+async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:
+    """What each worker of a server returns; EngineError where the server has no such method."""
+    try:
+        answer = await server.post(RPC, {"method": method, "args": arguments})
+    except CallError as error:
+        if error.status == 404:
+            raise EngineError(
+                f"{server.url} was not started for training; start it by fovea serve MODEL --for-training DIR"
+            ) from error
+        raise
+    with understood(server, RPC):
+        found: list[dict[str, Any]] = answer["results"]
+    return found
+
+
+def _drawn(answer: Mapping[str, Any]) -> Drawn | None:
+    """The completions of an answer; None where a server has broken one of them off."""
+    if not all(choice["finish_reason"] in FINISHES for choice in answer["choices"]):
+        return None
+    found = {}
+    for choice in answer["choices"]:
+        content = choice["logprobs"]["content"]
+        assert [each["token_id"] for each in content] == choice["token_ids"], "log-probs of other tokens"
+        found[int(choice["index"])] = Sampled(
+            token_ids=choice["token_ids"],
+            logprobs=[each["logprob"] for each in content],
+            finish_reason=choice["finish_reason"],
+        )
+    return Drawn(prompt_ids_L=answer["prompt_token_ids"], completions=found)

@@ -1,0 +1,135 @@
+"""Weights of a policy into vLLM: names and shapes checked first, then loaded in buckets, then read back.
+
+vLLM fuses weights (q, k and v; gate and up), and a push of a part of such a group leaves it corrupt without a word. The
+first push therefore brings all weights of the checkpoint that vLLM was started from, and later ones all weights of each
+layer that they touch; others are refused before they begin. vLLM itself has refused to start if its parameters were not
+all in that checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from fovea.errors import EngineError
+from fovea.rollout.checks import check_shapes, checkpoint_shapes
+from fovea.rollout.vllm.worker import Slices
+from fovea.types import Shape
+from fovea.utils.checksum import value_hash
+
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+"""Weights that the language models of all families fuse; vLLM's class of Qwen2-VL does not tell."""
+
+
+class ExpectedWeights:
+    """The weights of the checkpoint that a vLLM was started from, by its own names."""
+
+    def __init__(self, config: Any, *, is_sharded: bool) -> None:
+        """`config` is vLLM's ModelConfig; `is_sharded` where several workers share a parameter."""
+        model_class: Any = get_model_architecture(config)[0]
+        self._mapper = model_class.hf_to_vllm_mapper
+        self._fused: Mapping[str, Sequence[str]] = FUSED | model_class.packed_modules_mapping
+        self.dtype: torch.dtype = config.dtype
+        is_tied = config.hf_text_config.tie_word_embeddings or config.hf_config.tie_word_embeddings
+        self._expected = {
+            self.vllm_name(name): (name, shape)
+            for name, shape in checkpoint_shapes(config.model, config.revision).items()
+            # vLLM reads the embedding in its place
+            if not (is_tied and name == "lm_head.weight")
+        }
+        # a shard of a parameter cannot be compared with the whole
+        self.slices: Slices = {} if is_sharded else self._slices_of_expected()
+
+    def check(self, shapes: Mapping[str, Shape], *, has_all: bool = False) -> None:
+        """Raise EngineError unless a push of these leaves vLLM with complete weights; `has_all`: of earlier pushes."""
+        keys = {self.vllm_name(name): name for name in shapes}
+        touched = {self._layer(key) for key in keys}
+        wanted = {
+            name: shape for key, (name, shape) in self._expected.items() if not has_all or self._layer(key) in touched
+        }
+        # under the names of the checkpoint, which may be others than those of the trainer
+        known = {key: name for key, (name, _) in self._expected.items()}
+        sent = {known.get(key, name): shapes[name] for key, name in keys.items()}
+        check_shapes(sent, wanted, engine="vLLM")
+
+    def vllm_name(self, name: str) -> str:
+        """The name of a checkpoint's weight in vLLM, before it is fused with others."""
+        (mapped,) = self._mapper.apply_list([name])
+        return str(mapped)
+
+    def _slices_of_expected(self) -> dict[str, list[tuple[str, int]]]:
+        """The parameters of vLLM by the weights that they are fused of, in the order of the fusion."""
+        slices: dict[str, dict[int, tuple[str, int]]] = {}
+        for name, (_, shape) in self._expected.items():
+            parameter, place = self._place(name)
+            slices.setdefault(parameter, {})[place] = (name, shape[0])
+        return {parameter: [parts[place] for place in sorted(parts)] for parameter, parts in slices.items()}
+
+    def _layer(self, name: str) -> str:
+        """The layer of vLLM that has a weight, alone or fused with others."""
+        return self._place(name)[0].rpartition(".")[0]
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The parameter that a weight is part of, and its place there."""
+        for fused, parts in self._fused.items():
+            for place, part in enumerate(parts):
+                if f".{part}." in name:
+                    return name.replace(f".{part}.", f".{fused}."), place
+        return name, 0
+
+
+class VllmWeights:
+    """Loads the weights of a policy into vLLM in this process."""
+
+    def __init__(self, llm: LLMEngine) -> None:
+        self._llm = llm
+        is_sharded = llm.vllm_config.parallel_config.world_size > 1
+        self._expected = ExpectedWeights(llm.model_config, is_sharded=is_sharded)
+        self.are_complete = False
+        """Whether vLLM holds all weights of some pushes, the last of which has ended."""
+        self._sent: dict[str, int] = {}
+        """Hashes of all values that were sent and not replaced, by vLLM's names."""
+
+    def begin(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these shapes, under the names of the checkpoint.
+
+        EngineError, and nothing changed, unless they are all weights, or after a push of all those of whole layers.
+        """
+        self._expected.check(shapes, has_all=self.are_complete)
+        self.are_complete = False
+        self._llm.collective_rpc("begin_push")
+
+    def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some of them; EngineError for one that arrives in a worker as something else."""
+        hashes = {name: value_hash(tensor, self._expected.dtype) for name, tensor in bucket}
+        for arrived in self._llm.collective_rpc("take_weights", args=(bucket,)):
+            compare(hashes, dict(zip(hashes, arrived, strict=True)))
+        self._sent |= {self._expected.vllm_name(name): value for name, value in hashes.items()}
+
+    def finish(self) -> None:
+        """End the push; EngineError if vLLM holds other values than were sent, in this push or an earlier one."""
+        for held in self._llm.collective_rpc("finish_push", args=(self._expected.slices,)):
+            compare({name: self._sent[name] for name in held}, held)
+        self.are_complete = True
+
+    def forget(self) -> None:
+        """Take over that vLLM has freed its weights: the next push must bring all of them."""
+        self.are_complete = False
+
+
+def compare(sent: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Raise EngineError for a weight whose hash is another one than was sent."""
+    differing = [name for name, value in sent.items() if found[name] != value]
+    if differing:
+        raise EngineError(
+            f"{len(differing)} weights differ between trainer and vLLM after a push, first {differing[0]}; run again, "
+            "and report this as a bug if it comes back"
+        )

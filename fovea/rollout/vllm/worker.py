@@ -1,0 +1,131 @@
+"""What Fovea adds to the workers of vLLM: they take a push of weights in pieces, and tell what they hold afterwards.
+
+`worker_extension_cls` adds these methods to vLLM's own worker class, in whichever process it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from fovea.utils.checksum import value_hash
+
+RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+ADAPTER_ID = 1
+"""vLLM's number of the policy's adapter, its only one."""
+
+Slices: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]
+"""By the name of a parameter of vLLM, the weights that it is made of, in order, with their rows."""
+
+
+class WeightReceiver:
+    """Methods of a worker; weights come under the names of checkpoints."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    @torch.no_grad()
+    def begin_push(self) -> None:
+        """Prepare every layer for new weights; a layer takes them when all of its own have come."""
+        # it warns of layers with nothing to load, such as rotary embeddings; what layers hold is compared afterwards.
+        # here, since vLLM resets the levels of its loggers when it starts
+        RELOADING.setLevel(logging.ERROR)
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            # of a push that failed, layers may still wait for the rest of their weights
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            initialize_layerwise_reload(model)
+
+    @torch.no_grad()
+    def take_weights(self, weights: Sequence[tuple[str, Tensor]]) -> list[int]:
+        """Load some weights; returns the hashes of what arrived, in the model's type."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(iter(weights))
+        return [value_hash(tensor, self.vllm_config.model_config.dtype) for _, tensor in weights]
+
+    @torch.no_grad()
+    def finish_push(self, slices: Slices) -> dict[str, int]:
+        """Complete the layers; returns the hashes of the weights in `slices` as the model holds them now."""
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            _repack_tied_head(model)
+        self.model_runner.reset_lora_state()
+        dtype = self.vllm_config.model_config.dtype
+        return {name: value_hash(held, dtype) for parameter in slices for name, held in _held(model, parameter, slices)}
+
+    @torch.no_grad()
+    def take_adapter(self, tensors: dict[str, Tensor], rank: int, alpha: int) -> int:
+        """Replace the adapter; returns the number of its matrices that layers hold as they were sent.
+
+        `tensors` are kept, and changed.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            # as peft writes them to a file
+            {f"base_model.model.{name.replace('.default', '')}": tensor for name, tensor in tensors.items()},
+            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),
+            device="cpu",
+            dtype=self.vllm_config.lora_config.lora_dtype,
+            weights_mapper=self.model_runner.get_model().hf_to_vllm_mapper.get_rename_mapper(),
+        )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+        slot = manager.lora_index_to_id.index(ADAPTER_ID)
+        layers = [(manager.modules.get(name), parts) for name, parts in adapter.loras.items()]
+        return sum(_matrices_held(layer, slot, parts) for layer, parts in layers if layer is not None)
+
+
+def _matrices_held(layer: Any, slot: int, parts: Any) -> int:
+    """How many of the matrices of an adapter, packed for a layer, stand in its place for adapters."""
+    pairs = [(layer.lora_a_stacked, parts.lora_a), (layer.lora_b_stacked, parts.lora_b)]
+    listed = [(stacked, given if isinstance(given, list) else [given]) for stacked, given in pairs]
+    return sum(
+        torch.equal(place[slot, 0, : matrix.shape[0], : matrix.shape[1]].to(matrix.device), matrix.to(place.dtype))
+        for stacked, given in listed
+        for place, matrix in zip(stacked, given, strict=True)
+        if matrix is not None
+    )
+
+
+def _repack_tied_head(model: nn.Module) -> None:
+    """Process a head again that shares the embedding's weight, and so got none of its own.
+
+    On a CPU its kernel multiplies with a packed copy, which would stay that of the older weights.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _held(model: nn.Module, parameter: str, slices: Slices) -> Iterator[tuple[str, Tensor]]:
+    """The weights that a parameter of vLLM is made of."""
+    whole, start = _readable(model, parameter), 0
+    for name, rows in slices[parameter]:
+        # vLLM pads the rows of an embedding
+        yield name, whole[start : start + rows]
+        start += rows
+
+
+def _readable(model: nn.Module, parameter: str) -> Tensor:
+    """A parameter's values; those of a weight that a kernel has packed away are what it gives for unit vectors."""
+    path, _, leaf = parameter.rpartition(".")
+    layer: Any = model.get_submodule(path)
+    values: Tensor = getattr(layer, leaf)
+    if values.numel() or leaf != "weight":
+        return values
+    units = torch.eye(layer.input_size_per_partition, dtype=values.dtype, device=values.device)
+    product: Tensor = layer.quant_method.apply(layer, units, None)
+    return product.T.contiguous()

@@ -1,0 +1,296 @@
+"""What every engine must do, against transformers: one suite, run by each engine's own test module.
+
+A module derives a class of `EngineSuite` and defines the fixture `served`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.errors import EngineError
+from fovea.models.render import Renderer
+from fovea.models.tiny import TinyParts
+from fovea.rollout.base import Engine
+from fovea.rollout.multi_turn import extended
+from fovea.types import Completion, Prompt, Request, Sampling
+from fovea.utils.event_loop import wait_for
+from tests.reference import reference_logprobs
+from tests.tiny_models import from_array, image, renderer, user
+
+TOLERANCE = 2e-5
+"""Of log-probs in float32: two orders of summation."""
+LIMIT_TOKENS = 1000
+"""Longest prompt with its completion that an engine is made for here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """An engine, the model that it serves, and a push of that model's present weights."""
+
+    parts: TinyParts
+    engine: Engine
+    push: Callable[[int], None]
+
+    def generate(self, *requests: Request) -> list[Sequence[Completion]]:
+        """Completions of all requests, made at once."""
+
+        async def together() -> list[Sequence[Completion]]:
+            return await asyncio.gather(*map(self.engine.generate, requests))
+
+        return wait_for(together())
+
+    def largest_difference(self, request: Request, completions: Sequence[Completion]) -> float:
+        """Largest difference between the engine's log-probs and those of transformers."""
+        temperature = request.sampling.temperature or 1.0
+        with torch.no_grad():
+            expected = [reference_logprobs(self.parts, request.prompt, c.token_ids_T, temperature) for c in completions]
+        found = torch.from_numpy(np.concatenate([c.logprobs_T for c in completions]))
+        return float((found - torch.cat(expected)).abs().max())
+
+
+def ask(name: str, prompt: Prompt, n: int = 1, **sampling: object) -> Request:
+    settings = {"max_new_tokens": 16, "seed": 5} | sampling
+    return Request(id=name, prompt=prompt, sampling=Sampling(**settings), n=n)  # type: ignore[arg-type]
+
+
+def prompts_of(parts: TinyParts) -> list[Prompt]:
+    """None, one and three images, of several sizes and places."""
+    render = renderer(parts)
+    return [
+        render.prompt(user("What colour is the square?")),
+        render.prompt(user(image(1), "How many circles?")),
+        render.prompt(user("Compare ", image(2), " with ", image(3, 64, 96), " and ", image(4, 32, 48), "!")),
+    ]
+
+
+def check_draws_of_two_pushes(served: Served) -> None:
+    """That it draws with the weights of a push, and after a push of changed ones with those."""
+    for version in (1, 2):
+        served.push(version)
+        requests = [ask(f"{version}/{index}", prompt, n=2) for index, prompt in enumerate(prompts_of(served.parts))]
+        for request, completions in zip(requests, served.generate(*requests), strict=True):
+            assert served.largest_difference(request, completions) < TOLERANCE
+        with torch.no_grad():
+            for parameter in served.parts.network.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def equal(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
+    """Whether two groups are the same, up to rounding."""
+    return all(
+        (a.token_ids_T.tolist(), a.text, a.finish) == (b.token_ids_T.tolist(), b.text, b.finish)
+        and np.allclose(a.logprobs_T, b.logprobs_T, atol=TOLERANCE)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+class EngineSuite:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+    def test_logprobs_equal_transformers_in_a_mixed_batch(self, served: Served, temperature: float) -> None:
+        requests = [
+            ask(f"mixed/{temperature}/{index}", prompt, n=4, temperature=temperature)
+            for index, prompt in enumerate(prompts_of(served.parts))
+        ]
+        for request, completions in zip(requests, served.generate(*requests), strict=True):
+            assert [c.id for c in completions] == [f"{request.id}/{number}" for number in range(4)]
+            assert served.largest_difference(request, completions) < TOLERANCE
+            drawn = {tuple(c.token_ids_T.tolist()) for c in completions}
+            assert len(drawn) == (4 if temperature else 1)
+
+    def test_a_second_turn_with_an_image_goes_on_from_the_first(self, served: Served) -> None:
+        first = ask("turns", prompts_of(served.parts)[1], n=2)
+        answers = served.generate(first)[0]
+        render, later = renderer(served.parts), []
+        for answer in answers:
+            observation = render.observation(user("And here? ", image(9, 64, 48)), after=int(answer.token_ids_T[-1]))
+            prompt = extended(first.prompt, answer.token_ids_T, observation)
+            assert len(prompt.images) == 2
+            request = ask(f"{answer.id}/turn2", prompt)
+            later.append(Request(id=request.id, prompt=prompt, sampling=request.sampling, continues=answer.id))
+        for request, completions in zip(later, served.generate(*later), strict=True):
+            assert served.largest_difference(request, completions) < TOLERANCE
+
+    def test_a_stop_token_ends_a_completion_and_is_part_of_it(self, served: Served) -> None:
+        request = ask("stop token", prompts_of(served.parts)[1], n=4, temperature=2.0, max_new_tokens=200)
+        completions = served.generate(request)[0]
+        ends = [c.token_ids_T[-1] in served.parts.processor.stop_ids for c in completions]
+        assert any(ends), "200 tokens of near-uniform sampling meet the stop token"
+        for completion, ended in zip(completions, ends, strict=True):
+            assert completion.finish == ("stop" if ended else "length")
+            assert not np.isin(completion.token_ids_T[:-1], served.parts.processor.stop_ids).any()
+            assert "<|im_end|>" not in completion.text
+
+    def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(self, served: Served) -> None:
+        prompt = prompts_of(served.parts)[0]
+        free = served.generate(ask("free", prompt, n=4, max_new_tokens=60))[0]
+        stop = free[0].text[10:12]
+        cut = served.generate(ask("cut", prompt, n=4, max_new_tokens=60, stop=(stop, "never")))[0]
+        for whole, short in zip(free, cut, strict=True):
+            assert short.text == whole.text.split(stop)[0]
+            assert short.token_ids_T.tolist() == whole.token_ids_T[: len(short.token_ids_T)].tolist()
+            assert short.finish == ("stop" if stop in whole.text else whole.finish)
+        assert cut[0].finish == "stop"
+        assert len(cut[0].token_ids_T) < len(free[0].token_ids_T)
+
+    def test_length_ends_a_completion(self, served: Served) -> None:
+        completion = served.generate(ask("short", prompts_of(served.parts)[1], max_new_tokens=1))[0][0]
+        assert (len(completion.token_ids_T), completion.finish) == (1, "length")
+
+    def test_a_seed_decides_what_is_drawn(self, served: Served) -> None:
+        prompt = prompts_of(served.parts)[2]
+        requests = [ask(f"seed/{i}", prompt, n=3, seed=seed) for i, seed in enumerate((2**64 - 1, 2**64 - 1, 7))]
+        first, again, other = served.generate(*requests)
+        assert equal(first, again)
+        assert not equal(first, other)
+
+    def test_nothing_banned_is_drawn(self, served: Served) -> None:
+        requests = [
+            ask(f"bans/{index}", prompt, n=2, temperature=2.0, max_new_tokens=200)
+            for index, prompt in enumerate(prompts_of(served.parts))
+        ]
+        groups = served.generate(*requests)
+        drawn = np.concatenate([c.token_ids_T for group in groups for c in group])
+        assert len(set(drawn.tolist())) > 100, "near-uniform sampling visits most of the vocabulary"
+        assert not np.isin(drawn, served.parts.processor.banned_ids).any()
+
+    def test_a_prompt_at_the_limit_is_served_and_one_beyond_it_refused(self, served: Served) -> None:
+        words = renderer(served.parts).prompt(user("How many circles are there? " * 1000)).token_ids_L
+
+        def of_length(num_tokens: int) -> Prompt:
+            ids = np.concatenate([words[:-20][: num_tokens - 20], words[-20:]])
+            assert len(ids) == num_tokens
+            return Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
+
+        request = ask("longest", of_length(LIMIT_TOKENS - 8), max_new_tokens=8)
+        assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+        with pytest.raises(EngineError, match=r"needs 1001|needs 1008"):
+            served.generate(ask("longer", of_length(LIMIT_TOKENS - 7), max_new_tokens=8))
+
+    def test_an_image_beyond_the_pixel_limit_is_what_the_trainer_sees(self, served: Served) -> None:
+        render = Renderer(served.parts.processor, from_array, max_pixels=64 * 64)
+        prompt = render.prompt(user(image(5, 200, 240), "How many circles?"))
+        assert prompt.images[0].num_tokens <= 16
+        request = ask("large image", prompt, n=2)
+        assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+
+    def test_of_200_requests_at_once_none_is_lost_or_doubled(self, served: Served) -> None:
+        prompts = prompts_of(served.parts)
+        requests = [ask(f"many/{i}", prompts[i % 3], max_new_tokens=4 + i % 5, seed=i) for i in range(200)]
+        groups = served.generate(*requests)
+        assert [group[0].id for group in groups] == [f"many/{i}/0" for i in range(200)]
+        assert all(len(group) == 1 for group in groups)
+        for i in range(0, 200, 17):
+            assert served.largest_difference(requests[i], groups[i]) < TOLERANCE
+
+    def test_new_weights_are_sampled_with_and_nothing_is_stale(self, served: Served) -> None:
+        requests = [ask(f"push/{i}", prompt, n=2) for i, prompt in enumerate(prompts_of(served.parts))]
+        before = served.generate(*requests)
+        for version in (11, 12):
+            with torch.no_grad():
+                for seed, parameter in enumerate(served.parts.network.parameters()):
+                    noise = torch.Generator().manual_seed(1000 * version + seed)
+                    parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.02)
+            wait_for(served.engine.sleep())
+            served.push(version)
+            wait_for(served.engine.wake())
+            groups = served.generate(*requests)
+            for request, group, old in zip(requests, groups, before, strict=True):
+                assert {c.version for c in group} == {version}
+                assert served.largest_difference(request, group) < TOLERANCE
+                assert not np.allclose(group[0].logprobs_T[0], old[0].logprobs_T[0], atol=1e-3)
+            before = groups
+
+    def test_a_paused_engine_waits_and_goes_on(self, served: Served) -> None:
+        request = ask("paused", prompts_of(served.parts)[1], n=2)
+
+        async def paused() -> Sequence[Completion]:
+            await served.engine.pause()
+            drawing = asyncio.ensure_future(served.engine.generate(request))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not drawing.done()
+            await served.engine.resume()
+            return await drawing
+
+        assert equal(wait_for(paused()), served.generate(request)[0])
+
+    def test_an_engine_that_sleeps_takes_no_request_and_one_that_draws_cannot_sleep(self, served: Served) -> None:
+        request = ask("asleep", prompts_of(served.parts)[1])
+
+        async def nap() -> None:
+            drawing = asyncio.ensure_future(served.engine.generate(request))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="sleep was called while the engine is generating"):
+                await served.engine.sleep()
+            await drawing
+            await served.engine.sleep()
+            with pytest.raises(EngineError, match="asleep; call wake first"):
+                await served.engine.generate(request)
+
+        wait_for(nap())
+        served.push(20)
+        wait_for(served.engine.wake())
+        assert served.generate(request)[0][0].version == 20
+
+    def test_a_request_whose_caller_gives_up_leaves_the_others_alone(self, served: Served) -> None:
+        kept = ask("kept", prompts_of(served.parts)[0], n=2)
+        given_up = ask("given up", prompts_of(served.parts)[1], n=2, max_new_tokens=200)
+
+        async def both() -> Sequence[Completion]:
+            tasks = [asyncio.ensure_future(served.engine.generate(each)) for each in (given_up, kept)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            tasks[0].cancel()
+            return await tasks[1]
+
+        assert equal(wait_for(both()), served.generate(kept)[0])
+
+
+class ServingSuite(EngineSuite):
+    """What engines of other packages have settings for besides."""
+
+    def test_no_completion_ends_before_min_new_tokens(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        prompt = prompts_of(served.parts)[1]
+        # two, because an engine may be made for 16 completions at once
+        requests = [
+            ask(f"minimum/{seed}", prompt, n=16, seed=seed, temperature=2.0, max_new_tokens=150) for seed in (5, 21)
+        ]
+
+        def drawn() -> list[Completion]:
+            return [completion for group in served.generate(*requests) for completion in group]
+
+        assert min(lengths_of(drawn())) < 60
+        change_translator(served, monkeypatch, min_new_tokens=60)
+        completions = drawn()
+        assert min(lengths_of(completions)) >= 60
+        for completion in completions:
+            assert not np.isin(completion.token_ids_T[:59], served.parts.processor.stop_ids).any()
+        assert any(completion.finish == "stop" for completion in completions), "stop tokens are drawn afterwards"
+
+    def test_ignore_eos_goes_on_to_the_limit(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        request = ask("ignored", prompts_of(served.parts)[1], n=16, temperature=2.0, max_new_tokens=150)
+        assert min(lengths_of(served.generate(request)[0])) < 150
+        change_translator(served, monkeypatch, ignore_eos=True)
+        completions = served.generate(request)[0]
+        assert {(*lengths_of([each]), each.finish) for each in completions} == {(150, "length")}
+        # drawn as all others are, and counted in the log-probs
+        assert any(np.isin(each.token_ids_T, served.parts.processor.stop_ids).any() for each in completions)
+        assert served.largest_difference(request, completions) < TOLERANCE
+
+
+def lengths_of(completions: Sequence[Completion]) -> list[int]:
+    return [len(completion.token_ids_T) for completion in completions]
+
+
+def change_translator(served: Served, monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    """Have the engine make requests as with these settings of `rollout.engine`."""
+    engine: Any = served.engine
+    monkeypatch.setattr(engine, "_translator", replace(engine._translator, **settings))

@@ -1,0 +1,22 @@
+"""All tests of this folder need SGLang: `make test-sglang` installs it, and there none of them may skip."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+IS_REQUIRED = os.environ.get("FOVEA_TEST_ENGINE") == "sglang"
+
+if find_spec("sglang") is None and not IS_REQUIRED:
+    # not even imported: these modules import SGLang
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.sglang)

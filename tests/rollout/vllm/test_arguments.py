@@ -1,0 +1,44 @@
+"""`rollout.engine.engine_args` against vLLM's own list of arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fovea.config.backends import VllmEngine as Settings
+from fovea.config.run import Model
+from fovea.errors import ConfigError
+from fovea.rollout.vllm.arguments import check_model, engine_arguments
+from tests.tiny_models import tiny
+
+
+def arguments(**given: Any) -> dict[str, Any]:
+    return engine_arguments(Settings(engine_args=given), Model(path="x"), max_model_len=100, seed=3)
+
+
+def test_further_arguments_reach_vllm_beside_the_settings() -> None:
+    made = arguments(block_size=32)
+    assert (made["block_size"], made["max_model_len"], made["seed"]) == (32, 100, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"blok_size": 32}, r"engine_args\.blok_size: vLLM has no such engine argument; did you mean block_size"),
+        ({"zzz": 1}, r"engine_args\.zzz: vLLM has no such engine argument; vLLM's EngineArgs lists them all"),
+        ({"max_num_seqs": 8}, r"engine_args\.max_num_seqs: a setting of its own; set rollout\.engine\.max_num_seqs"),
+        ({"logprobs_mode": "raw_logprobs"}, r"logprobs_mode: Fovea sets it to 'processed_logprobs'.*remove it"),
+        ({"trust_remote_code": True}, r"trust_remote_code: Fovea sets it to False"),
+    ],
+)
+def test_arguments_that_vllm_lacks_or_fovea_sets_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments(**given)
+
+
+def test_a_mixture_of_experts_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        ConfigError, match=r"qwen3_vl_moe, which Fovea cannot hand to vLLM .*experts' weights transposed"
+    ):
+        check_model(tiny("qwen3_vl_moe").processor, Model(path="x"), "vllm")

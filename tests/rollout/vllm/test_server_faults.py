@@ -1,0 +1,124 @@
+"""Faults between trainer and servers that a healthy vLLM does not show: without one, against servers of these tests."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fovea.errors import ConfigError
+from fovea.rollout import server_pool
+from fovea.rollout.server import ModelServer
+from fovea.rollout.vllm.push_folder import PushFolder
+from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV, launch
+from fovea.rollout.vllm.server_facts import ServerFacts
+from fovea.rollout.vllm.server_worker import FolderReceiver
+from fovea.rollout.vllm.servers import VllmServers
+from fovea.utils.event_loop import wait_for
+from fovea.utils.http_json import CallBounds, JsonServer
+from tests.chat_server import Endpoint, endpoints
+
+
+def command(folder: Path, **arguments: Any) -> list[str]:
+    return list(launch(ModelServer(folder=folder, name="x", host="127.0.0.1", port=1, arguments=arguments)).command)
+
+
+@pytest.mark.parametrize("key", ["trust-remote-code", "trust_remote_code"])
+def test_what_is_fixed_is_refused_in_both_spellings(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trust_remote_code=True: `fovea serve` sets it to False; remove it"):
+        command(tmp_path, **{key: True})
+
+
+def test_the_key_is_on_no_command_line_in_either_spelling(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use --api-key-env"):
+        command(tmp_path, **{"api-key": "secret"})
+
+
+def test_a_limit_of_images_leaves_videos_off(tmp_path: Path) -> None:
+    words = command(tmp_path, limit_mm_per_prompt={"image": 2})
+    assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"video": 0, "image": 2}
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp", "push-0000"])
+def test_a_worker_reads_pushes_in_its_own_folder_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "stolen.safetensors").write_bytes(b"")
+    monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path / "weights"))
+    assert "no push" in FolderReceiver().load_push(name, {})["problem"]
+
+
+def test_pushes_that_broke_off_are_deleted_with_the_next(tmp_path: Path) -> None:
+    pushes = PushFolder(tmp_path, torch.float32, str)
+    for _ in range(3):
+        pushes.begin()
+    assert len(list(tmp_path.iterdir())) == 3
+    pushes.delete_older()
+    assert [each.name for each in tmp_path.iterdir()] == [pushes.finish().name]
+
+
+RECEIVED = (200, b"")
+EMPTIED = (200, b'{"success": true}')
+
+
+def answer(**found: object) -> tuple[int, bytes]:
+    """Of `/collective_rpc`."""
+    return 200, json.dumps({"results": [found]}).encode()
+
+
+def facts(held_push: str) -> tuple[int, bytes]:
+    return answer(
+        dtype="float32",
+        logprobs_mode="processed_logprobs",
+        normalizes_pixels=False,
+        max_model_len=64,
+        max_images=1,
+        held_push=held_push,
+    )
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE_SECONDS", 0.01)
+    with endpoints() as start:
+        yield start
+
+
+def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
+    started: Callable[..., Endpoint], tmp_path: Path
+) -> None:
+    """It holds the push and says so, but it is paused, with keys and values of older weights."""
+    endpoint = started(facts(""), RECEIVED)
+    engine = VllmServers(
+        [JsonServer(endpoint.url, CallBounds(timeout_seconds=5.0, calls_at_once=4))],
+        ServerFacts(dtype="float32", max_model_len=64, max_images=1),
+        SimpleNamespace(check=lambda _shapes: None, slices={}),  # type: ignore[arg-type]
+        PushFolder(tmp_path, torch.float32, str),
+        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        restart_seconds=20.0,
+    )
+    try:
+        engine.begin_push({})
+        loaded = answer(arrived={}, held={})
+        (push,) = tmp_path.iterdir()
+        endpoint.replies = [RECEIVED, loaded, (503, b""), facts(push.name)]
+        endpoint.replies += [RECEIVED, RECEIVED, loaded, EMPTIED, RECEIVED]
+        endpoint.requests.clear()
+        engine.finish_push(1)
+        deadline = time.monotonic() + 20
+        while len(paths := [str(each["path"]).removeprefix("/v1") for each in endpoint.requests]) < 11:
+            assert time.monotonic() < deadline, paths
+            time.sleep(0.02)
+    finally:
+        wait_for(engine.close())
+    caches = ["/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
+    load = ["/pause?mode=abort", "/collective_rpc"]
+    assert paths == [*load, caches[0], "/collective_rpc", "/resume", *load, *caches, "/resume"]
