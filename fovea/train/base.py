@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fovea.config.run import Algorithm
+from fovea.train.deal import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
 
 
@@ -23,13 +24,15 @@ class Needs:
     def of(algorithm: Algorithm, *, dropout: bool = False) -> Needs:
         """The inputs that need a pass before the update; those that the update recomputes anyway are left out.
 
-        Left out are old log-probs where the first step is on-policy, and reference log-probs where the KL term is off.
+        Left out are old log-probs where the first step is on-policy or they are the engine's, and reference log-probs
+        where the KL term is off.
         With `dropout` the update recomputes none: what it scores is not the policy that sampled.
         """
         return Needs(
             # with one optimizer step per epoch the first epoch passes over every sample before the weights change, so
             # its own log-probs are the old ones
-            old_logprobs=algorithm.minibatches > 1 or algorithm.needs_old_logprobs or dropout,
+            old_logprobs=algorithm.old_logprobs == "trainer"
+            and (algorithm.minibatches > 1 or algorithm.needs_old_logprobs or dropout),
             reference_logprobs=algorithm.kl is not None,
             values=algorithm.critic is not None,
         )
@@ -51,11 +54,17 @@ class ModelFacts:
     device_name: str | None
     """Product name of the GPU; None on a CPU."""
     parameters: tuple[ParameterCount, ...]
+    num_saved: int = 0
+    """Parameters that a checkpoint holds with the moments of their optimizer: those under training, and those of a
+    value function."""
     num_workers: int = 1
 
 
 class Policy(Protocol):
-    """The model under training, in one process or many, as seen by the driver. Calls never overlap."""
+    """The model under training, in one process or many, as seen by the driver.
+
+    Calls never overlap, but with `finish_save`.
+    """
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:
         """Add the old and reference log-probs and values that are needed to the samples of a batch."""
@@ -77,11 +86,25 @@ class Policy(Protocol):
         ...
 
     async def save(self, folder: Path) -> None:
-        """Write the state from which `load` resumes bit for bit into an existing folder."""
+        """Copy the state from which `load` resumes bit for bit, and begin to write it into an existing folder.
+
+        All workers see the folder; each writes its part while training goes on. Followed by `finish_save`.
+        """
+        ...
+
+    async def finish_save(self) -> None:
+        """Wait until all that `save` began to write is on disk; OSError where it could not be written.
+
+        Other calls may be made meanwhile, but no second `save`.
+        """
         ...
 
     async def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote; TrainError when it belongs to another model."""
+        ...
+
+    async def limit_microbatches(self, max_tokens: int) -> None:
+        """Begin with micro-batches of so many tokens at most: with larger ones memory ran out before a resume."""
         ...
 
     async def export(self, folder: Path) -> None:
@@ -110,14 +133,24 @@ class PolicyWorker(Protocol):
 
     def save(self, folder: Path) -> None: ...
 
+    def finish_save(self) -> None:
+        """Called on a thread of its own."""
+        ...
+
     def load(self, folder: Path) -> None: ...
+
+    def limit_microbatches(self, max_tokens: int) -> None: ...
 
     def export(self, folder: Path) -> None: ...
 
     def describe(self) -> ModelFacts: ...
 
+    def images_by_rank(self) -> ImagesByRank:
+        """The images that each worker needs for the next call; all workers would return the same."""
+        ...
+
     def close(self) -> None: ...
 
     def weights(self) -> Weights:
-        """All weights by the names of `models.trainable.factored_weights`, adapters beside them; nothing is copied."""
+        """The parameters as `models.trainable.factored_weights` names them; nothing is copied or gathered."""
         ...

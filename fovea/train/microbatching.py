@@ -1,4 +1,4 @@
-"""Assignment of groups to ranks and to packed rows, balanced by cost under a token budget.
+"""Assignment of groups to packed rows, balanced by cost under a token budget.
 
 Losses are normalised by counts of the whole batch, so no assignment changes the gradient. It depends on the groups
 alone: every rank computes the assignment of all ranks without communication.
@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from fovea.errors import TrainError
 from fovea.models.flops import Passes, Work
+from fovea.train.equal_samples import distinct
 from fovea.types import Sample, SampleGroup
 
 
@@ -37,7 +38,8 @@ class GroupSlice:
     def num_tokens(self) -> int:
         """Number of tokens in a packed row."""
         # the last token of a completion is predicted and never an input
-        return self.group.prompt.num_tokens + sum(len(sample.token_ids_T) - 1 for sample in self.group.samples)
+        samples, _ = distinct(self.group.samples)
+        return self.group.prompt.num_tokens + sum(len(sample.token_ids_T) - 1 for sample in samples)
 
 
 RowSlices: TypeAlias = Sequence[GroupSlice]
@@ -55,11 +57,16 @@ class Cost:
         """Cost of a group; never less than its number of tokens."""
         return self.flops(group) / (self.work.token * self.passes.linear)
 
+    def vision(self, group: SampleGroup) -> float:
+        """The part of the cost that is the vision tower's; 0 where features are cached."""
+        later = (image for sample in distinct(group.samples)[0] for image in sample.images)
+        return self.work.images((*group.prompt.images, *later), self.passes) / (self.work.token * self.passes.linear)
+
     def flops(self, group: SampleGroup) -> float:
-        """FLOPs of a group, with one pass over the prompt for all its samples."""
+        """FLOPs of a group, with one pass over the prompt for all its samples, and one over equal samples."""
         prompt = group.prompt
         total = self.work.prompt(prompt.num_tokens, prompt.images, self.passes)
-        for sample in group.samples:
+        for sample in distinct(group.samples)[0]:
             total += self.work.completion(len(sample.token_ids_T), prompt.num_tokens, self.passes)
             total += self.work.images(sample.images, self.passes)
         return total
@@ -74,17 +81,6 @@ def slice_groups(groups: Sequence[SampleGroup], max_tokens: int | None = None) -
     if max_tokens is None:
         return numbered
     return [each for whole in numbered for each in _split(whole, max_tokens)]
-
-
-def assign_to_ranks(slices: Sequence[GroupSlice], cost: Cost, num_ranks: int) -> list[list[GroupSlice]]:
-    """Distribute slices over ranks longest-processing-time-first, so that each rank has about the same cost.
-
-    Each rank's slices are in the order of the batch; a rank has none if there are fewer slices than ranks.
-    """
-    if num_ranks == 1:
-        return [list(slices)]
-    shares = _longest_first([cost.of(each.group) for each in slices], num_ranks)
-    return [[slices[index] for index in sorted(share)] for share in shares]
 
 
 def pack_by_cost(slices: Sequence[GroupSlice], cost: Cost, max_tokens: int) -> list[RowSlices]:
@@ -115,24 +111,6 @@ def check_padding(rows: Sequence[RowSlices], max_tokens: int) -> None:
 
 def _num_tokens(row: RowSlices) -> int:
     return sum(each.num_tokens for each in row)
-
-
-def align_ranks(rows_of_ranks: Sequence[Sequence[RowSlices]], dummy: GroupSlice) -> list[list[RowSlices]]:
-    """Add dummy slices until all ranks have the same number of rows, each with an image if the dummy has one.
-
-    `dummy` is a slice without samples. It adds nothing to the loss.
-    """
-    # FSDP2 all-gathers the weights of a module whenever a rank enters it: a rank that skipped a row, or the vision
-    # tower in a row of text, would leave the others waiting
-    longest = max(map(len, rows_of_ranks), default=0)
-    filled = [[*rows, *[[dummy]] * (longest - len(rows))] for rows in rows_of_ranks]
-    if not dummy.group.images:
-        return filled
-    return [[row if _has_image(row) else [*row, dummy] for row in rows] for rows in filled]
-
-
-def _has_image(row: RowSlices) -> bool:
-    return any(each.group.images for each in row)
 
 
 def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
@@ -179,7 +157,9 @@ def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
     prompt_tokens = whole.group.prompt.num_tokens
     parts: list[list[Sample]] = [[]]
     size = prompt_tokens
-    for sample in whole.group.samples:
+    _, index = distinct(whole.group.samples)
+    in_part: set[int] = set()
+    for sample, number in zip(whole.group.samples, index, strict=True):
         tokens = len(sample.token_ids_T) - 1
         if prompt_tokens + tokens > max_tokens:
             raise TrainError(
@@ -187,10 +167,12 @@ def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
                 f"train.max_tokens_per_microbatch={max_tokens}; set it to at least {prompt_tokens + tokens}, or lower "
                 "rollout.max_new_tokens"
             )
-        if parts[-1] and size + tokens > max_tokens:
+        # a sample that equals one of the part takes no tokens
+        if parts[-1] and number not in in_part and size + tokens > max_tokens:
             parts.append([])
-            size = prompt_tokens
+            size, in_part = prompt_tokens, set()
         parts[-1].append(sample)
-        size += tokens
+        size += tokens * (number not in in_part)
+        in_part.add(number)
     groups = [replace(whole.group, samples=tuple(each)) for each in parts]
     return [replace(each, first_sample=each.first_sample + whole.first_sample) for each in _numbered(groups)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from fovea.algorithms.value_loss import value_loss
 from fovea.config.algorithm_parts import CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
 from fovea.config.run import Algorithm
 from fovea.models.token_logprobs import TokenScores
@@ -50,6 +51,20 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
             estimate = ESTIMATORS[settings.kl.estimator]
             loss_A = loss_A + settings.kl.coef * estimate(scores.logprobs_A, micro.reference_logprobs_A)
     return (micro.weights_A * loss_A).sum(), sums | {"policy_loss": policy_loss}
+
+
+def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """Value loss of a micro-batch, weighted by `micro.weights_A` as the policy loss is, and sums for the metrics."""
+    settings = algorithm.critic
+    assert settings is not None, "a value loss needs a value function (algorithm.advantage=gae)"
+    assert micro.values_A is not None, "it needs the values from before the update"
+    assert micro.returns_A is not None, "and the returns"
+    terms = value_loss(values_A, micro.values_A, micro.returns_A, clip=settings.value_clip)
+    loss = (micro.weights_A * terms.loss_A).sum()
+    return settings.value_coef * loss, {
+        "value_loss": terms.loss_A.detach().sum(),
+        "value_clip_frac": terms.clipped_A.sum(),
+    }
 
 
 def _policy_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> PolicyLoss:

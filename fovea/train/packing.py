@@ -1,6 +1,7 @@
 """Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.microbatching`.
 
-Axes: `N` tokens of a row, `A` actions of a row, `L` tokens of a prompt, `T` tokens of a completion.
+Axes: `N` tokens of a row, `A` actions of a row, `U` those of its unequal completions, `L` tokens of a
+prompt, `T` tokens of a completion.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.transfer import to_device
+from fovea.train.equal_samples import Continuing, distinct
 from fovea.train.microbatching import RowSlices
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
@@ -72,7 +75,7 @@ def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.de
         row=pack_conversations(
             family,
             [group.prompt for group in groups],
-            [[Continuation.of(sample) for sample in group.samples] for group in groups],
+            [group.samples for group in groups],
             device,
             padded,
         ),
@@ -93,16 +96,12 @@ def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.de
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Continuation:
-    """Tokens of one sample after its prompt: actions of the policy and observations of the environment."""
+    """Tokens after a prompt that belong to no sample: actions of the policy and observations of the environment."""
 
     token_ids_T: NDArray[np.int64]
     mask_T: NDArray[np.bool_]
     """True at actions, whose log-probs are computed."""
     images: tuple[PromptImage, ...] = ()
-
-    @staticmethod
-    def of(sample: Sample) -> Continuation:
-        return Continuation(token_ids_T=sample.token_ids_T, mask_T=sample.mask_T, images=sample.images)
 
 
 def pack_row(
@@ -123,17 +122,18 @@ def pack_row(
 def pack_conversations(
     family: ModelFamily,
     prompts: Sequence[Prompt],
-    continuations: Sequence[Sequence[Continuation]],
+    continuations: Sequence[Sequence[Continuing]],
     device: torch.device,
     padded_tokens: int | None = None,
 ) -> PackedRow:
-    """Packed row of prompts, each followed by its continuations, padded to `padded_tokens` if given."""
+    """Packed row of prompts, each followed by its unequal continuations, padded to `padded_tokens` if given."""
+    unequal, computed_A = _unequal(continuations)
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
     hidden_index: list[NDArray[np.int64]] = [_NO_IDS]
     images: list[PromptImage] = []
     start = 0
-    for prompt, answers in zip(prompts, continuations, strict=True):
+    for prompt, answers in zip(prompts, unequal, strict=True):
         tokens.append(prompt.token_ids_L)
         # every continuation starts at the position after the prompt, as if it were the only one
         prompt_3L, next_position = family.positions(prompt.token_ids_L, prompt.images, 0)
@@ -159,20 +159,44 @@ def pack_conversations(
     fillers = _padding_prompts(padding, longest=max(prompt.num_tokens for prompt in prompts))
     layout = shared_prefix_layout(
         [*(prompt.num_tokens for prompt in prompts), *fillers],
-        [*([len(answer.token_ids_T) - 1 for answer in answers] for answers in continuations), *([] for _ in fillers)],
+        [*([len(answer.token_ids_T) - 1 for answer in answers] for answers in unequal), *([] for _ in fillers)],
     )
-    of_row = [answer for answers in continuations for answer in answers]
+    not_sent = [image.key for image in images if not image.tensors]
+    assert not not_sent, f"the pixels of {len(not_sent)} of {len(images)} images of a row are with another rank"
+    of_row = [answer for answers in unequal for answer in answers]
     is_action_N = np.concatenate([_NO_MASK, *(answer.mask_T for answer in of_row)])
+    token_ids_N, hidden_index_U = np.concatenate(tokens), np.concatenate(hidden_index)[is_action_N]
+    predictor_index_M, predictor_U = np.unique(hidden_index_U, return_inverse=True)
     return PackedRow(
-        token_ids_N=_tensor(np.concatenate(tokens), device),
+        token_ids_N=_tensor(token_ids_N, device),
         positions_3N=_tensor(np.concatenate(positions, axis=1), device),
         layout=layout.to(device),
         images=tuple(images),
-        hidden_index_A=_tensor(np.concatenate(hidden_index)[is_action_N], device),
-        target_ids_A=_tensor(
+        hidden_index_U=_tensor(hidden_index_U, device),
+        visual_index_V=_tensor(np.flatnonzero(token_ids_N == family.image_token_id), device),
+        predictor_index_M=_tensor(predictor_index_M, device),
+        predictor_U=_tensor(predictor_U, device),
+        target_ids_U=_tensor(
             np.concatenate([_NO_IDS, *(answer.token_ids_T for answer in of_row)])[is_action_N], device
         ),
+        computed_A=_tensor(computed_A, device),
     )
+
+
+def _unequal(
+    continuations: Sequence[Sequence[Continuing]],
+) -> tuple[list[list[Continuing]], NDArray[np.int64]]:
+    """The unequal continuations of each prompt, and for each action of all of them its index among those of these."""
+    unequal: list[list[Continuing]] = []
+    computed: list[NDArray[np.int64]] = [_NO_IDS]
+    start = 0
+    for answers in continuations:
+        firsts, index = distinct(answers)
+        starts = start + np.cumsum([0, *(int(each.mask_T.sum()) for each in firsts)])
+        computed += [np.arange(starts[place], starts[place + 1]) for place in index]
+        unequal.append(firsts)
+        start = int(starts[-1])
+    return unequal, np.concatenate(computed)
 
 
 def _padding_prompts(total: int, longest: int) -> list[int]:
@@ -198,4 +222,4 @@ def _joined(
 
 
 def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return to_device(torch.from_numpy(array), device)

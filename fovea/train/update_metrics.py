@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from fovea.algorithms.kl import k3
-from fovea.types import Metrics, SampleGroup
+from fovea.types import Batch, Metrics, SampleGroup
 
 GIB = 2**30
 
@@ -96,15 +96,37 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
     }
 
 
-class ActivationMeter:
-    """Bytes of activations that autograd saves for the backward pass, measured on the largest pass so far.
+def batch_mismatch(
+    batch: Batch, before: Sequence[NDArray[np.float32]], left_out: Sequence[NDArray[np.float32]] | None
+) -> Metrics:
+    """Engine-trainer mismatch of the trained groups, and of all groups if those left out have log-probs too.
 
-    Temporaries of the forward and of the backward pass are not counted. With gradient checkpointing these are most of
-    the peak, and the count comes to the inputs of the layers.
+    `before` has the trainer's log-probs [T] of every trained sample before the update, or nothing.
+    """
+    if len(before) != len(batch.samples):
+        return {}
+    trained = mismatch(batch.groups, before)
+    whole = trained if not batch.left_out else {}
+    if left_out:
+        whole = mismatch((*batch.groups, *batch.left_out), [*before, *left_out])
+    return whole | {f"{key}/trained": value for key, value in trained.items()}
+
+
+def _none() -> int:
+    return 0
+
+
+class ActivationMeter:
+    """Bytes of activations that are kept for the backward pass, measured on the largest pass so far.
+
+    Temporaries of the forward and of the backward pass are not counted. With full gradient checkpointing these are most
+    of the peak, and the count comes to the inputs of the layers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, kept_bytes: Callable[[], int] = _none) -> None:
+        """`kept_bytes` counts what is kept in other ways than by autograd, in all passes so far."""
         self._module = module
+        self._kept_bytes = kept_bytes
         self._largest = 0
         self.num_bytes = 0
 
@@ -125,17 +147,22 @@ class ActivationMeter:
             # by storage, since a view keeps all of its storage alive, and two views keep it once
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = storage
-            return tensor
+            # the tensor itself would hold the node that saves it: a pass that fails would never be freed
+            return tensor.detach()
 
+        before = self._kept_bytes()
         with saved_tensors_hooks(count, _same):
             yield
+        kept = self._kept_bytes() - before
         for parameter in self._module.parameters():
             # weights are no activations; those gathered from shards for the pass are freed by now and count 0 bytes
             if not isinstance(parameter, DTensor):
                 saved.pop(parameter.untyped_storage().data_ptr(), None)
         self._largest = size
         # a longer row may save less: its linear outputs may have come from the activation tape
-        self.num_bytes = max(self.num_bytes, sum(storage.nbytes() for storage in saved.values()))
+        self.num_bytes = max(self.num_bytes, kept + sum(storage.nbytes() for storage in saved.values()))
+        # autograd may hold the hook as long as the graph: through it, nothing would be freed during the backward pass
+        saved.clear()
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fovea.models.trainable import recompute_activations
+from benchmarks.torch_memory import AllocationTrace
+from fovea.models.recompute import Recompute, recompute_activations
 from fovea.train.update_metrics import ActivationMeter
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny
@@ -56,14 +57,31 @@ def test_only_a_larger_pass_is_counted() -> None:
     assert meter.gib == meter.num_bytes / 2**30
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_counting_changes_no_gradient(recompute: bool) -> None:
+def test_what_is_counted_is_freed_layer_by_layer() -> None:
+    """The peak of a pass is the same whether it is measured or not."""
+    network, x = nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 10), torch.randn(1000, WIDTH)
+
+    def peak(size: int) -> list[int]:
+        meter, trace = ActivationMeter(network), AllocationTrace()
+        trace.start()
+        with torch.profiler.record_function("step"):
+            with meter(size):
+                loss = network(x).sum()
+            loss.backward()
+            network.zero_grad()
+        trace.stop()
+        return trace.peaks(["step"])["step"]
+
+    assert peak(size=1) == peak(size=0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_counting_changes_no_gradient(recompute: Recompute) -> None:
     """A second policy has no larger row to count, and its hooks are off."""
     results = []
     for largest in (0, 10**9):
         parts = tiny("qwen3_vl")
-        if recompute:
-            recompute_activations(parts.network)
+        recompute_activations(parts.network, recompute)
         policy = make_policy(parts)
         policy._backward.activations._largest = largest
         metrics = policy.update(make_batch(parts))
@@ -74,13 +92,15 @@ def test_counting_changes_no_gradient(recompute: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first_weights, second_weights, strict=True))
 
 
-def test_smaller_rows_and_recomputed_layers_keep_less() -> None:
-    def gib(recompute: bool = False, **train: object) -> float:
-        parts = tiny("qwen3_vl")
-        if recompute:
-            recompute_activations(parts.network)
-        return make_policy(parts, **train).update(make_batch(parts))["memory/activations_gib"]
+def gib(recompute: Recompute = "none", **train: object) -> float:
+    parts = tiny("qwen3_vl")
+    recompute_activations(parts.network, recompute)
+    return make_policy(parts, **train).update(make_batch(parts))["memory/activations_gib"]
 
-    whole, rows, recomputed = gib(), gib(max_tokens_per_microbatch=100), gib(recompute=True)
+
+def test_smaller_rows_and_recomputed_layers_keep_less() -> None:
+    whole, rows = gib(), gib(max_tokens_per_microbatch=100)
+    selective, recomputed = gib("selective"), gib("full")
     assert rows < whole
+    assert recomputed < selective < whole
     assert recomputed < whole / 2

@@ -11,6 +11,7 @@ import pytest
 from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.loop import train
+from tests.saved import saved_bytes
 from tests.test_runs import untimed
 
 STOPPED, WARM_UP, STEPS = 1, 2, 4
@@ -43,7 +44,7 @@ def run(folder: Path, trunk: str, resume: str = "never") -> None:
 
 
 def saved(folder: Path, step: int, name: str) -> bytes:
-    return (folder / "checkpoints" / f"step-{step}" / name).read_bytes()
+    return b"".join(saved_bytes(folder / "checkpoints" / f"step-{step}" / name).values())
 
 
 @pytest.mark.parametrize("trunk", ["shared", "separate"])
@@ -56,9 +57,9 @@ def test_a_run_stopped_in_the_critics_warm_up_equals_one_never_stopped(trunk: st
         shutil.rmtree(stopped / "checkpoints" / f"step-{step}")
     run(stopped, trunk, resume="auto")
     for step in range(STEPS + 1):
-        for name in ("trainable.safetensors", "value.safetensors"):
+        for name in ("trainable", "value"):
             assert saved(stopped, step, name) == saved(whole, step, name), f"{name} of step {step}"
     assert untimed(stopped) == untimed(whole)
-    policies = [saved(stopped, step, "trainable.safetensors") for step in range(STEPS + 1)]
+    policies = [saved(stopped, step, "trainable") for step in range(STEPS + 1)]
     assert [a == b for a, b in pairwise(policies)] == [True] * WARM_UP + [False] * (STEPS - WARM_UP)
-    assert len({saved(stopped, step, "value.safetensors") for step in range(STEPS + 1)}) == STEPS + 1
+    assert len({saved(stopped, step, "value") for step in range(STEPS + 1)}) == STEPS + 1

@@ -15,6 +15,7 @@ from fovea.config.run import Config
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
+from tests.saved import save_policy
 from tests.tiny_models import tiny
 
 
@@ -61,7 +62,7 @@ def test_a_resumed_run_drops_the_same_inputs(tmp_path: Path) -> None:
     """Whatever else has drawn from torch's generator, which an update leaves as it was."""
     whole, resumed = policy_of(0.5), policy_of(0.5)
     stepped(whole)
-    whole.save(tmp_path)
+    save_policy(whole, tmp_path)
     state = torch.get_rng_state()
     stepped(whole, 1)
     assert torch.equal(torch.get_rng_state(), state)

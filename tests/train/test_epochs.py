@@ -39,7 +39,7 @@ def update(with_pass: bool, **algorithm: object) -> tuple[torch.Tensor, Metrics,
     batch = make_batch(tiny("qwen3_vl"))
     passes = count_passes(policy)
     if with_pass:
-        batch = with_old_logprobs(batch, policy.logprobs(batch))
+        batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
     metrics = policy.update(batch)
     return weights_of(policy), metrics, len(passes)
 

@@ -26,5 +26,5 @@ def test_optimizer_steps_count_in_passes_over_the_batch(settings: dict[str, obje
     parts = tiny("qwen3_vl")
     policy = make_policy(parts, algorithm=Algorithm.model_validate(settings), lr_warmup_steps=0)
     batch = make_batch(parts)
-    batch = with_old_logprobs(batch, policy.logprobs(batch))
+    batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
     assert policy.update(batch)["epochs_run"] == pytest.approx(expected)

@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.errors import TrainError
-from fovea.models.families.qwen_vl import grid_of
 from fovea.models.flops import Passes, Work
 from fovea.train.microbatching import (
     Cost,
     GroupSlice,
-    align_ranks,
-    assign_to_ranks,
     balanced_bins,
     check_padding,
     pack_by_cost,
@@ -29,22 +26,26 @@ from tests.records import all_actions
 
 TRAINED = Passes(linear=3, attention=3, vision=3)
 CACHED = Passes(linear=3, attention=3, vision=0)
-PLAIN = Work(token=2, pair=0, action=0, patch=0, image_pair=0, window_pair=0, window_side=0, grid=grid_of)
+PLAIN = Work(token=2, pair=0, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
 """Tokens are all there is."""
-FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0, grid=grid_of)
+FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0)
 
 
 def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | None = None) -> SampleGroup:
-    images = () if grid is None else (PromptImage(key="", tensors={"image_grid_thw": np.array(grid)}, num_tokens=1),)
+    images = () if grid is None else (PromptImage(key="", tensors={}, num_tokens=1, grid=grid),)
     ids = np.arange(prompt_tokens)
     prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=images)
     return SampleGroup(prompt=prompt, samples=tuple(sample(tokens) for tokens in completions))
 
 
+FIRST_IDS = itertools.count()
+"""No two completions begin alike: equal ones would share their tokens (`tests/train/test_equal_samples.py`)."""
+
+
 def sample(tokens: int) -> Sample:
     zeros = np.zeros(tokens, dtype=np.float32)
     return Sample(
-        token_ids_T=np.arange(tokens),
+        token_ids_T=next(FIRST_IDS) + np.arange(tokens),
         mask_T=all_actions(tokens),
         rollout_logprobs_T=zeros,
         reward=0.0,
@@ -172,26 +173,3 @@ def test_a_fixed_number_of_groups_that_is_longer_than_the_padding_says_what_to_c
     check_padding(rows, 70)
     with pytest.raises(TrainError, match=r"=69 tokens, but 2 groups hold 70; set it to at least 70, or lower train"):
         check_padding(rows, 69)
-
-
-@settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), num_ranks=st.integers(1, 4))
-def test_every_part_is_dealt_once_and_no_rank_has_much_more_than_another(lengths: list[int], num_ranks: int) -> None:
-    parts = slice_groups([group(length, 1) for length in lengths])
-    shares = assign_to_ranks(parts, Cost(work=PLAIN, passes=TRAINED), num_ranks)
-    assert sorted(part.first_sample for share in shares for part in share) == list(range(len(lengths)))
-    totals = [sum(part.num_tokens for part in share) for share in shares]
-    assert len(totals) == num_ranks
-    assert max(totals) - min(totals) <= max(lengths), "the last part went to the rank with the least"
-    assert all(share == sorted(share, key=lambda part: part.first_sample) for share in shares)
-
-
-def test_fillers_even_out_rows_and_bring_an_image_where_there_is_none() -> None:
-    text, image, dummy = slice_groups([group(4, 2), group(4, 2, grid=(1, 2, 2)), group(2, grid=(1, 2, 2))])
-    assert align_ranks([[[text], [image]], [[image]]], dummy) == [[[text, dummy], [image]], [[image], [dummy]]]
-
-
-def test_fillers_without_an_image_leave_rows_as_they_are() -> None:
-    text, dummy = slice_groups([group(4, 2), group(1)])
-    assert align_ranks([[[text]], []], dummy) == [[[text]], [[dummy]]]
-    assert align_ranks([[[text]]], dummy) == [[[text]]], "a process by itself"

@@ -16,6 +16,7 @@ from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
 from tests.policies import make_batch, make_policy
+from tests.saved import save_policy
 from tests.tiny_models import tiny
 
 
@@ -111,7 +112,7 @@ def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     bad = with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan)
     first, second = (make_policy(tiny("qwen3_vl"), max_skipped_updates=1) for _ in range(2))
     first.update(bad)
-    first.save(tmp_path)
+    save_policy(first, tmp_path)
     second.load(tmp_path)
     with pytest.raises(TrainError, match="all of the last 2 updates"):
         second.update(bad)
@@ -137,7 +138,7 @@ def test_a_kl_in_the_reward_that_is_not_finite_is_not_taken_for_a_reward_of_zero
     algorithm = Algorithm.model_validate({"name": name, "kl": {"name": "reward", "coef": 0.1}})
     policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, max_skipped_updates=0)
     batch = named(make_batch(tiny("qwen3_vl")))
-    batch = with_old_logprobs(batch, policy.logprobs(batch))
+    batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
     numbers = iter(range(len(batch.samples)))
 
     def refer(sample: Sample) -> Sample:

@@ -20,7 +20,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples
 from fovea.types import Batch, Sample
-from tests.policies import make_batch, make_policy
+from tests.policies import make_batch, make_policy, stepped_gradients
 from tests.reference import gradients, largest_relative_difference, reference_entropy, reference_logprobs
 from tests.tiny_models import tiny
 
@@ -68,7 +68,7 @@ def moved_batch(parts: TinyParts, aggregation: str) -> Batch:
         return (logprobs + rng.normal(mean, deviation, len(logprobs))).astype(np.float32)
 
     batch = make_batch(parts)
-    now = iter(make_policy(parts).logprobs(batch))
+    now = iter(make_policy(parts).annotator.logprobs(batch))
     lengths = [len(sample.token_ids_T) for sample in batch.samples]
     weights = iter(sample_weights(aggregation, lengths, max_response_tokens=LONGEST))  # type: ignore[arg-type]
 
@@ -204,8 +204,9 @@ def test_an_update_off_policy_is_that_of_the_written_out_loss(loss: str, level: 
     assert_that_all_take_hold(loss, level, rows, batch, low, high)
     of_weights = {"importance/weight": mean("weight"), "importance/clipped_frac": mean("capped")}
     policy = make_policy(parts, algorithm=settings_of(loss, level, kl, aggregation), max_tokens_per_microbatch=100)
+    stepped = stepped_gradients(policy)
     metrics = policy.update(batch)
-    found = {name: p.grad for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
+    found = {name: stepped[p] for name, p in trainable_parameters(policy._vlm).items() if p in stepped}
     assert largest_relative_difference(expected, found) < 1e-4
     wanted = {
         "loss": float(total.detach()),

@@ -11,8 +11,9 @@ from transformers import Trainer
 
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
+from fovea.train.ranks import ALONE
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.ranks import ALONE
+from fovea.train.torch.shards import StagedShards
 from tests.policies import train_settings
 
 
@@ -37,6 +38,11 @@ def step(optimizer: Optimizer, number: int) -> None:
     optimizer.set_rate(number)
     optimizer.clip()
     optimizer.step()
+
+
+def save(optimizer: Optimizer, folder: Path) -> None:
+    for name, tensors in optimizer.tensors("policy").items():
+        StagedShards.of(tensors, ALONE).write(folder / name, 0)
 
 
 def values(optimizer: Optimizer) -> list[Tensor]:
@@ -73,13 +79,46 @@ def test_one_step_is_the_papers(eps: float) -> None:
         torch.testing.assert_close(new, kept * old - 0.1 * gradient / (gradient.abs() + eps))
 
 
+def test_masters_on_the_host_take_the_same_steps(tmp_path: Path) -> None:
+    """Copies even of float32 parameters; saved, loaded and gone on with."""
+    plain, offloaded = optimizer_of(two_parameters()), optimizer_of(two_parameters(), backend={"cpu_offload": True})
+    for number in range(3):
+        step(plain, number)
+        step(offloaded, number)
+    save(offloaded, tmp_path)
+    resumed = optimizer_of(two_parameters(), backend={"cpu_offload": True})
+    resumed.load(tmp_path, "policy")
+    for optimizer in (plain, resumed):
+        step(optimizer, 3)
+    for one, other, masters in zip(values(plain), values(resumed), resumed._masters.by_name.values(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(masters, one)
+    trained = {x.data_ptr() for x in resumed.parameters.values()}
+    assert trained.isdisjoint(x.data_ptr() for x in resumed._masters.by_name.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_the_masters_and_moments_are_the_hosts() -> None:
+    parameters = {name: nn.Parameter(x.detach().cuda()) for name, x in two_parameters().items()}
+    optimizer = optimizer_of(parameters, backend={"cpu_offload": True})
+    optimizer.zero_grad()
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.set_rate(0)
+    optimizer.step()
+    state = [x for of_parameter in optimizer._adamw.state.values() for x in of_parameter.values()]
+    assert {x.device.type for x in (*optimizer._masters.by_name.values(), *state)} == {"cpu"}
+    assert {x.device.type for x in parameters.values()} == {"cuda"}
+
+
 def test_settings_of_the_run_outlive_a_checkpoint(tmp_path: Path) -> None:
     """A resumed run has the moments of the checkpoint, and rate, decay and epsilon of its own settings."""
     given: dict[str, object] = {"learning_rate": 0.1, "weight_decay": 0.5}
     changed: dict[str, object] = {"learning_rate": 0.01, "weight_decay": 0.1, "adam_eps": 1e-3, "betas": (0.5, 0.6)}
     first = optimizer_of(two_parameters(), **given)
     step(first, 0)
-    first.save(tmp_path, "policy", ALONE)
+    save(first, tmp_path)
     resumed, by_hand = optimizer_of(two_parameters(), **changed), optimizer_of(two_parameters(), **given)
     resumed.load(tmp_path, "policy")
     by_hand.load(tmp_path, "policy")
@@ -97,14 +136,16 @@ def test_settings_of_the_run_outlive_a_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_checkpoint_with_other_groups_is_no_silent_mix_up(tmp_path: Path) -> None:
-    """Torch numbers moments by group: those of a weight would become those of another."""
+def test_moments_of_another_model_are_no_silent_mix_up(tmp_path: Path) -> None:
+    """They are saved by the names of their parameters, in whatever groups these are."""
     first = optimizer_of(two_parameters())
     step(first, 0)
-    first.save(tmp_path, "policy", ALONE)
-    state = torch.load(tmp_path / "policy_optimizer.pt", weights_only=True)
-    one, two = state["param_groups"]
-    state["param_groups"] = [one | {"params": [*one["params"], *two["params"]]}]
-    torch.save(state, tmp_path / "policy_optimizer.pt")
-    with pytest.raises(TrainError):
+    save(first, tmp_path)
+    (tmp_path / "policy_optimizer" / "rank-00000.safetensors").unlink()
+    other = {name.replace("weight", "other"): x for name, x in two_parameters().items()}
+    moments = optimizer_of(other)
+    step(moments, 0)
+    tensors = moments.tensors("policy")["policy_optimizer"]
+    StagedShards.of(tensors, ALONE).write(tmp_path / "policy_optimizer", 0)
+    with pytest.raises(TrainError, match=r"exp_avg/other is of another model|step/other is of another model"):
         optimizer_of(two_parameters()).load(tmp_path, "policy")

@@ -12,27 +12,31 @@ import pytest
 import torch
 
 from fovea.advantages import with_advantages
+from fovea.cluster.local import LocalPolicy
 from fovea.config.algorithm_parts import Critic as CriticSettings
 from fovea.config.algorithm_parts import Gae
 from fovea.config.run import Algorithm
 from fovea.models import trained_layer as linears
+from fovea.models.decoder import DecoderLayer, LayerCall
 from fovea.models.modules import config_of
+from fovea.models.recompute import recompute_activations
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import (
     policy_parameters,
-    recompute_activations,
     trainable_parameters,
     value_parameters,
 )
 from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
+from fovea.run.checkpoint import estimated_bytes
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import NUM_TOKENS, make_batch, train_settings
+from tests.policies import NUM_TOKENS, make_batch, stepped_gradients, train_settings
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
+from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
 
 GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=CriticSettings(value_clip=None))
@@ -66,22 +70,22 @@ def ppo_policy(
     return TorchPolicy(vlm, train=settings, algorithm=algorithm, temperature=0.9, max_steps=10, critic=critic)
 
 
-class CountCheckpoints:
-    """How many decoder layers were run to be run again."""
+class CountLayers:
+    """How often a decoder layer was run."""
 
-    def __enter__(self) -> CountCheckpoints:
+    def __enter__(self) -> CountLayers:
         self.count = 0
-        self._real = linears.checkpoint
+        self._real = linears.run_layer
 
-        def counting(*args: object, **kwargs: object) -> object:
+        def counting(layer: DecoderLayer, hidden_NE: torch.Tensor, call: LayerCall) -> torch.Tensor:
             self.count += 1
-            return self._real(*args, **kwargs)
+            return self._real(layer, hidden_NE, call)
 
-        linears.checkpoint = counting  # type: ignore[assignment]
+        linears.run_layer = counting  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        linears.checkpoint = self._real
+        linears.run_layer = self._real
 
 
 def with_rewards(batch: Batch) -> Batch:
@@ -92,8 +96,8 @@ def with_rewards(batch: Batch) -> Batch:
 def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Whichever trunk the value function has."""
     if policy._critic is not None and policy._critic.model is not None:
-        return policy.logprobs(batch), policy.values(batch)
-    return policy.logprobs_and_values(batch)
+        return policy.annotator.logprobs(batch), policy.annotator.values(batch)
+    return policy.annotator.logprobs_and_values(batch)
 
 
 def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Batch:
@@ -102,11 +106,12 @@ def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Bat
     return with_advantages(batch, algorithm, 0.0)[0]
 
 
-def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
+def gradients(policy: TorchPolicy, stepped: dict[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of policy and critic, by name."""
     named = dict(policy._vlm.named_parameters())
     if policy._critic is not None and policy._critic.model is not None:
         named |= {f"critic.{name}": p for name, p in policy._critic.model.named_parameters()}
-    return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    return {name: stepped[p] for name, p in named.items() if p in stepped}
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -142,8 +147,9 @@ def test_the_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
     (loss / NUM_TOKENS).backward()
     expected = {name: p.grad.clone() for name, p in policy._vlm.named_parameters() if p.grad is not None}
     policy._vlm.zero_grad()
+    stepped = stepped_gradients(policy)
     policy.update(batch)
-    assert largest_relative_difference(expected, gradients(policy)) < 1e-5
+    assert largest_relative_difference(expected, gradients(policy, stepped)) < 1e-5
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -152,9 +158,10 @@ def test_no_split_changes_gradient_or_metrics(separate: bool) -> None:
     for max_tokens in (10_000, 300, 75):
         parts = tiny("qwen3_vl")
         policy = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=max_tokens)
+        stepped = stepped_gradients(policy)
         metrics = policy.update(scored(policy, make_batch(parts)))
-        del metrics["memory/activations_gib"]
-        results.append((gradients(policy), metrics))
+        del metrics["memory/activations_gib"], metrics["microbatch/max_tokens"]
+        results.append((gradients(policy, stepped), metrics))
     for gradient, metrics in results[1:]:
         assert largest_relative_difference(results[0][0], gradient) < 1e-5
         assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
@@ -220,7 +227,7 @@ def test_a_loaded_policy_goes_on_bit_for_bit(family: str, separate: bool, tmp_pa
     expected = [whole.update(scored(whole, batch)) for batch in batches]
     for batch in batches[:2]:
         first.update(scored(first, batch))
-    first.save(tmp_path)
+    save_policy(first, tmp_path)
     second.load(tmp_path)
     assert [second.update(scored(second, batch)) for batch in batches[2:]] == expected[2:]
 
@@ -228,19 +235,19 @@ def test_a_loaded_policy_goes_on_bit_for_bit(family: str, separate: bool, tmp_pa
 @pytest.mark.parametrize("separate", [False, True])
 def test_recomputed_activations_change_no_gradient_and_keep_less(separate: bool) -> None:
     results = []
-    for recompute in (False, True):
+    for recompute in ("none", "full"):
         parts = tiny("qwen3_vl")
-        if recompute:
-            recompute_activations(parts.network)
+        recompute_activations(parts.network, recompute)
         policy = ppo_policy(parts, separate=separate)
         batch = scored(policy, make_batch(parts))
-        with CountCheckpoints() as calls:
+        stepped = stepped_gradients(policy)
+        with CountLayers() as calls:
             policy.update(batch)
-        results.append((gradients(policy), calls.count))
+        results.append((gradients(policy, stepped), calls.count))
     (plain, none), (recomputed, some) = results
     assert largest_relative_difference(plain, recomputed) < 1e-5
-    layers = 3
-    assert (none, some) == (0, layers * (2 if separate else 1)), "the critic's layers too"
+    layers = 3 * (2 if separate else 1)
+    assert (none, some) == (layers, 2 * layers), "the critic's layers too"
 
 
 def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
@@ -256,3 +263,13 @@ def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
         policy._vlm.named_parameters(), policy._critic.model.trunk.named_parameters(), strict=True
     ):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_room_that_a_checkpoint_needs_includes_the_value_function(separate: bool, tmp_path: Path) -> None:
+    """Asked for before the first save; a separate critic with its moments was left out."""
+    policy = ppo_policy(tiny("qwen3_vl"), separate=separate)
+    policy.update(scored(policy, make_batch(tiny("qwen3_vl"))))
+    save_policy(policy, tmp_path)
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert estimated_bytes(LocalPolicy(policy)) == pytest.approx(written, rel=0.1)

@@ -15,6 +15,7 @@ from fovea.errors import TrainError
 from fovea.models.trainable import VALUE_HEAD
 from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
+from tests.saved import save_policy
 from tests.tiny_models import tiny
 from tests.train.test_ppo import scored
 
@@ -97,14 +98,14 @@ def test_a_frozen_tower_stays_in_policy_and_critic_and_all_else_trains(trunk: st
 
 def test_a_frozen_tower_of_the_critic_that_moves_is_noticed_before_it_is_saved(tmp_path: Path) -> None:
     policy = built_policy("separate", model={"freeze_vision_tower": True})
-    policy.save(tmp_path)
+    save_policy(policy, tmp_path)
     assert policy._critic is not None
     assert policy._critic.model is not None
     name, frozen = next((n, p) for n, p in policy._critic.model.named_parameters() if not p.requires_grad)
     with torch.no_grad():
         frozen.add_(1e-3)
     with pytest.raises(TrainError, match=f"frozen parameters changed, first {name}"):
-        policy.save(tmp_path)
+        save_policy(policy, tmp_path)
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)

@@ -21,7 +21,7 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import make_batch, make_policy
+from tests.policies import make_batch, make_policy, stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
 from tests.train.test_ppo import ppo_policy, scored
@@ -71,7 +71,7 @@ def step_of(name: str) -> Batch:
         return replace_samples(
             batch, lambda s: replace(s, values_T=off(s.values_T), old_logprobs_T=off(s.old_logprobs_T))
         )
-    logprobs = policy.logprobs(batch)
+    logprobs = policy.annotator.logprobs(batch)
     batch = with_old_logprobs(batch, [off(x_T) for x_T in logprobs])
     return with_reference_logprobs(batch, [off(x_T) for x_T in logprobs])
 
@@ -79,9 +79,10 @@ def step_of(name: str) -> Batch:
 def result_of(name: str, groups: Batch) -> Result:
     """The loss and every gradient of these groups, zero where there is none."""
     policy = POLICIES[name]()
+    stepped = stepped_gradients(policy)
     loss = policy.update(groups)["loss"]
     masters = {key: x for optimizer in policy._optimizers for key, x in optimizer._masters.by_name.items()}
-    gradients = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in masters.items()}
+    gradients = {key: stepped.get(x, torch.zeros_like(x)) for key, x in masters.items()}
     return gradients | {"loss": torch.tensor(loss)}
 
 

@@ -78,7 +78,8 @@ def test_later_epochs_cut_the_step_into_other_minibatches() -> None:
     orders = []
     for _ in range(2):
         policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm)
-        orders.append([[group.task_id for group in policy._in_order_of(epoch, named)] for epoch in range(3)])
+        minibatches = [policy._schedule.minibatches(epoch, named) for epoch in range(3)]
+        orders.append([[group.task_id for groups in of_epoch for group in groups] for of_epoch in minibatches])
     assert orders[0] == orders[1]
     first, second, third = orders[0]
     assert first == [group.task_id for group in named]

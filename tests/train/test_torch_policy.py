@@ -18,20 +18,15 @@ from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_para
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
-from fovea.train.torch.optimizer import learning_rate
+from fovea.train.lr_schedule import learning_rate
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import NUM_TOKENS, make_batch, make_policy
+from tests.policies import NUM_TOKENS, make_batch, make_policy, stepped_gradients, update_gradients
 from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs
+from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
 
 GRADIENT_TOLERANCE = 1e-5
-
-
-def gradient_of(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
-    """What `update` left behind: it clears gradients only before the next one."""
-    policy.update(batch)
-    return {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
 
 
 def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
@@ -46,7 +41,7 @@ def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
     (loss / NUM_TOKENS).backward()
     expected = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
     parts.network.zero_grad()
-    assert largest_relative_difference(expected, gradient_of(make_policy(parts), batch)) < GRADIENT_TOLERANCE
+    assert largest_relative_difference(expected, update_gradients(make_policy(parts), batch)) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -74,8 +69,8 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
         batch = make_batch(parts)
         rows = len(policy._scorer.micro_batches(batch.groups))
         assert rows == (num_rows if cut is settings else 1)
-        gradient, metrics = gradient_of(policy, batch), policy.update(batch)
-        del metrics["memory/activations_gib"]
+        gradient, metrics = update_gradients(policy, batch), policy.update(batch)
+        del metrics["memory/activations_gib"], metrics["microbatch/max_tokens"]
         results.append((gradient, metrics))
     (whole, whole_metrics), (split, split_metrics) = results
     assert largest_relative_difference(whole, split) < GRADIENT_TOLERANCE
@@ -86,8 +81,8 @@ def test_order_of_groups_and_samples_does_not_matter() -> None:
     parts = tiny("qwen3_vl")
     batch = make_batch(parts)
     turned = replace(batch, groups=tuple(replace(g, samples=g.samples[::-1]) for g in reversed(batch.groups)))
-    first = gradient_of(make_policy(parts), batch)
-    second = gradient_of(make_policy(tiny("qwen3_vl")), turned)
+    first = update_gradients(make_policy(parts), batch)
+    second = update_gradients(make_policy(tiny("qwen3_vl")), turned)
     assert largest_relative_difference(first, second) < GRADIENT_TOLERANCE
 
 
@@ -100,8 +95,8 @@ def test_a_group_without_advantage_adds_nothing() -> None:
     )
     with_silent = replace(batch, groups=(batch.groups[0], silent, batch.groups[2]))
     without = replace(batch, groups=(batch.groups[0], batch.groups[2]))
-    first = gradient_of(make_policy(tiny("qwen3_vl")), with_silent)
-    second = gradient_of(make_policy(tiny("qwen3_vl")), without)
+    first = update_gradients(make_policy(tiny("qwen3_vl")), with_silent)
+    second = update_gradients(make_policy(tiny("qwen3_vl")), without)
     assert largest_relative_difference(first, second) < GRADIENT_TOLERANCE
 
 
@@ -123,7 +118,7 @@ def test_a_completion_that_no_budget_holds_says_what_to_change() -> None:
 )
 def test_logprobs_come_in_the_order_of_the_batch_under_any_split(parts: TinyParts, settings: dict[str, object]) -> None:
     batch = make_batch(parts)
-    values = make_policy(parts, **settings).logprobs(batch)
+    values = make_policy(parts, **settings).annotator.logprobs(batch)
     samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
     for (prompt, sample), logprobs in zip(samples, values, strict=True):
         expected = reference_logprobs(parts, prompt, sample.token_ids_T, temperature=0.9).detach()
@@ -143,16 +138,16 @@ def test_rows_are_filled_out_of_order_where_that_evens_them_out() -> None:
 def test_a_frozen_tower_makes_images_free() -> None:
     parts = tiny("qwen3_vl")
     group = make_batch(parts).groups[0]
-    trained = make_policy(parts)._scorer.cost.of(group)
+    trained = make_policy(parts)._scorer.deal.cost.of(group)
     choose_trainable(parts.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
-    frozen = make_policy(parts)._scorer.cost
+    frozen = make_policy(parts)._scorer.deal.cost
     assert frozen.of(group) == frozen.of(replace(group, prompt=replace(group.prompt, images=()))) < trained
 
 
 def test_first_of_several_epochs_uses_the_given_old_logprobs() -> None:
     parts = tiny("qwen3_vl")
     policy, batch = make_policy(parts), make_batch(parts)
-    far = iter([x + 1.0 for x in policy.logprobs(batch)])
+    far = iter([x + 1.0 for x in policy.annotator.logprobs(batch)])
     moved = replace(
         batch,
         groups=tuple(
@@ -170,7 +165,7 @@ def test_minibatches_take_that_many_optimizer_steps() -> None:
     steps: list[int] = []
     policy._optimizer._adamw.register_step_post_hook(lambda *_: steps.append(1))
     batch = make_batch(parts)
-    policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
+    policy.update(with_old_logprobs(batch, policy.annotator.logprobs(batch)))
     assert len(steps) == 6
     with pytest.raises(AssertionError, match="off-policy"):
         policy.update(batch)
@@ -206,7 +201,7 @@ def test_kl_term_pulls_towards_the_reference() -> None:
 
 
 def with_reference(policy: TorchPolicy, batch: Batch) -> dict[str, float]:
-    values = iter(policy.reference_logprobs(batch))
+    values = iter(policy.annotator.reference_logprobs(batch))
     groups = tuple(
         replace(g, samples=tuple(replace(s, reference_logprobs_T=next(values)) for s in g.samples))
         for g in batch.groups
@@ -229,11 +224,11 @@ def test_frozen_vision_tower_stays_and_its_features_are_made_once(lora: bool) ->
     )
     tower = {name: x.clone() for name, x in parts.network.get_submodule("model.visual").named_parameters()}
     batch = make_batch(parts)
-    before = policy.logprobs(batch)
+    before = policy.annotator.logprobs(batch)
     for _ in range(3):
         policy.update(batch)
     assert cache.encoded_images == 3
-    assert not np.allclose(before[0], policy.logprobs(batch)[0])
+    assert not np.allclose(before[0], policy.annotator.logprobs(batch)[0])
     for name, parameter in parts.network.get_submodule("model.visual").named_parameters():
         assert torch.equal(parameter, tower[name]), name
     for model, guard in policy._guards:
@@ -247,7 +242,7 @@ def test_the_guard_notices_a_frozen_parameter_that_moved(tmp_path: Path) -> None
     with torch.no_grad():
         next(parts.network.get_submodule("model.visual").parameters()).add_(1e-7)
     with pytest.raises(TrainError, match=r"frozen parameters changed, first network\.model\.visual"):
-        policy.save(tmp_path)
+        save_policy(policy, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -258,7 +253,7 @@ def test_a_loaded_policy_goes_on_bit_for_bit(family: str, tmp_path: Path) -> Non
     first = make_policy(tiny(family))
     for batch in batches[:2]:
         first.update(batch)
-    first.save(tmp_path)
+    save_policy(first, tmp_path)
     second = make_policy(tiny(family, seed=9))
     second.load(tmp_path)
     assert [second.update(batch) for batch in batches[2:]] == expected[2:]
@@ -268,8 +263,16 @@ def test_a_loaded_policy_goes_on_bit_for_bit(family: str, tmp_path: Path) -> Non
         assert torch.equal(a, b), name
 
 
+def test_the_load_of_experts_is_that_of_the_update_alone() -> None:
+    batch, policy = make_batch(tiny("qwen3_vl_moe")), make_policy(tiny("qwen3_vl_moe"))
+    policy.annotator.logprobs(make_batch(tiny("qwen3_vl_moe"), seed=1))
+    after_others = policy.update(batch)["expert_imbalance"]
+    assert after_others == make_policy(tiny("qwen3_vl_moe")).update(batch)["expert_imbalance"]
+    assert 1 < after_others < 2, "two of four experts"
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    make_policy(tiny("qwen3_vl")).save(tmp_path)
+    save_policy(make_policy(tiny("qwen3_vl")), tmp_path)
     with pytest.raises(TrainError, match=r"other trainable parameters .*; resume with the config\.yaml"):
         make_policy(tiny("qwen3_vl", num_layers=2)).load(tmp_path)
 
@@ -315,7 +318,7 @@ def test_bfloat16_goes_on_bit_for_bit_too(tmp_path: Path) -> None:
     expected = [whole.update(batch) for batch in batches]
     for batch in batches[:2]:
         first.update(batch)
-    first.save(tmp_path)
+    save_policy(first, tmp_path)
     second.load(tmp_path)
     assert [second.update(batch) for batch in batches[2:]] == expected[2:]
 
@@ -338,22 +341,22 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
         )
 
     policy, batch = policy_with_reference(), make_batch(tiny("qwen3_vl"))
-    cold = policy.reference_logprobs(batch)
+    cold = policy.annotator.reference_logprobs(batch)
     with torch.no_grad():
         for parameter in policy._vlm.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     policy.snapshot_reference()
-    warm = policy.logprobs(batch)
+    warm = policy.annotator.logprobs(batch)
     assert not np.allclose(warm[0], cold[0], atol=1e-2)
-    np.testing.assert_array_equal(policy.reference_logprobs(batch)[0], warm[0])
+    np.testing.assert_array_equal(policy.annotator.reference_logprobs(batch)[0], warm[0])
     with_reference(policy, batch)
-    assert not np.array_equal(policy.logprobs(batch)[0], warm[0])
-    assert np.abs(policy.logprobs(batch)[0] - warm[0]).max() < np.abs(cold[0] - warm[0]).max()
-    policy.save(tmp_path)
+    assert not np.array_equal(policy.annotator.logprobs(batch)[0], warm[0])
+    assert np.abs(policy.annotator.logprobs(batch)[0] - warm[0]).max() < np.abs(cold[0] - warm[0]).max()
+    save_policy(policy, tmp_path)
     resumed = policy_with_reference()
     resumed.load(tmp_path)
-    np.testing.assert_array_equal(resumed.reference_logprobs(batch)[0], warm[0])
-    np.testing.assert_array_equal(resumed.logprobs(batch)[0], policy.logprobs(batch)[0])
+    np.testing.assert_array_equal(resumed.annotator.reference_logprobs(batch)[0], warm[0])
+    np.testing.assert_array_equal(resumed.annotator.logprobs(batch)[0], policy.annotator.logprobs(batch)[0])
 
 
 def weights_after(train: dict[str, object], algorithm: Algorithm | None = None, updates: int = 1) -> torch.Tensor:
@@ -367,10 +370,17 @@ def weights_after(train: dict[str, object], algorithm: Algorithm | None = None, 
 def test_gradients_are_clipped_to_the_norm_that_is_set() -> None:
     parts = tiny("qwen3_vl")
     policy = make_policy(parts, max_grad_norm=1e-3)
+    stepped = stepped_gradients(policy)
     norm = policy.update(make_batch(parts))["grad_norm"]
     assert norm > 1e-2, "the metric is the norm before clipping"
-    after = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
+    after = torch.stack([gradient.norm() for gradient in stepped.values()]).norm()
     assert float(after) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_no_gradient_is_left_in_memory_for_the_rollout() -> None:
+    policy = make_policy(tiny("qwen3_vl"))
+    policy.update(make_batch(tiny("qwen3_vl")))
+    assert all(weight.grad is None for weight in policy.vlm.parameters())
 
 
 def test_weight_decay_shrinks_weights_by_rate_times_decay() -> None:
@@ -417,7 +427,7 @@ def test_the_entropy_bonus_raises_entropy_by_its_gradient() -> None:
     expected = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
     parts.network.zero_grad()
     policy = make_policy(parts, algorithm=Algorithm(entropy_coef=coefficient))
-    assert largest_relative_difference(expected, gradient_of(policy, silent)) < GRADIENT_TOLERANCE
+    assert largest_relative_difference(expected, update_gradients(policy, silent)) < GRADIENT_TOLERANCE
     before = policy.update(silent)["entropy"]
     assert [policy.update(silent)["entropy"] for _ in range(5)][-1] > before
 
@@ -437,19 +447,10 @@ def test_a_minibatch_stands_for_the_whole_batch_by_its_groups() -> None:
             {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
         )
     )
-    policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
-    alone = gradient_of(make_policy(tiny("qwen3_vl")), first_only)
+    policy.update(with_old_logprobs(batch, policy.annotator.logprobs(batch)))
+    alone = update_gradients(make_policy(tiny("qwen3_vl")), first_only)
     assert len(seen) == 3
     assert largest_relative_difference(alone, seen[0]) < GRADIENT_TOLERANCE
-
-
-def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
-    policy = make_policy(tiny("qwen3_vl"))
-    for name in ("trainable.safetensors", "trainable_optimizer.pt", "policy.json"):
-        policy.save(tmp_path)
-        (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(TrainError, match=r"this checkpoint cannot be read .*; delete its folder to resume"):
-            policy.load(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["one bit", "all signs", "rows swapped"])
@@ -479,12 +480,12 @@ def test_importance_weights_scale_the_gradient_of_each_token_and_equal_logprobs_
         parts = tiny("qwen3_vl")
         fix = {"importance_sampling_fix": True} if rollout_shift is not None else {}
         policy, batch = make_policy(parts, algorithm=Algorithm.model_validate(settings | fix)), make_batch(parts)
-        logprobs = iter(policy.logprobs(batch))
+        logprobs = iter(policy.annotator.logprobs(batch))
         groups = []
         for group in batch.groups:
             shifted = [replace(s, rollout_logprobs_T=next(logprobs) - (rollout_shift or 0)) for s in group.samples]
             groups.append(replace(group, samples=tuple(shifted)))
-        return gradient_of(policy, replace(batch, groups=tuple(groups)))
+        return update_gradients(policy, replace(batch, groups=tuple(groups)))
 
     plain, equal, more = gradient(None), gradient(0.0), gradient(0.5)
     capped = gradient(0.5, importance_sampling_clip=1.2)

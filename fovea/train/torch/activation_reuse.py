@@ -15,6 +15,7 @@ import torch
 
 from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.train.equal_samples import distinct
 from fovea.train.packing import MicroBatch
 from fovea.types import Sample, SampleGroup
 
@@ -73,9 +74,10 @@ class Reuse:
 
 def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
     """Recorded linear outputs of the row; None unless the tape holds those of every token."""
-    traces = [[_trace(sample, tape) for sample in group.samples] for group in micro.groups]
+    of_groups = [distinct(group.samples)[0] for group in micro.groups]
+    traces = [[_trace(sample, tape) for sample in samples] for samples in of_groups]
     known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
-    if [len(group) for group in known] != [len(group.samples) for group in micro.groups]:
+    if [len(group) for group in known] != [len(samples) for samples in of_groups]:
         return None
     # group[0]: the samples of a group share one prompt, which is once on the tape and once in the row
     places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fovea.algorithms.value_loss import value_loss
-from fovea.config.run import Algorithm
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.value_head import ValueHead
-from fovea.train.packing import MicroBatch
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.sharding import copy_weights
 
@@ -38,20 +35,6 @@ class Critic:
             self.model.train(mode)
 
 
-def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
-    """Value loss of a micro-batch, weighted by `micro.weights_A` as the policy loss is, and sums for the metrics."""
-    settings = algorithm.critic
-    assert settings is not None, "a value loss needs a value function (algorithm.advantage=gae)"
-    assert micro.values_A is not None, "it needs the values from before the update"
-    assert micro.returns_A is not None, "and the returns"
-    terms = value_loss(values_A, micro.values_A, micro.returns_A, clip=settings.value_clip)
-    loss = (micro.weights_A * terms.loss_A).sum()
-    return settings.value_coef * loss, {
-        "value_loss": terms.loss_A.detach().sum(),
-        "value_clip_frac": terms.clipped_A.sum(),
-    }
-
-
 class ValueModel(nn.Module):
     """A PolicyNetwork's trunk with a value head in place of the language-model head."""
 
@@ -62,5 +45,5 @@ class ValueModel(nn.Module):
 
     def forward(self, row: PackedRow) -> Tensor:
         """Values [A] of the states before each action."""
-        values_A: Tensor = self.head(self.trunk.action_states(row))
-        return values_A
+        values_U: Tensor = self.head(self.trunk.action_states(row))
+        return values_U[row.computed_A]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from fovea.train.torch.ranks import Ranks
+from fovea.train.ranks import Ranks
 
 
 @contextmanager

@@ -5,18 +5,16 @@ Master weights: Micikevicius et al., arXiv 1710.03740, section 3.1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fovea.config.run import Train
-from fovea.train.torch.checkpoint import load_tensors, save_tensors
-from fovea.train.torch.ranks import Ranks
+from fovea.train.lr_schedule import learning_rate
+from fovea.train.torch.checkpoint import load_optimizer, load_weights, optimizer_folder, optimizer_tensors
 from fovea.train.torch.sharding import full
 
 
@@ -30,13 +28,18 @@ class Optimizer:
         self._train = train
         self._peak = peak_learning_rate
         self._max_steps = max_steps
-        self._masters = MasterWeights(parameters)
+        self._masters = MasterWeights(parameters, on_host=train.backend.cpu_offload)
         self._adamw = make_adamw(
             list(self._masters.by_name.values()),
             betas=train.betas,
             eps=train.adam_eps,
             weight_decay=train.weight_decay,
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters under training, on all ranks together."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
 
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
@@ -72,13 +75,15 @@ class Optimizer:
         """Copy the model's weights into the master weights, after another optimizer has trained it."""
         self._masters.sync_from_model()
 
-    def save(self, folder: Path, name: str, ranks: Ranks) -> None:
-        """Write master weights and optimizer state into an existing folder; independent of the number of ranks."""
-        save_tensors(folder, name, self._masters.by_name, self._adamw, ranks)
+    def tensors(self, name: str) -> dict[str, Mapping[str, Tensor]]:
+        """What `load` restores, by the folder it is saved in: master weights, and the state of the optimizer."""
+        weights = self._masters.by_name
+        return {name: weights, optimizer_folder(name): optimizer_tensors(weights, self._adamw)}
 
     def load(self, folder: Path, name: str) -> None:
-        """Restore the state that `save` wrote; TrainError when it belongs to another model."""
-        load_tensors(folder, name, self._masters.by_name, self._adamw)
+        """Restore `tensors(name)` from their folders in `folder`; TrainError when they belong to another model."""
+        load_weights(folder, name, self._masters.by_name)
+        load_optimizer(folder, name, self._masters.by_name, self._adamw)
         self._masters.write_back()
 
 
@@ -103,21 +108,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class MasterWeights:
-    """Float32 tensors that the optimizer updates: float32 parameters themselves, and copies of all others."""
+    """Float32 tensors that the optimizer updates: float32 parameters themselves, and copies of all others.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    `on_host` are copies of all parameters in the host's memory, where the optimizer then has its state and its work;
+    shards are there already (`sharding.shard`), and not copied.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, on_host: bool = False) -> None:
         self._parameters = dict(parameters)
+        copies = on_host and not any(isinstance(parameter, DTensor) for parameter in parameters.values())
         # an AdamW step at a rate of 1e-6 is below half a unit in the last place of nearly every bfloat16 weight: added
         # to the weight itself it would be rounded away, and the run would learn nothing
         self.by_name: dict[str, Tensor] = {
-            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
-            for name, parameter in parameters.items()
+            name: _host_copy(parameter) if copies else _as_float32(parameter) for name, parameter in parameters.items()
         }
         for parameter, _ in self._copied():
-            if not isinstance(parameter, DTensor):
-                # autograd then adds the gradient of every micro-batch to a float32 sum: in 16 bits, small ones are lost
-                # beside the sum of those before. FSDP2 has float32 sums of its own (`sharding.shard`).
-                parameter.grad_dtype = torch.float32
+            # autograd then adds the gradient of every micro-batch to a float32 sum: in 16 bits, small ones are lost
+            # beside the sum of those before
+            parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
@@ -128,8 +136,8 @@ class MasterWeights:
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the master weights; called before a step."""
         for parameter, master in self._copied():
-            # float32 already, so that nothing is copied, except behind FSDP2
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            # float32 already: nothing is copied, except to the host
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.device)
             parameter.grad = None
 
     @torch.no_grad()
@@ -143,19 +151,11 @@ class MasterWeights:
         return [(parameter, master) for parameter, master in pairs if parameter is not master]
 
 
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    warmup_steps: int,
-    total_steps: int,
-    shape: Literal["constant", "linear", "cosine"],
-    final_frac: float,
-) -> float:
-    """Learning rate of step 0, 1, ...: linear warm-up over `warmup_steps`, then `shape` down to `final_frac` x peak."""
-    rise = min(1.0, (step + 1) / max(warmup_steps, 1))
-    if shape == "constant":
-        return peak * rise
-    progress = min(1.0, max(0, step - warmup_steps) / max(total_steps - warmup_steps, 1))
-    left = 1 - progress if shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return peak * rise * (final_frac + (1 - final_frac) * left)
+def _as_float32(parameter: Tensor) -> Tensor:
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float()
+
+
+def _host_copy(parameter: Tensor) -> Tensor:
+    """A float32 copy in the host's memory, pinned where a GPU copies from and to it."""
+    copied = torch.empty(parameter.shape, dtype=torch.float32, pin_memory=parameter.is_cuda)
+    return copied.copy_(parameter.detach())

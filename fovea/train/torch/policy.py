@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,33 +19,39 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fovea.config.run import Algorithm, Train, Warmup
-from fovea.errors import TrainError
+from fovea.errors import TrainError, memory_for
 from fovea.models.activation_tape import Tape
+from fovea.models.expert_load import imbalance
+from fovea.models.outgoing import OutgoingWeight, outgoing, outgoing_merged
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.save import save_network
 from fovea.models.trainable import (
     FrozenGuard,
-    adapters_off,
     count_parameters,
     factored_weights,
-    lora_layers,
     merged_weights,
     policy_parameters,
 )
-from fovea.samples import has_old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
+from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs
 from fovea.train.base import ModelFacts, Needs, Pair
+from fovea.train.deal import ImagesByRank, Schedule
+from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.packing import MicroBatch
+from fovea.train.pass_result import PassResult
+from fovea.train.ranks import ALONE, Ranks
+from fovea.train.row_dealer import in_batch_order
 from fovea.train.torch.activation_reuse import Reuse
+from fovea.train.torch.annotation import Annotator
 from fovea.train.torch.backward import Backward
-from fovea.train.torch.checkpoint import TRAINABLE, VALUE, load_counts, load_reference, save_counts, save_reference
+from fovea.train.torch.checkpoint import REFERENCE, TRAINABLE, VALUE, load_counts, load_reference
 from fovea.train.torch.critic import Critic
 from fovea.train.torch.dropout import dropout_seed
-from fovea.train.torch.forward import Scorer, in_batch_order
+from fovea.train.torch.forward import Scorer
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.ranks import ALONE, Ranks
+from fovea.train.torch.saving import Saving
 from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.torch.sharding import copy_weights, full
-from fovea.train.update_metrics import UpdateStats, mismatch
+from fovea.train.update_metrics import UpdateStats, batch_mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
 
@@ -81,9 +86,11 @@ class TorchPolicy:
         self._train = train
         self._algorithm = algorithm
         self._critic = critic
-        self._scorer = Scorer(vlm, train, temperature, self._ranks)
-        self._reference = None if reference is None else Scorer(reference, train, temperature, self._ranks)
+        self._limit = MicrobatchLimit(train, ranks)
+        self._scorer = Scorer(vlm, train, temperature, self._ranks, self._limit)
+        self._reference = None if reference is None else Scorer(reference, train, temperature, ranks, self._limit)
         self._reference_is_loaded_model = True
+        self.annotator = Annotator(policy=self._scorer, reference=self._reference, critic=critic, ranks=ranks)
         self._backward = Backward(self._scorer, algorithm, critic, self._ranks)
         self._guards = [(model, FrozenGuard(model)) for model in self._models]
         self._optimizer = Optimizer(
@@ -91,6 +98,7 @@ class TorchPolicy:
         )
         self._steps = 0
         self._skipped_in_a_row = 0
+        self._saving = Saving(ranks)
         self._engine_has_these_weights = False
         """True while the weights are those that `weights` returned last: rollout activations may be reused."""
 
@@ -101,23 +109,15 @@ class TorchPolicy:
 
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
         """Add old and reference log-probs and values; a value head on the policy's trunk gives both in one pass."""
-        shared_trunk = self._critic is not None and self._critic.model is None
-        if needs.values and shared_trunk:
-            logprobs, values = self.logprobs_and_values(batch)
-            batch = with_values(with_old_logprobs(batch, logprobs), values)
-        elif needs.old_logprobs:
-            batch = with_old_logprobs(batch, self.logprobs(batch))
-        if needs.values and not shared_trunk:
-            batch = with_values(batch, self.values(batch))
-        if needs.reference_logprobs:
-            batch = with_reference_logprobs(batch, self.reference_logprobs(batch))
-        return batch
+        return self._limit.fit(lambda: self.annotator.annotate(batch, needs), batch.groups, self._scorer.deal.cost)
 
+    @memory_for("a step of the warm-up", "lower warmup.batch_size")
     def sft(self, pairs: Sequence[Pair]) -> Metrics:
         """Take one step of supervised fine-tuning. Its optimizer is freed by `snapshot_reference`."""
         assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
         if self._sft is None:
-            self._sft = SupervisedTrainer(self._vlm, self._warmup, self._ranks)
+            offload = self._train.backend.cpu_offload
+            self._sft = SupervisedTrainer(self._vlm, self._warmup, self._ranks, cpu_offload=offload)
         self._engine_has_these_weights = False
         return {"loss": self._sft.update(pairs)}
 
@@ -132,39 +132,6 @@ class TorchPolicy:
             copy_weights(dict(self._vlm.named_parameters()), dict(self._reference.vlm.named_parameters()))
             self._reference_is_loaded_model = False
 
-    def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the current weights."""
-        return self._scorer.logprobs(batch)
-
-    def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the reference: the weights from before RL."""
-        if self._reference is not None:
-            return self._reference.logprobs(batch)
-        assert lora_layers(self._vlm), "no reference model was kept, and there are no adapters to switch off"
-        with adapters_off(self._vlm):
-            return self._scorer.logprobs(batch)
-
-    @torch.no_grad()
-    def logprobs_and_values(self, batch: Batch) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
-        """Log-probs and values, [T] each, of every sample, from one pass of a policy with a value head."""
-        logprobs: list[tuple[MicroBatch, Tensor]] = []
-        values: list[tuple[MicroBatch, Tensor]] = []
-        for micro in self._scorer.micro_batches(batch.groups):
-            scores = self._scorer(micro.row)
-            assert scores.values_A is not None, "values were requested, but the policy has no value head"
-            logprobs.append((micro, scores.logprobs_A))
-            values.append((micro, scores.values_A))
-        return self._in_batch_order(logprobs, batch), self._in_batch_order(values, batch)
-
-    @torch.no_grad()
-    def values(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Values [T] of every sample, from a pass of a separate value model."""
-        assert self._critic is not None, "values were requested, but there is no value function"
-        model = self._critic.model
-        assert model is not None, "the value head is on the policy's trunk; call logprobs_and_values"
-        scored = [(micro, model(micro.row)) for micro in self._scorer.micro_batches(batch.groups)]
-        return self._in_batch_order(scored, batch)
-
     def update(self, batch: Batch) -> Metrics:
         """Run `ppo_epochs` epochs of `minibatches` optimizer steps each; none if the batch has no groups.
 
@@ -174,45 +141,73 @@ class TorchPolicy:
         rates, stats = self._set_rates(), UpdateStats()
         given = has_old_logprobs(batch)
         assert given or self._algorithm.minibatches == 1 or not batch.groups, "from the second step on it is off-policy"
+        scored = given and self._algorithm.old_logprobs == "trainer"
+        before = old_logprobs(batch) if scored else []
         # groups that the update leaves out need log-probs for the comparison with the engine only
-        left_out = self.logprobs(Batch(groups=batch.left_out)) if self._is_plain_step else None
+        left_out = self._logprobs_of_left_out(batch) if self._schedule.is_plain else None
         self._train_mode(True)
-        with dropout_seed(self._steps, self._ranks, next(self._vlm.parameters()).device):
+        self._vlm.expert_load.restart()
+        with dropout_seed(self._steps, self._ranks, self._vlm.device):
             for epoch in range(self._algorithm.ppo_epochs):
                 went_through = self._epoch(epoch, batch, stats)
-                if epoch == 0 and not given and stats.logprobs:
+                if epoch == 0 and not scored and stats.logprobs:
                     # computed before the only step so far, so these are the old log-probs of later epochs
-                    batch = with_old_logprobs(batch, stats.logprobs)
+                    before = stats.logprobs
+                    batch = batch if given else with_old_logprobs(batch, before)
                 if not went_through:
                     break
         self._train_mode(False)
+        self._free_gradients()
         self._steps += 1
         self._count_skipped(stats.not_finite)
         # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
-        measured = _mismatch(batch, left_out) if given or not stats.sums.get("reused_actions", 0) else {}
+        measured = batch_mismatch(batch, before, left_out) if scored or not stats.sums.get("reused_actions", 0) else {}
         always = {"updates_skipped": float(bool(stats.not_finite))} | rates | measured
+        always |= self._limit.metrics() | self._expert_metrics()
         if not batch.groups:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
         activations_gib = max(self._ranks.gather(self._backward.activations.gib))
-        return stats.metrics() | always | {"memory/activations_gib": activations_gib}
+        minibatches = self._schedule.minibatches(0, batch.groups)
+        balance = np.mean([self._scorer.imbalance(groups) for groups in minibatches])
+        return stats.metrics() | always | {"memory/activations_gib": activations_gib, "balance/ranks": float(balance)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's weights; shards of those that are trained are float32."""
+        return self._vlm.dtype
 
     def weights(self) -> Weights:
-        """Current weights, adapters beside them; a weight without shards is the parameter, not a copy."""
+        """The parameters of the network, adapters beside them."""
         self._engine_has_these_weights = True
-        return ((name, full(weight)) for name, weight in factored_weights(self._vlm.network))
+        return factored_weights(self._vlm.network)
+
+    def outgoing(self) -> Iterable[OutgoingWeight]:
+        """The weights for a push, adapters beside them."""
+        self._engine_has_these_weights = True
+        return outgoing(self._vlm.network)
+
+    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
+        """The weights for a push to an engine that knows no adapters."""
+        return outgoing_merged(self._vlm.network)
 
     def save(self, folder: Path) -> None:
-        """Write trainable parameters, optimizers and counters; TrainError if a frozen parameter has changed."""
+        """Copy trainable parameters, optimizers and counters to host memory, and begin to write this rank's shards.
+
+        TrainError if a frozen parameter has changed.
+        """
         for model, guard in self._guards:
             self._ranks.run_on_each(partial(guard.check, model))
-        self._optimizer.save(folder, TRAINABLE, self._ranks)
+        tensors = self._optimizer.tensors(TRAINABLE)
         if self._critic is not None:
-            self._critic.optimizer.save(folder, VALUE, self._ranks)
+            tensors |= self._critic.optimizer.tensors(VALUE)
         if self._reference is not None and not self._reference_is_loaded_model:
-            save_reference(folder, self._reference.vlm, self._ranks)
-        self._ranks.run_on_first(
-            lambda: save_counts(folder, steps=self._steps, skipped_in_a_row=self._skipped_in_a_row)
-        )
+            tensors[REFERENCE] = dict(self._reference.vlm.named_parameters())
+        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+        self._saving.begin(folder, tensors, counts)
+
+    def finish_save(self) -> None:
+        """Wait until the shards of `save` are on disk; an error of their writing is raised here."""
+        self._saving.finish()
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote; TrainError when it belongs to another model."""
@@ -224,20 +219,38 @@ class TorchPolicy:
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
+    def limit_microbatches(self, max_tokens: int) -> None:
+        """Pack micro-batches of so many tokens at most, where that is less than the setting."""
+        self._limit.lower(max_tokens)
+
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
-        # every rank, since a full tensor is gathered from all
-        weights = {name: full(weight) for name, weight in merged_weights(self._vlm.network)}
+        weights: dict[str, Tensor] = {}
+        for name, weight in merged_weights(self._vlm.network):
+            # by every rank, since a full tensor is gathered from all; only the host of the first one holds all of them
+            whole = full(weight, self._vlm.dtype)
+            if self._ranks.is_first:
+                weights[name] = whole.cpu()
         self._ranks.run_on_first(lambda: save_network(self._vlm, folder, weights.items()))
 
     def describe(self) -> ModelFacts:
         """Device, parameter counts and number of ranks."""
-        device = next(self._vlm.parameters()).device
+        device = self._vlm.device
         return ModelFacts(
             device=str(device),
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             parameters=tuple(count_parameters(self._vlm.network)),
+            num_saved=sum(each.num_parameters for each in self._optimizers),
             num_workers=self._ranks.size,
+        )
+
+    def images_by_rank(self) -> ImagesByRank:
+        """The images that each rank needs in the calls of the present step."""
+        return ImagesByRank(
+            policy=self._scorer.deal,
+            reference=None if self._reference is None else self._reference.deal,
+            schedule=self._schedule,
+            limit_tokens=self._limit.max_tokens,
         )
 
     def close(self) -> None:
@@ -246,14 +259,12 @@ class TorchPolicy:
     def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
         """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
         logprobs: list[tuple[MicroBatch, Tensor]] = []
-        minibatches = _cut(self._in_order_of(epoch, batch.groups), self._algorithm.minibatches)
+        minibatches = self._schedule.minibatches(epoch, batch.groups)
         stats.minibatches = len(minibatches)
         for groups in minibatches:
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            done = self._backward(groups, self._reuse(groups), scale=len(batch.groups) / len(groups))
+            done = self._gradients(groups, scale=len(batch.groups) / len(groups))
             stats.add(done.sums, done.policy_kl)
-            stats.flops += len(self._models) * sum(self._scorer.cost.flops(group) for group in groups)
+            stats.flops += len(self._models) * sum(self._scorer.deal.cost.flops(group) for group in groups)
             limit = self._algorithm.max_policy_kl
             # before the step: the pass has measured the KL divergence of the weights as they are
             too_far = limit is not None and done.policy_kl > limit
@@ -263,19 +274,29 @@ class TorchPolicy:
             logprobs += done.logprobs
         # with several minibatches the log-probs are of different weights, and are no old log-probs
         if len(minibatches) == 1:
-            stats.logprobs = self._in_batch_order(logprobs, batch)
+            stats.logprobs = in_batch_order(logprobs, batch.groups, self._ranks)
         return True
 
-    def _in_batch_order(self, scored: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> list[NDArray[np.float32]]:
-        return in_batch_order(scored, batch.groups, self._ranks)
+    def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+        """Accumulate the gradients of a minibatch in place of those of the one before."""
+        reuse = self._reuse(groups)
 
-    def _in_order_of(self, epoch: int, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """The groups of a batch in order in the first epoch, and shuffled in later ones."""
-        if epoch == 0 or self._algorithm.minibatches == 1:
-            return groups
-        # seeded by the counters alone, so that a resumed run shuffles like an uninterrupted one, and all ranks alike
-        return [groups[index] for index in np.random.default_rng((self._steps, epoch)).permutation(len(groups))]
+        def passes() -> PassResult:
+            nonlocal reuse
+            self._free_gradients()
+            # a second try computes everything anew: the first may have used up the graph of the rollout
+            recorded, reuse = reuse, None
+            return self._backward(groups, recorded, scale)
 
+        return self._limit.fit(passes, groups, self._scorer.deal.cost)
+
+    def _logprobs_of_left_out(self, batch: Batch) -> list[NDArray[np.float32]]:
+        left_out = Batch(groups=batch.left_out)
+        return self._limit.fit(lambda: self.annotator.logprobs(left_out), left_out.groups, self._scorer.deal.cost)
+
+    @memory_for(
+        "the optimizer step", "train fewer weights (model.lora, model.freeze_vision_tower), or on more processes"
+    )
     def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
         """Take an optimizer step unless a gradient is non-finite; returns whether it was taken."""
         norms = [optimizer.clip() for optimizer in self._optimizers]
@@ -289,6 +310,11 @@ class TorchPolicy:
         for optimizer in self._optimizers[1:] if waiting else self._optimizers:
             optimizer.step()
         return True
+
+    def _free_gradients(self) -> None:
+        """So that a rollout has their memory, and a pass adds to none."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
 
     def _train_mode(self, mode: bool) -> None:
         self._vlm.train(mode)
@@ -310,9 +336,8 @@ class TorchPolicy:
         """Ids of tasks with a non-finite gradient despite a finite loss, by a backward pass over each group alone."""
         bad: list[str] = []
         for group in groups:
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            self._backward([group], None, scale=1.0)
+            self._free_gradients()
+            self._backward(groups, None, scale=1.0, only=group)
             if not np.isfinite([optimizer.clip() for optimizer in self._optimizers]).all():
                 bad.append(group.task_id)
         return bad or [group.task_id for group in groups]
@@ -332,34 +357,23 @@ class TorchPolicy:
         """Rollout activations of these groups; None if the weights have changed since, or on a plain step."""
         if self._tape is None:
             return None
-        if self._is_plain_step or not self._engine_has_these_weights:
+        if self._schedule.is_plain or not self._engine_has_these_weights:
             self._tape.free_graphs()
             return None
         return Reuse.of(groups, self._tape)
 
     @property
-    def _is_plain_step(self) -> bool:
-        """True on steps that reuse no activations, so that their log-probs can be compared with the engine's."""
-        return self._steps % self._train.plain_update_every_steps == 0
+    def _schedule(self) -> Schedule:
+        return Schedule(
+            algorithm=self._algorithm,
+            plain_update_every_steps=self._train.plain_update_every_steps,
+            step=self._steps,
+        )
+
+    def _expert_metrics(self) -> Metrics:
+        value = imbalance(self._ranks.gather(self._vlm.expert_load.counts()))
+        return {} if value is None else {"expert_imbalance": value}
 
     def _set_rates(self) -> Metrics:
         rates = [optimizer.set_rate(self._steps) for optimizer in self._optimizers]
         return dict(zip(("learning_rate", "learning_rate/value"), rates, strict=False))
-
-
-def _mismatch(batch: Batch, left_out: Sequence[NDArray[np.float32]] | None) -> Metrics:
-    """Engine-trainer mismatch of the trained groups, and of all groups if those left out have log-probs too."""
-    old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
-    if len(old) != len(batch.samples):
-        return {}
-    trained = mismatch(batch.groups, old)
-    whole = trained if not batch.left_out else {}
-    if left_out:
-        whole = mismatch((*batch.groups, *batch.left_out), [*old, *left_out])
-    return whole | {f"{key}/trained": value for key, value in trained.items()}
-
-
-def _cut(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:
-    """Split groups into at most `parts` consecutive minibatches of nearly equal size, none of them empty."""
-    bounds = np.linspace(0, len(groups), parts + 1).astype(int)
-    return [groups[a:b] for a, b in pairwise(bounds) if b > a]

@@ -14,11 +14,12 @@ from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
+from fovea.train.deal import deal_in_turn, dummy_prompt
+from fovea.train.lr_schedule import learning_rate
 from fovea.train.packing import pack_row
+from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.dropout import dropout_seed
-from fovea.train.torch.forward import dummy_prompt
-from fovea.train.torch.optimizer import MasterWeights, learning_rate, make_adamw, set_learning_rate
-from fovea.train.torch.ranks import ALONE, Ranks
+from fovea.train.torch.optimizer import MasterWeights, make_adamw, set_learning_rate
 from fovea.train.torch.sharding import shards_tower
 
 MAX_GRAD_NORM = 1.0
@@ -34,13 +35,16 @@ class SupervisedTrainer:
     out of it here too, so that there is one meaning of log-prob, and nothing is spent on what cannot be drawn.
     """
 
-    def __init__(self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE, *, cpu_offload: bool = False
+    ) -> None:
+        """`cpu_offload` keeps master weights and moments in the host's memory, as `train.backend.cpu_offload` says."""
         self._vlm = vlm
         self._ranks = ranks
         self._settings = settings
         parameters = trainable_parameters(vlm)
         self._parameters = list(parameters.values())
-        self._masters = MasterWeights(parameters)
+        self._masters = MasterWeights(parameters, on_host=cpu_offload)
         self._optimizer = make_adamw(
             list(self._masters.by_name.values()), betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
         )
@@ -61,8 +65,7 @@ class SupervisedTrainer:
         )
         set_learning_rate(self._optimizer, rate)
         self._vlm.train()
-        self._optimizer.zero_grad(set_to_none=True)
-        with dropout_seed(self._steps, self._ranks, self._parameters[0].device):
+        with dropout_seed(self._steps, self._ranks, self._vlm.device):
             part = self._loss(pairs)
         # summed before the check, so that all ranks raise or none
         loss: float = sum(self._ranks.gather(float(part.detach())))
@@ -73,19 +76,20 @@ class SupervisedTrainer:
         self._masters.take_gradients()
         self._optimizer.step()
         self._masters.write_back()
+        self._optimizer.zero_grad(set_to_none=True)
         self._vlm.eval()
         self._steps += 1
         return loss
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
-        """This rank's summand of the loss, from every `size`-th pair."""
-        mine = pairs[self._ranks.rank :: self._ranks.size]
+        """This rank's summand of the loss."""
+        mine = deal_in_turn(pairs, self._ranks.size)[self._ranks.rank]
         prompts = [pair.prompt for pair in mine]
         answers = [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in mine]
         if self._ranks.size > 1:
             # a rank without pairs, or without images, must enter the same sharded modules as the others
             images = [image for pair in pairs for image in pair.prompt.images] if shards_tower(self._vlm) else []
-            prompts, answers = [*prompts, dummy_prompt(self._vlm, images)], [*answers, []]
-        row = pack_row(self._vlm.family, prompts, answers, self._parameters[0].device)
+            prompts, answers = [*prompts, dummy_prompt(images, self._vlm.family.image_token_id)], [*answers, []]
+        row = pack_row(self._vlm.family, prompts, answers, self._vlm.device)
         scores = self._vlm(row, temperature=1.0, chunk_tokens=max(row.num_actions, 1))
         return -torch.as_tensor(scores.logprobs_A).sum() / sum(len(pair.answer_ids) for pair in pairs)

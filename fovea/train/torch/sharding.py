@@ -1,7 +1,8 @@
 """Sharding of weights, gradients and optimizer states over ranks by torch's FSDP2, which no other module calls.
 
-The weights of a decoder layer or vision block are all-gathered while it runs and FSDP2 shards otherwise. In a single
-process nothing is sharded, and weights are plain tensors.
+The weights of a decoder layer or vision block are all-gathered, in the type of the model, while it runs; otherwise each
+rank holds a shard, in float32 where it is trained, which the optimizer updates. In a single process nothing is sharded,
+and weights are plain tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fovea.errors import TrainError
@@ -19,13 +20,14 @@ from fovea.models.modules import language_model, vision_modules
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
-from fovea.train.torch.ranks import Ranks
+from fovea.train.ranks import Ranks
 
 
-def shard(model: nn.Module, ranks: Ranks) -> None:
-    """Shard the weights of a VLM, or of a model with a VLM inside, in place.
+def shard(model: nn.Module, ranks: Ranks, *, cpu_offload: bool = False) -> None:
+    """Shard the weights of a VLM, or of a model with a VLM inside, in place; with `cpu_offload` into the host's memory.
 
-    Must be called before an optimizer is made of the parameters. TrainError for a model without a fast path.
+    Must be called before an optimizer is made of the parameters, whose shards are float32 where they are trained.
+    TrainError for a model without a fast path.
     """
     if ranks.mesh is None:
         return
@@ -42,12 +44,17 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
     heads = [module for module in model.modules() if isinstance(module, ValueHead)]
     lists = [each for module in vision for each in module.modules() if isinstance(each, nn.ModuleList)]
     blocks = [] if whole else [block for each in lists for block in each]
-    # sums over micro-batches and ranks are float32: sums of 16-bit gradients would lose small ones. FSDP2 rounds the
-    # result to the type of the weights, once.
-    options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
-    # a value head is a unit by itself: it is float32 beside a bfloat16 trunk, and a reduce-scatter has one type
-    for module in (*language_model(vlm.network).layers, *blocks, *heads):
+    options: dict[str, Any] = {"mesh": ranks.weights_mesh}
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda")
+    # a value head is a unit by itself: it computes in float32 beside a bfloat16 trunk
+    for head in heads:
+        fully_shard(head, **options, mp_policy=_precision(torch.float32))
+    options["mp_policy"] = _precision(vlm.dtype)
+    for module in (*language_model(vlm.network).layers, *blocks):
+        _make_masters(module)
         fully_shard(module, **options)
+    _make_masters(model)
     # the root is resharded after its forward pass too, so that all parameters are DTensors between passes
     fully_shard(model, **options, ignored_params=whole, reshard_after_forward=True)
     for module in model.modules():
@@ -55,6 +62,20 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
             # losses are divided by counts of the whole batch: gradients are summed, not averaged
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
+    """Passes in this type; sums of gradients over micro-batches and ranks in float32."""
+    # inputs are not cast: they have the type that they have in one process, float32 for rotary positions, say
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _make_masters(module: nn.Module) -> None:
+    """Make the trained weights of a module float32: their shards are then the optimizer's master weights."""
+    # module by module, so that there is never a float32 copy of the whole model on one device
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.float()
 
 
 def shards_tower(vlm: PolicyNetwork) -> bool:
@@ -72,9 +93,17 @@ def sync_gradients(model: nn.Module, *, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard, by an all-gather that all ranks must join; any other tensor unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The full tensor of a shard, by an all-gather that all ranks must join, in `dtype` if given, on their device.
+
+    Any other tensor is returned unchanged.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # converted before it is sent; shards in the host's memory are sent from device to device
+    shards: Any = tensor.to(device=tensor.device_mesh.device_type, dtype=dtype)
+    gathered: Tensor = shards.full_tensor()
+    return gathered
 
 
 def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from fovea.errors import TrainError
+from fovea.errors import ConfigError, TrainError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +29,34 @@ class Ranks:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
-    """One-dimensional mesh of all ranks, over which weights are sharded; None for a single process."""
+    """One-dimensional mesh of all ranks; None for a single process."""
+    replicated: DeviceMesh | None = None
+    """Mesh [replicas, ranks of a replica] of the same ranks; None where there is one replica."""
 
     @staticmethod
-    def of_process_group(device: str) -> Ranks:
-        """Ranks of torch.distributed's default group, with weights on `device` ("cpu" or "cuda")."""
-        size = dist.get_world_size()
-        return Ranks(rank=dist.get_rank(), size=size, mesh=init_device_mesh(device, (size,)))
+    def of_process_group(
+        device: str, size: int | None = None, *, replicas: int = 1, timeout: timedelta | None = None
+    ) -> Ranks:
+        """The first `size` ranks of torch.distributed's default group, with weights on `device` ("cpu" or "cuda").
+
+        Consecutive ranks are a replica. All processes of the group must make this call; what it returns in those beyond
+        `size` is not for use. `timeout` is that of collective calls among some ranks of the group (default: torch's
+        own); those among all have the group's. ConfigError if the replicas would not be of the same number of ranks.
+        """
+        size = dist.get_world_size() if size is None else size
+        check_replicas(replicas, size)
+        if size == 1:
+            return Ranks(rank=dist.get_rank())
+        mesh = _mesh(device, torch.arange(size), ("rank",), timeout)
+        replicated = None
+        if replicas > 1:
+            replicated = _mesh(device, torch.arange(size).view(replicas, -1), ("replicate", "shard"), timeout)
+        return Ranks(rank=dist.get_rank(), size=size, mesh=mesh, replicated=replicated)
+
+    @property
+    def weights_mesh(self) -> DeviceMesh | None:
+        """Mesh over which weights are sharded along the last axis, and replicated along the first of two."""
+        return self.mesh if self.replicated is None else self.replicated
 
     @property
     def is_first(self) -> bool:
@@ -91,9 +113,37 @@ class Ranks:
         return [x.cpu() for x in out]
 
 
+def check_replicas(replicas: int, num_ranks: int) -> None:
+    """ConfigError unless the ranks can be divided into so many groups of equal size."""
+    if num_ranks % replicas:
+        fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        raise ConfigError(
+            f"train.backend.replicas={replicas} does not divide the number of training processes, {num_ranks}; set it "
+            f"to {', '.join(map(str, fitting[:-1]))}{' or ' if fitting[:-1] else ''}{fitting[-1]}"
+        )
+
+
 ALONE = Ranks()
 """The only rank of a single process."""
 
 
 def _nothing() -> None:
     """Do nothing: the action of a rank that waits for the first one."""
+
+
+def _mesh(device: str, ranks: Tensor, names: tuple[str, ...], timeout: timedelta | None) -> DeviceMesh | None:
+    """Mesh of these ranks, with a process group for each line along each axis; None in a process that is not in it."""
+    # torch's init_device_mesh would leave its groups torch's own timeout
+    lines = [ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]) for axis in range(ranks.ndim)]
+    groups = [_group_of_mine(each.tolist(), timeout) for each in lines]
+    if dist.get_rank() not in ranks:
+        return None
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+
+
+def _group_of_mine(lines: list[list[int]], timeout: timedelta | None) -> Any:
+    """The process group of the line of ranks that has this one."""
+    if len(lines[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+    return mine

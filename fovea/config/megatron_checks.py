@@ -1,0 +1,34 @@
+"""Settings that training by Megatron does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fovea.config.algorithm import Algorithm
+from fovea.config.backends import MegatronBackend
+from fovea.config.cluster import Cluster
+from fovea.config.model import Model
+from fovea.config.sections import Train, Warmup
+
+
+def megatron_complaints(
+    train: Train, model: Model, algorithm: Algorithm, cluster: Cluster, warmup: Warmup | None
+) -> Iterator[str]:
+    """Complaints about train.backend=megatron; none where it is another."""
+    if not isinstance(train.backend, MegatronBackend):
+        return
+    refused = {
+        "model.lora": model.lora is not None and "its adapters have not been compared with the torch backend's",
+        "algorithm.advantage=gae": algorithm.critic is not None and "it has no value function",
+        "warmup": warmup is not None and "it takes no supervised steps",
+        "cluster.placement=disaggregated": cluster.placement == "disaggregated"
+        and "its process groups are those of all processes, of which some would not train",
+        "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",
+        "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
+        and "it computes whole layers again (full) or none",
+        "train.variable_seq_lengths=false": not train.variable_seq_lengths
+        and "its rows are padded to the longest of a micro-batch",
+    }
+    for setting, reason in refused.items():
+        if reason:
+            yield f"{setting} with train.backend=megatron: {reason}; change either, or set train.backend=torch"

@@ -1,0 +1,11 @@
+"""Training by Megatron-core, with models from Hugging Face folders by Megatron's bridge (docs/megatron.md)."""
+
+from fovea.errors import ConfigError
+
+try:
+    import megatron.bridge  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        f"train.backend=megatron, but {error.name} is not installed; docs/megatron.md says how to get it into an "
+        "environment of its own; set train.backend.name=torch to train without"
+    ) from error

@@ -1,0 +1,199 @@
+"""A Hugging Face folder as a Megatron model: loaded, run on padded rows, and given back by Megatron's bridge.
+
+Axes: `R` rows, `L` tokens of a row, `E` width of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForImageTextToText
+
+from fovea.config.backends import MegatronBackend
+from fovea.config.run import Config, Model
+from fovea.errors import ConfigError
+from fovea.models.load import DTYPES, pick_device
+from fovea.models.model_files import check_folder, damaged_model, hub_options
+from fovea.models.outgoing import OutgoingWeight
+from fovea.models.plain import PlainRow, PlainVLM
+from fovea.models.trainable import choose_trainable
+from fovea.models.transformers_versions import load_config
+from fovea.train.megatron.parallel import Place
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
+IN_STAGES = ("qwen3_vl",)
+"""Those of them that pipelines have been compared for."""
+NOT_ON_A_CPU = (
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+    "cross_entropy_loss_fusion",
+)
+"""Fused kernels, which Megatron has for CUDA alone."""
+
+
+def skeleton(settings: Model, banned_ids: Sequence[int]) -> PlainVLM:
+    """transformers' modules of the model, without weights: their names and sizes, and which of them are trained.
+
+    ConfigError for a model that Megatron cannot train here.
+    """
+    path = settings.path
+    assert path is not None, "a tiny model is loaded from the folder that it was written to"
+    check_folder(path, settings.revision)
+    with damaged_model(path):
+        config = load_config(path, **hub_options(settings))
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"train.backend=megatron, but {path} is a {config.model_type}, and only {' and '.join(FAMILIES)} have been "
+            "compared with transformers under Megatron; set train.backend=torch"
+        )
+    with torch.device("meta"):
+        network = AutoModelForImageTextToText.from_config(config, dtype=DTYPES[settings.dtype])
+    network.name_or_path = path
+    choose_trainable(network, settings, seed=0)
+    return PlainVLM(network, banned_ids)
+
+
+def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
+    """ConfigError where the model cannot be divided so: evenly, by the config of its language model."""
+    if settings.pipeline_parallel_size > 1 and family not in IN_STAGES:
+        raise ConfigError(
+            f"train.backend.pipeline_parallel_size={settings.pipeline_parallel_size}, but the model is a {family}, and "
+            f"only {', '.join(IN_STAGES)} has been compared with the torch backend in stages; set it to 1"
+        )
+    tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    divided = {
+        "attention heads": (text.num_attention_heads, "tensor_parallel_size", tensor),
+        "key-value heads": (text.num_key_value_heads, "tensor_parallel_size", tensor),
+        "vocabulary entries": (text.vocab_size, "tensor_parallel_size", tensor),
+        "layers": (text.num_hidden_layers, "pipeline_parallel_size", pipeline),
+    }
+    for what, (number, setting, parts) in divided.items():
+        if number % parts:
+            raise ConfigError(
+                f"train.backend.{setting}={parts} does not divide the model's {number} {what}; set it to a divisor"
+            )
+
+
+class MegatronModel:
+    """This process's slice of the model: its layers of a pipeline stage, their tensors split over the tensor axis."""
+
+    def __init__(self, config: Config, settings: Model, shape: PlainVLM, place: Place) -> None:
+        self.place = place
+        self.shape = shape
+        self.device = pick_device(settings.device)
+        self._bridge = AutoBridge.from_hf_pretrained(settings.path, **hub_options(settings))
+        # the bridge reads the file as transformers 4 does: of a folder written by version 5 without rotary positions
+        self._bridge.hf_pretrained.config = load_config(str(settings.path), **hub_options(settings))
+        backend = config.train.backend
+        assert isinstance(backend, MegatronBackend)
+        check_division(shape.network.config.model_type, shape.text_config, backend)
+        self.config = self._provider(config, backend, settings)
+        with redirect_stdout(StringIO()):  # it prints the number of its parameters
+            self.chunk = self.config.provide_distributed_model(
+                wrap_with_ddp=False, use_cpu_initialization=self.device.type == "cpu"
+            )[0]
+        self.module: Any = unwrap_model([self.chunk])[0]
+        """Megatron's vision-language model without wrappers."""
+
+    def _provider(self, config: Config, backend: MegatronBackend, settings: Model) -> Any:
+        """Megatron's settings of the model, from those of its folder and of the run."""
+        provider = self._bridge.to_megatron_provider()
+        dtype = DTYPES[settings.dtype]
+        provider.params_dtype = provider.pipeline_dtype = dtype
+        provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
+        # the bridge leaves those of Qwen2.5-VL at the full-size models'
+        provider.mrope_section = self.shape.text_config.rope_scaling["mrope_section"]
+        provider.freeze_vision_model = not settings.trains_tower
+        provider.freeze_vision_projection = not settings.trains_projector
+        provider.tensor_model_parallel_size = backend.tensor_parallel_size
+        provider.pipeline_model_parallel_size = backend.pipeline_parallel_size
+        # micro-batches of a pipeline differ in length, which Megatron allows with this dispatcher (of experts) alone
+        provider.variable_seq_lengths = backend.pipeline_parallel_size > 1
+        provider.moe_token_dispatcher_type = "alltoall"
+        # with weights to come the bridge would skip this, and with it the marks of tensors that are split, by which
+        # Megatron counts each of them in the gradient's norm
+        provider.perform_initialization = True
+        if config.train.gradient_checkpointing == "full":
+            provider.recompute_granularity, provider.recompute_method = "full", "uniform"
+            provider.recompute_num_layers = 1
+        if self.device.type == "cpu":
+            for name in NOT_ON_A_CPU:
+                setattr(provider, name, False)
+        provider.finalize_model_grads_func = finalize_model_grads
+        provider.finalize()
+        return provider
+
+    def for_training(self, *, distributed_optimizer: bool) -> DistributedDataParallel:
+        """The model with buffers that its gradients are summed up in, over micro-batches and then over shares."""
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+        )
+        return DistributedDataParallel(self.config, settings, self.chunk)
+
+    def states(self, model: Any, rows: Sequence[PlainRow]) -> Tensor:
+        """What this stage makes of rows padded on the right: the last one the states [L, R, E] after the final norm.
+
+        `model` is this one or a wrapper of it.
+        """
+        ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
+        images = [image for row in rows for image in row.images]
+        inputs = self.shape.family.forward_inputs(ids_RL, images)
+        # positions are made by Megatron's model from ids and grids; attention is causal, so that padding is not seen
+        inputs.pop("mm_token_type_ids", None)
+        with _without_head(self.module.language_model):
+            states: Tensor = model(input_ids=ids_RL, position_ids=None, attention_mask=None, **inputs)
+        return states.contiguous()  # which a stage needs in order to send them
+
+    @property
+    def head(self) -> Tensor:
+        """This rank's slice of the language-model head; on the last stage."""
+        language = self.module.language_model
+        tied = language.share_embeddings_and_output_weights
+        weight: Tensor = language.shared_embedding_or_output_weight() if tied else language.output_layer.weight
+        return weight
+
+    def outgoing(self) -> Iterator[OutgoingWeight]:
+        """Every weight whole, under its Hugging Face name; made by all ranks together, and then the same on each."""
+        trained = {name for name, parameter in self.shape.network.named_parameters() if parameter.requires_grad}
+        for exported, tensor in self._bridge.export_hf_weights([self.chunk], cpu=False, show_progress=False):
+            name = self._module_name(exported)
+            if name in self._names:  # a tied head comes under a name of its own as well
+                yield OutgoingWeight(name=name, parameter=tensor.detach().requires_grad_(name in trained))
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.shape.network.named_parameters())
+
+    def _module_name(self, exported: str) -> str:
+        """transformers' name of a parameter, which for Qwen2.5-VL is not that in files."""
+        renamed = getattr(self.shape.network, "_checkpoint_conversion_mapping", {})
+        for pattern, replacement in renamed.items():
+            exported, found = re.subn(pattern, replacement, exported)
+            if found:
+                break
+        return exported
+
+
+@contextmanager
+def _without_head(language: Any) -> Iterator[None]:
+    """Make the last stage return states instead of logits of all tokens: few of them predict an action."""
+    before, language.post_process = language.post_process, False
+    try:
+        yield
+    finally:
+        language.post_process = before

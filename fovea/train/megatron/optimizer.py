@@ -1,0 +1,67 @@
+"""Megatron's optimizer behind the calls that an update makes: rate, clipping and step."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from fovea.config.run import Train
+from fovea.train.lr_schedule import learning_rate
+
+
+class MegatronOptimizer:
+    """AdamW of Megatron-core, whose moments and float32 weights are sharded over the data axis where there is one."""
+
+    def __init__(self, model: DistributedDataParallel, train: Train, *, max_steps: int, dtype: torch.dtype) -> None:
+        self._model = model
+        self._train = train
+        self._max_steps = max_steps
+        # vectors do not decay, as in `train.torch.optimizer.make_adamw`: the default of Megatron too
+        self.inner = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=train.learning_rate,
+                weight_decay=train.weight_decay,
+                adam_beta1=train.betas[0],
+                adam_beta2=train.betas[1],
+                adam_eps=train.adam_eps,
+                clip_grad=train.max_grad_norm,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+            ),
+            [model],
+        )
+        for group in self.inner.param_groups:
+            # which Megatron leaves to a scheduler of its own, so that vectors would decay as well
+            group["weight_decay"] = train.weight_decay * group["wd_mult"]
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        train = self._train
+        rate = learning_rate(
+            step,
+            peak=train.learning_rate,
+            warmup_steps=train.lr_warmup_steps,
+            total_steps=self._max_steps,
+            shape=train.lr_schedule,
+            final_frac=train.final_lr_frac,
+        )
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def zero_grad(self) -> None:
+        """Empty the buffers of gradients."""
+        self._model.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def norm(self) -> float:
+        """Norm of the gradient of the whole model, before clipping; the same on all ranks."""
+        self.inner.prepare_grads()
+        return float(self.inner.get_grad_norm())
+
+    def step(self) -> None:
+        """Clip the gradients to `max_grad_norm` and take a step."""
+        self.inner.step()

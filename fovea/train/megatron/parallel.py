@@ -1,0 +1,71 @@
+"""The process groups of Megatron, and this process's place in them.
+
+Ranks are numbered tensor axis first, then data, then pipeline, as Megatron-core does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed.device_mesh import DeviceMesh
+
+from fovea.config.backends import MegatronBackend
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+from fovea.train.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process among those of the policy."""
+
+    dealt: Ranks
+    """Rank and number of the shares that micro-batches are dealt in; without a mesh, since nothing passes between."""
+    results: Ranks
+    """The processes with this slice of the tensors, one for each share and pipeline stage: results of the last stages
+    are merged over them, and so is what all have to agree on."""
+    everyone: Ranks
+    shares: tuple[int, ...]
+    """The share of each process, by its rank among all."""
+
+
+def take_place(config: Config, device: torch.device) -> Place:
+    """Make the groups of all processes of torch.distributed, or of this one alone, which all processes must do.
+
+    ConfigError where the processes cannot be divided by the settings.
+    """
+    settings = config.train.backend
+    assert isinstance(settings, MegatronBackend)
+    if not dist.is_initialized():
+        # Megatron's collectives want a group, also that of a single process
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not list it
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    size, tensor, pipeline = dist.get_world_size(), settings.tensor_parallel_size, settings.pipeline_parallel_size
+    if size % (tensor * pipeline):
+        raise ConfigError(
+            f"train.backend: tensor_parallel_size={tensor} times pipeline_parallel_size={pipeline} does not divide the "
+            f"number of training processes, {size}; start a multiple of {tensor * pipeline}, or lower one of them"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor, pipeline)
+    model_parallel_cuda_manual_seed(config.seed)
+    num_shares = parallel_state.get_data_parallel_world_size()
+    return Place(
+        dealt=Ranks(rank=parallel_state.get_data_parallel_rank(), size=num_shares),
+        results=_ranks([list(range(first, size, tensor)) for first in range(tensor)], device),
+        everyone=_ranks([list(range(size))], device),
+        shares=tuple(rank // tensor % num_shares for rank in range(size)),
+    )
+
+
+def _ranks(groups: list[list[int]], device: torch.device) -> Ranks:
+    """This process's group among disjoint ones of equal size."""
+    if len(groups[0]) == 1:
+        return Ranks()
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
+    return Ranks(rank=mine.rank(), size=mine.size(), mesh=DeviceMesh.from_group(mine, device.type))

@@ -1,0 +1,145 @@
+"""Forward and backward passes of a Megatron model over micro-batches, by Megatron's own schedules.
+
+Each of the unequal completions is a row behind a copy of its prompt: Megatron's attention knows no shared prefixes.
+
+Axes: `A` actions of a micro-batch, `U` those of its unequal completions, `L` tokens of the longest row, `R` rows, `E`
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from fovea.models.plain import PlainRow, plain_rows
+from fovea.models.token_logprobs import TokenScores
+from fovea.models.value_head import ValueHead
+from fovea.train.megatron.model import MegatronModel
+from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
+from fovea.train.packing import MicroBatch
+
+Loss = Callable[[MicroBatch, TokenScores], Tensor]
+"""The loss of a micro-batch; all of them are added up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Tokens that passes have run over."""
+
+    tokens: int = 0
+    padded_tokens: int = 0
+    """With copies of prompts and padding."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(tokens=self.tokens + other.tokens, padded_tokens=self.padded_tokens + other.padded_tokens)
+
+
+class Passes:
+    """Runs micro-batches through the stages of one model."""
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        training: DistributedDataParallel | None = None,
+        value_head: ValueHead | None = None,
+    ) -> None:
+        """`training` wraps the model where gradients are wanted; `chunk_tokens` bounds the logits at once."""
+        self.model = model
+        self.work = Work()
+        """Work since `restart`."""
+        self._training = training
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+        self._value_head = value_head
+
+    def restart(self) -> None:
+        """Count the work from here on."""
+        self.work = Work()
+
+    def backward(self, micros: Sequence[MicroBatch], loss: Loss) -> None:
+        """Add up the gradients of the sum of `loss` over all micro-batches of all shares."""
+        assert self._training is not None, "a backward pass of a model that is not trained"
+        # Megatron takes the mean over micro-batches and over shares
+        factor = len(micros) * self.model.place.dealt.size
+        self._run(micros, lambda micro, scores: factor * loss(micro, scores), self._training, forward_only=False)
+
+    @torch.no_grad()
+    def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenScores]]:
+        """The scores of each micro-batch on the last stage; empty on others."""
+        found: list[tuple[MicroBatch, TokenScores]] = []
+
+        def keep(micro: MicroBatch, scores: TokenScores) -> Tensor:
+            found.append((micro, scores))
+            return torch.zeros((), device=self.model.device)
+
+        self._run(micros, keep, self._training or self.model.chunk, forward_only=True)
+        return found
+
+    def _run(self, micros: Sequence[MicroBatch], loss: Loss, module: Any, *, forward_only: bool) -> None:
+        if not micros:
+            return
+
+        def step(iterator: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            micro = next(iterator)
+            rows = _rows(micro, self.model)
+            states = self.model.states(module, rows)
+            self._count(micro, rows)
+
+            def of_states(states_LRE: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                return loss(micro, self._scores(micro, rows, states_LRE)), {}
+
+            return states, of_states
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(micros),
+            model=[module],
+            num_microbatches=len(micros),
+            seq_length=1,  # not read: lengths go with the tensors (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _scores(self, micro: MicroBatch, rows: Sequence[PlainRow], states_LRE: Tensor) -> TokenScores:
+        states_RLE = states_LRE.transpose(0, 1)
+        hidden_UE = torch.cat([each_LE[row.hidden_index_A] for each_LE, row in zip(states_RLE, rows, strict=True)])
+        head, row = self.model.head, micro.row
+        of = VocabularySlice(
+            first=parallel_state.get_tensor_model_parallel_rank() * len(head),
+            size=len(head),
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        scores = sharded_token_scores(
+            # its gradient is this rank's part of the sum over the vocabulary
+            copy_to_tensor_model_parallel_region(hidden_UE),
+            head,
+            row.target_ids_U,
+            of.banned(self.model.shape.banned_K),
+            of,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        )
+        if self._value_head is not None:
+            scores = replace(scores, values_A=self._value_head(hidden_UE))
+        return scores.at(row.computed_A)
+
+    def _count(self, micro: MicroBatch, rows: Sequence[PlainRow]) -> None:
+        padded = len(rows) * max(len(row.token_ids_L) for row in rows)
+        self.work += Work(tokens=micro.row.num_tokens, padded_tokens=padded)
+
+
+def _rows(micro: MicroBatch, model: MegatronModel) -> list[PlainRow]:
+    """One row for each unequal completion; where there is none, to keep in step with others, one without actions."""
+    rows = list(plain_rows(micro.row, model.shape.family))
+    return rows or [PlainRow(token_ids_L=micro.row.token_ids_N, images=micro.row.images, hidden_index_A=[])]

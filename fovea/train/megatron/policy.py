@@ -1,0 +1,246 @@
+"""Policy worker on Megatron-core: GRPO and its variants on a model split over tensor, data and pipeline axes.
+
+Every process is called with the same batch. Micro-batches are dealt to shares of the data axis as the torch backend
+deals them to its ranks; the processes of one share run them together.
+
+Axes: `T` tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fovea.config.run import Config, Model
+from fovea.errors import TrainError
+from fovea.models.outgoing import OutgoingWeight
+from fovea.models.save import save_network
+from fovea.models.trainable import count_parameters, trainable_parameters
+from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs
+from fovea.train.base import ModelFacts, Needs, Pair
+from fovea.train.deal import ImagesByRank, Schedule
+from fovea.train.megatron.checkpoint import Checkpoints
+from fovea.train.megatron.model import MegatronModel, skeleton
+from fovea.train.megatron.optimizer import MegatronOptimizer
+from fovea.train.megatron.parallel import take_place
+from fovea.train.megatron.passes import Passes
+from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.pass_result import PassResult, measured_loss
+from fovea.train.row_dealer import RowDealer, in_batch_order
+from fovea.train.update_metrics import UpdateStats, batch_mismatch
+from fovea.types import Batch, Metrics, SampleGroup, Weights
+
+
+class MegatronPolicy:
+    """PolicyWorker for one process of a Megatron model."""
+
+    def __init__(self, config: Config, settings: Model, banned_ids: Sequence[int]) -> None:
+        """Load `settings.path`, which all processes of the policy do together."""
+        train = config.train
+        self._train = train
+        self._algorithm = config.algorithm
+        self._shape = skeleton(settings, banned_ids)
+        self._place = place = take_place(config, self._shape.device)
+        self._model = MegatronModel(config, settings, self._shape, place)
+        self._training = self._model.for_training(distributed_optimizer=place.dealt.size > 1)
+        self._optimizer = MegatronOptimizer(self._training, train, max_steps=config.max_steps, dtype=self._shape.dtype)
+        chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / self._shape.logits_bytes_per_token))
+        temperature = config.rollout.temperature
+        self._passes = Passes(self._model, temperature=temperature, chunk_tokens=chunk_tokens, training=self._training)
+        self._reference = None
+        if config.copies_reference:
+            frozen = MegatronModel(config, settings, self._shape, place)
+            self._reference = Passes(frozen, temperature=temperature, chunk_tokens=chunk_tokens)
+        self._limit = MicrobatchLimit(train, place.everyone)
+        self._dealer = RowDealer(self._shape, train, place.dealt, self._limit, shards_tower=False)
+        self._checkpoints = Checkpoints(self._training, self._optimizer, place)
+        self._steps = 0
+        self._skipped_in_a_row = 0
+
+    def annotate(self, batch: Batch, needs: Needs) -> Batch:
+        """Add the old and reference log-probs that are needed to the samples of a batch."""
+        assert not needs.values, "train.backend=megatron has no value function"
+        if needs.old_logprobs:
+            batch = with_old_logprobs(batch, self._logprobs(batch, self._passes))
+        if needs.reference_logprobs:
+            assert self._reference is not None, "no reference model was kept"
+            batch = with_reference_logprobs(batch, self._logprobs(batch, self._reference))
+        return batch
+
+    def update(self, batch: Batch) -> Metrics:
+        """Run `ppo_epochs` epochs of `minibatches` optimizer steps each; none if the batch has no groups.
+
+        A minibatch with a non-finite loss or gradient ends the update without its step; TrainError when that happens in
+        more than `max_skipped_updates` updates in a row.
+        """
+        always: Metrics = {"learning_rate": self._optimizer.set_rate(self._steps)}
+        stats = UpdateStats()
+        given = has_old_logprobs(batch)
+        scored = given and self._algorithm.old_logprobs == "trainer"
+        before = old_logprobs(batch) if scored else []
+        left_out = self._logprobs(Batch(groups=batch.left_out), self._passes) if self._schedule.is_plain else None
+        self._passes.restart()
+        self._training.train()
+        for epoch in range(self._algorithm.ppo_epochs):
+            went_through = self._epoch(epoch, batch, stats)
+            if epoch == 0 and not scored and stats.logprobs:
+                before = stats.logprobs
+                batch = batch if given else with_old_logprobs(batch, before)
+            if not went_through:
+                break
+        self._training.eval()
+        self._steps += 1
+        self._count_skipped(stats.not_finite)
+        always |= {"updates_skipped": float(bool(stats.not_finite))} | batch_mismatch(batch, before, left_out)
+        always |= self._limit.metrics()
+        if not batch.groups:
+            return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
+        minibatches = self._schedule.minibatches(0, batch.groups)
+        balance = np.mean([self._dealer.imbalance(groups) for groups in minibatches])
+        work = self._passes.work
+        always |= {"balance/ranks": float(balance), "padded_frac": 1 - work.tokens / max(work.padded_tokens, 1)}
+        return stats.metrics() | always
+
+    def sft(self, pairs: Sequence[Pair]) -> Metrics:
+        """Not reached: a warm-up under Megatron is refused with the settings."""
+        raise AssertionError(f"{len(pairs)} pairs for supervised steps, which Megatron takes none of")
+
+    def snapshot_reference(self) -> None:
+        """Do nothing: without a warm-up RL begins with the weights that were loaded."""
+
+    def outgoing(self) -> Iterable[OutgoingWeight]:
+        """Every weight whole, for a push; made by all processes together."""
+        return self._model.outgoing()
+
+    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
+        """As `outgoing`: there are no adapters."""
+        return self._model.outgoing()
+
+    def weights(self) -> Weights:
+        """Every weight whole, under its Hugging Face name."""
+        return ((weight.name, weight.parameter) for weight in self._model.outgoing())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's weights."""
+        return self._shape.dtype
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and counters into an existing folder, each process its part."""
+        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+        self._checkpoints.save(folder, counts | {"num_processes": self._place.everyone.size})
+
+    def finish_save(self) -> None:
+        """Return: `save` has written everything."""
+
+    def load(self, folder: Path) -> None:
+        """Restore the state that `save` wrote; TrainError where another number of processes did."""
+        counts = self._checkpoints.load(folder, num_processes=self._place.everyone.size)
+        self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
+
+    def limit_microbatches(self, max_tokens: int) -> None:
+        """Pack micro-batches of so many tokens at most, where that is less than the setting."""
+        self._limit.lower(max_tokens)
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder: the present weights and their config."""
+        everyone = self._place.everyone
+        # by every process, since a whole tensor is gathered from all; only the host of the first one holds all of them
+        weights = {name: weight.cpu() for name, weight in self.weights() if everyone.is_first}
+        everyone.run_on_first(lambda: save_network(self._shape, folder, weights.items()))
+
+    def describe(self) -> ModelFacts:
+        """Device, parameter counts of the whole model and number of processes."""
+        device, network = self._model.device, self._shape.network
+        return ModelFacts(
+            device=str(device),
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            parameters=tuple(count_parameters(network)),
+            num_saved=sum(parameter.numel() for parameter in trainable_parameters(network).values()),
+            num_workers=self._place.everyone.size,
+        )
+
+    def images_by_rank(self) -> ImagesByRank:
+        """The images that each share needs in the calls of the present step."""
+        return ImagesByRank(
+            policy=self._dealer.deal,
+            reference=None if self._reference is None else self._dealer.deal,
+            schedule=self._schedule,
+            limit_tokens=self._limit.max_tokens,
+            shares=self._place.shares,
+        )
+
+    def close(self) -> None:
+        """Do nothing: memory is freed with the process."""
+
+    def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
+        """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
+        minibatches = self._schedule.minibatches(epoch, batch.groups)
+        stats.minibatches = len(minibatches)
+        logprobs = []
+        for groups in minibatches:
+            done = self._gradients(groups, scale=len(batch.groups) / len(groups))
+            stats.add(done.sums, done.policy_kl)
+            stats.flops += sum(self._dealer.deal.cost.flops(group) for group in groups)
+            limit = self._algorithm.max_policy_kl
+            stats.not_finite = done.bad_tasks
+            if stats.not_finite or (limit is not None and done.policy_kl > limit):
+                return False
+            norm = self._optimizer.norm()
+            if not np.isfinite(norm):
+                stats.not_finite = [group.task_id for group in groups]
+                return False
+            stats.norms.append([norm])
+            self._optimizer.step()
+            logprobs += done.logprobs
+        if len(minibatches) == 1:
+            stats.logprobs = in_batch_order(logprobs, batch.groups, self._place.results)
+        return True
+
+    def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+        """Accumulate the gradients of a minibatch in place of those of the one before."""
+
+        def passes() -> PassResult:
+            self._optimizer.zero_grad()
+            done = PassResult()
+            self._passes.backward(
+                self._dealer.micro_batches(groups),
+                lambda micro, scores: measured_loss(scores, micro, self._algorithm, scale, done),
+            )
+            done.read()
+            done.agree(self._place.results)
+            return done
+
+        return self._limit.fit(passes, groups, self._dealer.deal.cost)
+
+    def _logprobs(self, batch: Batch, passes: Passes) -> list[NDArray[np.float32]]:
+        """Log-probs [T] of every sample, on all processes."""
+
+        def score() -> list[NDArray[np.float32]]:
+            found = passes.scores(self._dealer.micro_batches(batch.groups))
+            of_actions = [(micro, scores.logprobs_A) for micro, scores in found]
+            return in_batch_order(of_actions, batch.groups, self._place.results)
+
+        return self._limit.fit(score, batch.groups, self._dealer.deal.cost)
+
+    def _count_skipped(self, not_finite: Sequence[str]) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if not_finite else 0
+        limit = self._train.max_skipped_updates
+        if self._skipped_in_a_row > limit:
+            raise TrainError(
+                f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
+                f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate, "
+                "which may change on resume, or look for non-finite values in the model and the rewards"
+            )
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(
+            algorithm=self._algorithm,
+            plain_update_every_steps=self._train.plain_update_every_steps,
+            step=self._steps,
+        )

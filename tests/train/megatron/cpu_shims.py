@@ -1,0 +1,173 @@
+"""Stand-ins for CUDA and Transformer Engine, with which Megatron's own code runs on a CPU. For tests alone.
+
+Megatron-core asks `torch.cuda` for devices, random states and streams also where nothing is on a GPU, and
+megatron-bridge builds its layers of Transformer Engine, whose wheels need CUDA. Here the first gets a CPU's answers and
+the second Megatron-core's own layers in plain torch, under Transformer Engine's parameter names. What this cannot show
+is Transformer Engine's kernels, NCCL, and numbers of 16 bits.
+
+`install` comes before the first import of anything of Megatron's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+STUBBED = ("transformer_engine", "transformer_engine.pytorch", "triton", "triton.language")
+
+
+def install() -> None:
+    """Make Megatron's packages importable and their models trainable without CUDA, in this process."""
+    if "megatron.bridge" in sys.modules:
+        return
+    _cuda()
+    _scatter()
+    warnings.filterwarnings("ignore", message=".*(Apex|GroupedMLP).*")
+    for name in ("models.gpt.gpt_layer_specs", "transformer.attention", "extensions.transformer_engine"):
+        importlib.import_module(f"megatron.core.{name}")  # before the stubs, which these must not find
+    for name in STUBBED:
+        _stub(name)
+    importlib.import_module("megatron.bridge")
+    for name in [name for name in sys.modules if name.split(".")[0] in ("transformer_engine", "triton")]:
+        del sys.modules[name]  # others ask whether these packages are there
+    _random_states()
+    _causal_mask()
+    _layers()
+    CudaToCpu().__enter__()
+
+
+def _cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.manual_seed_all = lambda _seed: None
+    cuda.get_rng_state = lambda _device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
+    cuda.nvtx.range_push = lambda *_: 0
+    cuda.nvtx.range_pop = lambda: 0
+    cuda.synchronize = lambda *_args, **_kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.stream = lambda _stream: nullcontext()
+    cuda.current_stream = _Stream
+    cuda.Stream = _Stream
+
+
+class _Stream:
+    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
+
+    def wait_stream(self, _other: object) -> None: ...
+
+
+def _scatter() -> None:
+    scatter = dist.scatter
+
+    def contiguous(tensor: Tensor, scatter_list: list[Tensor] | None = None, **options: Any) -> Any:
+        # gloo ignores strides without a word
+        return scatter(tensor, scatter_list and [each.contiguous() for each in scatter_list], **options)
+
+    dist.scatter = contiguous
+
+
+def _random_states() -> None:
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+
+
+def _causal_mask() -> None:
+    import megatron.core.fusions.fused_softmax as fused_softmax
+    import megatron.core.transformer.utils as utils
+
+    for module in (fused_softmax, utils):
+        module.get_default_causal_mask = lambda size: torch.triu(torch.ones(size, size, dtype=torch.bool), 1)
+
+
+class _Stub(types.ModuleType):
+    """A package whose every class is an empty module, for imports whose names no CPU model uses."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made: Any = _stub(f"{self.__name__}.{name}") if name.islower() else type(name, (nn.Module,), {})
+        setattr(self, name, made)
+        return made
+
+    def __call__(self, *arguments: Any, **_options: Any) -> Any:
+        """A decorator, plain or with options, that changes nothing."""
+        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else (lambda function: function)
+
+
+def _stub(name: str) -> _Stub:
+    module = _Stub(name)
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = module
+    parent, _, leaf = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], leaf, module)
+    return module
+
+
+def _layers() -> None:
+    """Let the bridge's providers build Megatron-core's local layers, with norms where Transformer Engine has them."""
+    import megatron.bridge.models.gpt_provider as gpt_provider
+    import megatron.bridge.models.qwen_vl.qwen3_vl_provider as qwen3_vl_provider
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    class TELayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+        """Linear layer behind an RMS norm, under the names that Transformer Engine gives both."""
+
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+            options.pop("stride", None)
+            super().__init__(input_size, output_size, config=config, **options)
+            self.layer_norm_weight = nn.Parameter(torch.ones(input_size))
+            self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+            self.eps = config.layernorm_epsilon
+
+        def forward(self, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+            normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps) * self.layer_norm_weight
+            return super().forward(normed, *arguments, **options)
+
+    AutoMapping.register_module_type("TELayerNormColumnParallelLinear", "column")
+
+    def spec(*_args: Any, qk_layernorm: bool = False, **_options: Any) -> Any:
+        made = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm)
+        parts = made.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.self_attention.submodules.linear_qkv = TELayerNormColumnParallelLinear
+        parts.mlp.submodules.linear_fc1 = TELayerNormColumnParallelLinear
+        return made
+
+    for module in (gpt_provider, qwen3_vl_provider):
+        module.get_gpt_layer_with_transformer_engine_spec = spec
+
+
+class CudaToCpu(TorchFunctionMode):
+    """Reads `cuda` as `cpu` in every call of torch, and names tensors' types as CUDA's, which Megatron asserts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)

@@ -1,0 +1,136 @@
+"""Five steps of GRPO on a tiny model, by either backend and on two ranks of Megatron: what a test compares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fovea.config.run import Config
+from fovea.models.load import load_network
+from fovea.models.processor import load_processor
+from fovea.models.tiny import TinyParts
+from fovea.models.vlm import VLM
+from fovea.train.base import Needs, PolicyWorker
+from fovea.train.torch.policy import TorchPolicy
+from tests.policies import make_batch
+from tests.tiny_models import tiny
+from tests.train.megatron import cpu_shims
+
+NUM_STEPS = 5
+SIZES = {"num_layers": 2, "num_kv_heads": 2, "vocabulary_size": 318}
+"""What can be divided in two."""
+COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "rollout_train_abs")
+PATIENCE = timedelta(seconds=240)
+Case = tuple[str, Path, Mapping[str, int]]
+"""Family and folder of a model, and settings of the backend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What five steps of a policy have computed."""
+
+    metrics: list[dict[str, float]]
+    logprobs: list[list[float]]
+    """Log-probs of all actions before each step."""
+    weights: Mapping[str, torch.Tensor]
+    """The weights after the last one, by transformers' names."""
+
+
+def settings_of(folder: Path, **sections: Any) -> Config:
+    """A run's settings with this model; two minibatches and a KL term, so that every part of an update has work.
+
+    A larger eps than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors.
+    """
+    given = {
+        "run_dir": str(folder / "run"),
+        "max_steps": 10,
+        "environment": {"name": "shapes"},
+        "model": {"path": str(folder)},
+        "rollout": {"temperature": 0.9},
+        "algorithm": {"entropy_coef": 0.01, "minibatches": 2, "kl": {"name": "loss", "coef": 0.05}},
+    }
+    train = {
+        "learning_rate": 1e-3,
+        "adam_eps": 1e-5,
+        "max_grad_norm": 0.5,
+        "weight_decay": 0.1,
+        "max_tokens_per_microbatch": 120,
+    }
+    given["train"] = train | sections.pop("train", {})
+    return Config.model_validate(given | sections)
+
+
+def run_steps(policy: PolicyWorker, parts: TinyParts) -> Steps:
+    """Train on batches with rows of no, one and two images of unequal size."""
+    metrics, logprobs = [], []
+    needs = Needs(old_logprobs=True, reference_logprobs=True)
+    for step in range(NUM_STEPS):
+        batch = policy.annotate(make_batch(parts, seed=step), needs)
+        old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
+        logprobs.append(np.concatenate(old).tolist())
+        found = policy.update(batch)
+        metrics.append({name: found[name] for name in COMPARED})
+    weights = {name: weight.detach().clone() for name, weight in policy.weights()}
+    return Steps(metrics=metrics, logprobs=logprobs, weights=weights)
+
+
+def torch_steps(config: Config, parts: TinyParts) -> Steps:
+    """The steps by the torch backend in this process."""
+
+    def vlm() -> VLM:
+        return VLM(load_network(config.model), parts.processor.banned_ids)
+
+    policy = TorchPolicy(
+        vlm(),
+        train=config.train,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        max_steps=config.max_steps,
+        reference=vlm().requires_grad_(False),
+    )
+    return run_steps(policy, parts)
+
+
+def megatron_steps(case: Case) -> Steps:
+    """The steps by Megatron on all ranks of torch.distributed, or on this process alone."""
+    # after the stand-ins
+    from megatron.core import parallel_state  # noqa: PLC0415
+
+    from fovea.train.megatron.policy import MegatronPolicy  # noqa: PLC0415
+
+    family, folder, backend = case
+    config = settings_of(folder, train={"backend": {"name": "megatron", **backend}})
+    try:
+        policy = MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
+        return run_steps(policy, tiny(family, **SIZES))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def steps_of_two_ranks(cases: Sequence[Case], folder: Path) -> list[Steps]:
+    """The steps of each case, one after another in the same two processes: importing Megatron takes the most time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    torch.multiprocessing.spawn(_rank, (store.port, cases, folder), nprocs=2)
+    return [Steps(**torch.load(folder / f"{number}.pt", weights_only=True)) for number in range(len(cases))]
+
+
+def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path) -> None:
+    """The first rank writes what all ranks have alike."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    cpu_shims.install()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    for number, case in enumerate(cases):
+        steps = megatron_steps(case)
+        if rank == 0:
+            torch.save(asdict(steps), folder / f"{number}.pt")
+    dist.destroy_process_group()

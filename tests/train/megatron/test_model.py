@@ -1,0 +1,75 @@
+"""A Hugging Face folder as a Megatron model: the logits of transformers, and the same tensors back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from fovea.models.plain import PlainRow, PlainVLM, plain_states
+from fovea.models.processor import load_processor
+from fovea.models.tiny import TinyParts
+from fovea.train.megatron.model import MegatronModel, skeleton
+from fovea.train.megatron.parallel import take_place
+from tests.tiny_models import image, renderer, save, tiny, user
+from tests.train.megatron.equal_steps import settings_of
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """One model in two libraries, and rows for it."""
+
+    by_megatron: MegatronModel
+    by_transformers: nn.Module
+    shape: PlainVLM
+    rows: list[PlainRow]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    parts = tiny(request.param)
+    folder = save(parts, tmp_path_factory.mktemp(request.param))
+    config = settings_of(folder, train={"backend": {"name": "megatron"}})
+    shape = skeleton(config.model, load_processor(config.model).banned_ids)
+    model = MegatronModel(config, config.model, shape, take_place(config, shape.device))
+    yield Both(by_megatron=model, by_transformers=parts.network, shape=shape, rows=rows_of(parts))
+    parallel_state.destroy_model_parallel()
+
+
+def rows_of(parts: TinyParts) -> list[PlainRow]:
+    """No image, one, and three of unequal sizes."""
+    render = renderer(parts)
+    prompts = [
+        render.prompt(user("What colour is the square?")),
+        render.prompt(user(image(1), "How many circles?")),
+        render.prompt(user(image(2), " with ", image(3, 64, 96), ", not ", image(4, 96, 48), ": how many circles?")),
+    ]
+    return [
+        PlainRow(token_ids_L=torch.tensor(prompt.token_ids_L), images=prompt.images, hidden_index_A=[])
+        for prompt in prompts
+    ]
+
+
+@torch.no_grad()
+def test_its_logits_are_those_of_transformers(both: Both) -> None:
+    ours_LRE = both.by_megatron.states(both.by_megatron.chunk, both.rows)
+    theirs_RLE = plain_states(both.by_transformers, both.shape.family, both.rows)
+    for number, row in enumerate(both.rows):
+        length = len(row.token_ids_L)
+        ours = ours_LRE[:length, number] @ both.by_megatron.head.t()
+        theirs = theirs_RLE[number, :length] @ both.by_transformers.lm_head.weight.t()
+        assert theirs.std() > 0.1, "logits that say nothing"
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+def test_every_tensor_comes_back_as_it_was(both: Both) -> None:
+    given = dict(both.by_transformers.named_parameters())
+    back: dict[str, Tensor] = {weight.name: weight.parameter for weight in both.by_megatron.outgoing()}
+    assert back.keys() == given.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in given.items())

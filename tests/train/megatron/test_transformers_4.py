@@ -1,0 +1,65 @@
+"""Fovea's core below transformers 5: the packed forward, and folders that either version wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fovea.config.run import Model
+from fovea.models.load import load_network
+from fovea.models.vlm import VLM
+from fovea.train.packing import pack_row
+from tests.tiny_models import CPU, mixed_prompts, save, tiny
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+TOLERANCE = 1e-5
+
+
+def test_this_environment_has_the_version_that_the_bridge_takes() -> None:
+    assert transformers.__version__.startswith("4.57.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_give_the_log_probs_of_transformers(family: str) -> None:
+    """No image, one, and two of unequal size; transformers' own forward makes its own positions."""
+    parts = tiny(family)
+    network = parts.network
+    answer = np.array([5, 17, 3, 40])
+    expected = []
+    for prompt in mixed_prompts(parts):
+        ids = torch.from_numpy(np.concatenate([prompt.token_ids_L, answer]))[None]
+        images = [image.tensors for image in prompt.images]
+        given = {
+            name: torch.from_numpy(join([each[name] for each in images]))
+            for name, join in (("pixel_values", np.concatenate), ("image_grid_thw", np.stack))
+            if images
+        }
+        logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[
+            0, prompt.num_tokens - 1 : -1
+        ]
+        logits[:, list(parts.processor.banned_ids)] = -torch.inf
+        expected.append(logits.log_softmax(-1).gather(1, torch.from_numpy(answer)[:, None])[:, 0].detach())
+    vlm = VLM(network, parts.processor.banned_ids)
+    row = pack_row(vlm.family, mixed_prompts(parts), [[answer]] * 3, CPU)
+    scores = vlm(row, temperature=1.0, chunk_tokens=100)
+    torch.testing.assert_close(scores.logprobs_A.detach(), torch.cat(expected), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_transformers_5_is_the_same_model(family: str, tmp_path: Path) -> None:
+    """Version 5 writes the parameters of rotary positions under another key, which 4.57 passes over."""
+    parts = tiny(family)
+    save(parts, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"]
+    text["rope_parameters"] = {**text.pop("rope_scaling"), "rope_theta": text.pop("rope_theta")}
+    config.pop("rope_scaling", None), config.pop("rope_theta", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_network(Model(path=str(tmp_path), dtype="float32"))
+    for name in ("rope_theta", "rope_scaling"):
+        assert getattr(loaded.config.text_config, name) == getattr(parts.network.config.text_config, name)

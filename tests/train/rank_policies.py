@@ -1,0 +1,137 @@
+"""Policies on one of several ranks, the batches that they train on, and a driver that sends each its pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from fovea.advantages import with_advantages
+from fovea.build.model import make_vlm
+from fovea.build.policy import make_policy
+from fovea.cluster.messages import Packing, Share, SharedArguments
+from fovea.config.run import Config
+from fovea.models.tiny import TinyParts
+from fovea.samples import replace_samples
+from fovea.train.base import Needs, Pair
+from fovea.train.deal import ImageKeys
+from fovea.train.ranks import Ranks
+from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.sharding import full
+from fovea.types import Batch
+from tests.policies import make_batch
+from tests.tiny_models import tiny
+
+STEPS = 5
+PATIENCE = timedelta(seconds=120)
+MAX_TOKENS = 75
+"""Of a micro-batch: some groups do not fit together."""
+GRPO = {"entropy_coef": 0.01, "kl": {"coef": 0.05}, "ppo_epochs": 2}
+PPO = {"name": "ppo", "ppo_epochs": 2, "minibatches": 2}
+SEPARATE = {**PPO, "advantage": {"critic": {"trunk": "separate"}}}
+UNFROZEN = {"freeze_vision_tower": False}
+WARMUP = {"max_steps": 4, "learning_rate": 1e-3}
+Found = dict[str, Any]
+"""What a rank has seen, of what JSON can hold."""
+
+
+def policy_of(
+    ranks: Ranks,
+    algorithm: dict[str, object],
+    *,
+    family: str = "qwen3_vl",
+    model: dict[str, object] = UNFROZEN,
+    train: dict[str, object] = {},  # noqa: B006 (never written to)
+    **settings: object,
+) -> TorchPolicy:
+    config = Config.model_validate(
+        {
+            "model": {"tiny": {"family": family}, "device": "cpu", **model},
+            "algorithm": algorithm,
+            "train": {"learning_rate": 1e-3, "lr_warmup_steps": 0, "max_tokens_per_microbatch": MAX_TOKENS, **train},
+            "max_steps": 10,
+            **settings,
+        }
+    )
+    parts = tiny(family)
+    network = parts.network.to(getattr(torch, config.model.dtype))
+    return make_policy(config, make_vlm(config, network, parts.processor.banned_ids), ranks=ranks)
+
+
+@cache
+def batch_of(seed: int, family: str = "qwen3_vl") -> Batch:
+    """Five groups with images and without, of different lengths and rewards."""
+    parts, rng = _rendering_model(family), np.random.default_rng(seed)
+    groups = (*make_batch(parts, seed).groups, *make_batch(parts, seed + 100).groups[1:])
+    batch = Batch(
+        groups=tuple(replace(group, task_id=f"row {index}") for index, group in enumerate(groups)),
+        left_out=make_batch(parts, seed + 200).groups[:1],
+    )
+    return replace_samples(batch, lambda sample: replace(sample, reward=float(rng.normal())))
+
+
+@cache
+def _rendering_model(family: str) -> TinyParts:
+    return tiny(family)
+
+
+def two_groups() -> Batch:
+    """One with an image, one without: a rank has text only."""
+    groups = batch_of(0).groups
+    return Batch(groups=(groups[0], groups[2]))
+
+
+class Driver:
+    """A driver's end of the connection to a rank and the rank's own, with the calls that a step makes of its policy."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy = policy
+        self.here, self.there = Packing(), Packing()
+
+    def annotate(self, batch: Batch) -> Batch:
+        needs = Needs.of(self.policy._algorithm)
+        images = self.policy.images_by_rank().to_annotate(
+            batch, policy_passes=needs.old_logprobs or needs.values, reference_passes=needs.reference_logprobs
+        )
+        annotated = self.policy.annotate(self._arrived(batch, images), needs)
+        answer: Batch = self.here.unpack(self.there.pack(annotated))
+        return answer
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        return self.policy.update(self._arrived(batch, self.policy.images_by_rank().to_update(batch)))
+
+    def sft(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        images = self.policy.images_by_rank().to_imitate([pair.prompt for pair in pairs])
+        return self.policy.sft(self._arrived(pairs, images))
+
+    def _arrived(self, argument: Any, images: Sequence[ImageKeys]) -> Any:
+        """The argument as this rank receives it."""
+        share = Share(SharedArguments([argument]), images[self.policy._ranks.rank])
+        return self.there.unpack(self.here.pack(share))[0]
+
+
+def three_groups() -> Batch:
+    """With an image, two images and none; no image is in two of them."""
+    return Batch(groups=batch_of(0).groups[:3])
+
+
+def step(policy: TorchPolicy, batch: Batch, kl_coef: float = 0.05) -> dict[str, float]:
+    driver = Driver(policy)
+    batch, _ = with_advantages(driver.annotate(batch), policy._algorithm, kl_coef)
+    return driver.update(batch)
+
+
+def with_nan(batch: Batch, group: int) -> Batch:
+    groups = list(batch.groups)
+    samples = [replace(s, advantages_T=np.full(len(s.token_ids_T), np.nan, np.float32)) for s in groups[group].samples]
+    groups[group] = replace(groups[group], samples=tuple(samples))
+    return replace(batch, groups=tuple(groups))
+
+
+def checksum(policy: TorchPolicy) -> float:
+    return float(sum(full(weight.detach()).double().abs().sum() for _, weight in policy.weights()))

@@ -1,0 +1,120 @@
+"""A training pass on a GPU makes the host wait for nothing: here on torch's meta device (`tests.meta_device`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fovea.config.run import Algorithm, Model, TinyModel
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.recompute import Recompute, recompute_activations
+from fovea.models.shared_prefix.attention import fastest_kernel, heads_of
+from fovea.models.trainable import choose_trainable
+from fovea.models.transfer import to_device
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.models.vlm import VLM
+from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.packing import MicroBatch
+from fovea.train.pass_result import PassResult
+from fovea.train.ranks import ALONE
+from fovea.train.row_dealer import in_batch_order
+from fovea.train.torch.backward import Backward
+from fovea.train.torch.forward import Scorer
+from fovea.types import Batch
+from tests.meta_device import META, NoPageableCopies
+from tests.policies import make_batch, train_settings
+from tests.tiny_models import DENSE_FAMILIES, tiny
+
+
+def vlm_on_meta(family: str, how: Recompute = "none", cache: FeatureCache | None = None, **model: object) -> VLM:
+    parts = tiny(family)
+    choose_trainable(parts.network, Model(tiny=TinyModel(), **model), seed=0)  # type: ignore[arg-type]
+    recompute_activations(parts.network, how)
+    vlm: VLM = VLM(parts.network.bfloat16(), parts.processor.banned_ids, feature_cache=cache).to(META)
+    return vlm.train()
+
+
+def passes_of(vlm: PolicyNetwork, batch: Batch, **algorithm: object) -> tuple[Backward, Sequence[MicroBatch]]:
+    train = train_settings(enable_dynamic_batch_size=False)
+    scorer = Scorer(vlm, train, 0.9, ALONE, MicrobatchLimit(train, ALONE))
+    settings = Algorithm.model_validate({"entropy_coef": 0.01, **algorithm})
+    return Backward(scorer, settings, None, ALONE), scorer.micro_batches(batch.groups)
+
+
+def run(backward: Backward, micros: Sequence[MicroBatch]) -> PassResult:
+    done = PassResult()
+    with NoPageableCopies():
+        for micro in micros:
+            backward._policy(micro, micro.row, done, 1.0)
+    return done
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+def test_no_pass_reads_the_device(family: str, how: Recompute) -> None:
+    vlm = vlm_on_meta(family, how)
+    backward, micros = passes_of(vlm, make_batch(tiny(family)))
+    assert len(micros) > 1
+    assert any(micro.row.images for micro in micros)
+    run(backward, micros)
+    assert all(x.grad is not None and x.grad.device == META for x in vlm.network.model.visual.parameters())
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "sapo"])
+def test_no_loss_reads_the_device(loss: str) -> None:
+    run(*passes_of(vlm_on_meta("qwen3_vl"), make_batch(tiny("qwen3_vl")), loss={"name": loss}))
+
+
+def test_neither_do_experts_nor_adapters_on_a_frozen_tower() -> None:
+    run(*passes_of(vlm_on_meta("qwen3_vl_moe"), make_batch(tiny("qwen3_vl_moe"))))
+    frozen = {"lora": {"rank": 4}, "freeze_vision_tower": True}
+    vlm, patches = vlm_on_meta("qwen3_vl", cache=FeatureCache(2**30), **frozen), list[int]()
+    vlm.network.model.visual.register_forward_pre_hook(lambda _tower, args: patches.append(len(args[0])))
+    backward, micros = passes_of(vlm, make_batch(tiny("qwen3_vl")))
+    run(backward, micros)
+    of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
+    assert patches == [number for number in of_rows if number], "all images of a row in one pass, unlike on a CPU"
+
+
+def test_it_ran_by_the_kernels_of_a_gpu() -> None:
+    vlm = vlm_on_meta("qwen3_vl")
+    assert fastest_kernel(heads_of(vlm._shape, vlm.device, vlm.dtype)) == "varlen"
+    assert vlm.slow_kernels() == []
+
+
+def test_the_device_notices_what_is_read() -> None:
+    """The tests above could not fail otherwise."""
+    number = torch.zeros(3, device=META)
+    for read in (lambda x: x.sum().item(), Tensor.tolist, Tensor.nonzero, Tensor.unique):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(number)
+    with NoPageableCopies():
+        to_device(torch.zeros(3), META)
+        for copy in (lambda: torch.tensor([1, 2], device=META), lambda: torch.zeros(3).to(META)):
+            with pytest.raises(AssertionError):
+                copy()
+
+
+def test_results_of_all_micro_batches_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tiny("qwen3_vl")
+    batch = make_batch(parts)
+    backward, micros = passes_of(VLM(parts.network, parts.processor.banned_ids), batch)
+    done = run(backward, micros)
+    copies: list[str] = []
+
+    def counted(name: str, read: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        def wrapped(tensor: Tensor) -> object:
+            copies.append(name)
+            return read(tensor)
+
+        return wrapped
+
+    for name in ("cpu", "tolist"):
+        monkeypatch.setattr(Tensor, name, counted(name, getattr(Tensor, name)))
+    done.read()
+    in_batch_order(done.logprobs, batch.groups, ALONE)
+    assert len(micros) > 1
+    assert copies == ["tolist", "cpu"], "one of all sums, one of all log-probs"

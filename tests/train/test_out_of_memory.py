@@ -1,0 +1,182 @@
+"""Memory that really runs out in an update: the micro-batches are halved, and nothing else about the step changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.config.run import Train
+from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is_out_of_memory, memory_for
+from fovea.models.trainable import trainable_parameters
+from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.ranks import ALONE, Ranks
+from fovea.train.torch.policy import TorchPolicy
+from fovea.train.update_metrics import ActivationMeter
+from fovea.types import Batch, Metrics
+from fovea.utils.checksum import bit_hash
+from tests.policies import make_batch, make_policy, many_groups, train_settings
+from tests.tiny_models import tiny
+
+ROOMY = 100_000
+SPARE_MIB = 50
+"""Memory that the update may take: as a single micro-batch it needs some 100 MiB."""
+SCRIPT = """
+import json, resource, torch
+from pathlib import Path
+from tests.policies import make_policy, many_groups
+from tests.tiny_models import tiny
+from tests.train.test_out_of_memory import NUM_GROUPS, ROOMY, SPARE_MIB, result
+
+torch.set_num_threads(1)
+policy = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=ROOMY)
+policy.update(many_groups(3))
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE_MIB * 2**20, resource.RLIM_INFINITY))
+print(json.dumps(result(policy, policy.update(many_groups(NUM_GROUPS)))))
+"""
+NUM_GROUPS = 90
+
+
+def result(policy: TorchPolicy, metrics: Metrics) -> dict[str, object]:
+    """Metrics of an update but for its memory, and a checksum of the weights that it left."""
+    trained = trainable_parameters(policy.vlm)
+    del metrics["memory/activations_gib"]
+    return {**metrics, "weights": [str(bit_hash(weight.detach())) for weight in trained.values()]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit of the address space")
+def test_an_update_that_runs_out_of_memory_equals_one_with_smaller_micro_batches() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    limited = json.loads(done.stdout)
+    assert limited.pop("microbatch/out_of_memory") >= 1
+    max_tokens = limited["microbatch/max_tokens"]
+    assert 1_000 < max_tokens < ROOMY / 2
+
+    policy = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=ROOMY)
+    policy.update(many_groups(3))
+    policy._limit.max_tokens = int(max_tokens)
+    expected = result(policy, policy.update(many_groups(NUM_GROUPS)))
+    assert expected.pop("microbatch/out_of_memory") == 0
+    assert limited == json.loads(json.dumps(expected))
+
+
+def test_a_forward_pass_without_a_backward_pass_is_freed() -> None:
+    """The meter of activations held its graph, and so its memory, for ever."""
+    linear = torch.nn.Linear(4, 4)
+
+    def measured_pass() -> weakref.ref[torch.Tensor]:
+        with ActivationMeter(linear)(1):
+            return weakref.ref(linear(torch.ones(2, 4)).exp())
+
+    assert measured_pass()() is None
+
+
+def too_much() -> object:
+    return np.empty(2**60, dtype=np.uint8)
+
+
+def fail(limit: MicrobatchLimit, batch: Batch) -> None:
+    limit.fit(too_much, batch.groups, make_policy(tiny("qwen3_vl"))._scorer.deal.cost)
+
+
+def longest(batch: Batch) -> int:
+    """Tokens of the longest completion with its prompt."""
+    return max(g.prompt.num_tokens + len(s.token_ids_T) - 1 for g in batch.groups for s in g.samples)
+
+
+def test_below_the_longest_completion_the_settings_to_change_are_named() -> None:
+    parts = tiny("qwen3_vl")
+    limit = MicrobatchLimit(train_settings(), ALONE)
+    batch = make_batch(parts)
+    with pytest.raises(
+        OutOfMemoryError,
+        match=rf"one completion and its prompt, {longest(batch)} tokens; lower rollout\.max_new_tokens or",
+    ):
+        fail(limit, batch)
+    assert limit.max_tokens == longest(batch)
+
+
+def test_a_halved_limit_gives_way_to_a_longer_completion() -> None:
+    """It was halved for shorter ones: the run would end with an error about a setting that is large enough."""
+    policy, batch = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=ROOMY), many_groups(3)
+    policy._limit.max_tokens = 2
+    assert np.isfinite(policy.update(batch)["loss"])
+    assert policy._limit.max_tokens == 2
+    with pytest.raises(TrainError, match=r"does not fit train\.max_tokens_per_microbatch=2"):
+        make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=2).update(batch)
+
+
+def test_groups_that_are_not_split_are_an_error_at_once() -> None:
+    train = Train.model_validate({"enable_dynamic_batch_size": False, "groups_per_microbatch": 3})
+    with pytest.raises(OutOfMemoryError, match=r"groups_per_microbatch=3 groups; lower it, or set train\.enable_dyn"):
+        fail(MicrobatchLimit(train, ALONE), make_batch(tiny("qwen3_vl")))
+
+
+def test_one_of_several_ranks_cannot_begin_again() -> None:
+    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
+    batch = make_batch(tiny("qwen3_vl"))
+    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 in a micro-batch of 512 tokens at most") as raised:
+        fail(limit, batch)
+    assert longest(batch) <= raised.value.next_max_tokens <= 256
+
+
+def test_among_several_ranks_the_halving_ends_at_the_longest_completion() -> None:
+    """It went on to a limit that no row fits, restart by restart."""
+    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
+    batch = make_batch(tiny("qwen3_vl"))
+    for _ in range(9):
+        with pytest.raises(OutOfMemoryError) as raised:
+            fail(limit, batch)
+        if not isinstance(raised.value, MicrobatchMemoryError):
+            break
+        limit.lower(raised.value.next_max_tokens)
+    assert "of one completion and its prompt" in str(raised.value)
+    assert "lower rollout.max_new_tokens or model.max_pixels" in str(raised.value)
+    assert limit.max_tokens == longest(batch)
+
+
+def too_large_for_torch() -> object:
+    return torch.empty(2**50)
+
+
+@pytest.mark.parametrize("allocate", [too_much, too_large_for_torch], ids=["numpy", "torch"])
+def test_what_ran_out_of_memory_is_named(allocate: Callable[[], object]) -> None:
+    with (
+        pytest.raises(OutOfMemoryError, match="memory ran out in the test; allocate less"),
+        memory_for("the test", "allocate less"),
+    ):
+        allocate()
+
+
+def test_other_errors_are_none_of_memory() -> None:
+    with pytest.raises(RuntimeError, match=r"^other$"), memory_for("the test", "nothing"):
+        raise RuntimeError("other")
+    assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor for a convolution"))
+    with pytest.raises(MicrobatchMemoryError), memory_for("the test", "nothing"):
+        raise MicrobatchMemoryError("named already", 1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_full_halves_the_micro_batches() -> None:
+    parts = tiny("qwen3_vl")
+    parts.network.cuda()
+    policy = make_policy(parts, max_tokens_per_microbatch=ROOMY)
+    policy.update(many_groups(3))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + SPARE_MIB * 2**20) / total)
+    try:
+        metrics = policy.update(many_groups(NUM_GROUPS))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert metrics["microbatch/out_of_memory"] >= 1
+    assert metrics["microbatch/max_tokens"] < ROOMY / 2
+    assert np.isfinite(metrics["loss"])

@@ -1,0 +1,118 @@
+"""Five steps on two ranks, and on four as two replicas of two, against one process, over what a run may combine.
+
+Families, algorithms, what is trained, and how memory is saved; `test_ranks` has what can go wrong in a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fovea.train.ranks import ALONE, Ranks
+from fovea.types import Batch
+from tests.train.rank_policies import PATIENCE, STEPS, Found, batch_of, checksum, policy_of, step
+from tests.train.test_ranks import assert_as_one_process
+
+pytestmark = pytest.mark.slow
+
+GRPO = {"kl": {"coef": 0.05}}
+PPO = {"name": "ppo", "minibatches": 2}
+SELECTIVE = {"gradient_checkpointing": "selective"}
+OFFLOADED = {"backend": {"cpu_offload": True}, "gradient_checkpointing": "full"}
+FROZEN = {"freeze_vision_tower": True}
+PROJECTOR = {"freeze_vision_tower": True, "freeze_projector": False}
+TOWER = {"freeze_projector": True}
+LORA = {"lora": {"rank": 4}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A combination of settings."""
+
+    family: str
+    algorithm: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    is_text_on_one: bool = False
+    """Two groups, one with an image: a rank has text only."""
+
+    def batch(self, seed: int) -> Batch:
+        batch = batch_of(seed, self.family)
+        return Batch(groups=(batch.groups[0], batch.groups[2])) if self.is_text_on_one else batch
+
+
+TWO = {
+    "grpo": Case(family="qwen2_vl", algorithm=GRPO, train=SELECTIVE),
+    "grpo, frozen tower": Case(family="qwen2_5_vl", algorithm=GRPO, model=FROZEN),
+    "grpo, lora": Case(family="qwen3_vl", algorithm=GRPO, model=LORA, train=SELECTIVE),
+    "grpo, projector": Case(family="qwen3_vl", algorithm=GRPO, model=PROJECTOR, train=SELECTIVE),
+    "grpo, offloaded": Case(family="qwen3_vl", algorithm=GRPO, train=OFFLOADED),
+    "grpo, text on one": Case(family="qwen2_5_vl", algorithm=GRPO, is_text_on_one=True),
+    "ppo": Case(family="qwen2_5_vl", algorithm=PPO),
+    "ppo, frozen tower": Case(family="qwen3_vl", algorithm=PPO, model=FROZEN),
+    "ppo, lora": Case(family="qwen2_vl", algorithm=PPO, model=LORA),
+    "ppo, tower without projector": Case(family="qwen2_vl", algorithm=PPO, model=TOWER),
+    "ppo, text on one": Case(family="qwen3_vl", algorithm=PPO, is_text_on_one=True),
+}
+FOUR = {
+    "grpo": Case(family="qwen3_vl", algorithm=GRPO, train=SELECTIVE),
+    "grpo, frozen tower": Case(family="qwen2_vl", algorithm=GRPO, model=FROZEN, train=OFFLOADED),
+    "ppo, lora": Case(family="qwen2_5_vl", algorithm=PPO, model=LORA),
+}
+
+
+def run(case: Case, ranks: Ranks) -> Found:
+    policy = policy_of(ranks, case.algorithm, family=case.family, model=case.model, train=case.train)
+    return {"metrics": [step(policy, case.batch(seed)) for seed in range(STEPS)], "weights": checksum(policy)}
+
+
+def process(rank: int, port: int, cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
+    ranks = Ranks.of_process_group("cpu", replicas=replicas)
+    found = {name: run(case, ranks) for name, case in cases.items()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def spawned(cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> list[dict[str, Found]]:
+    """What each of so many processes found, which are started once for all cases."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    torch.multiprocessing.spawn(process, (store.port, cases, num_ranks, replicas, folder), nprocs=num_ranks)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return spawned(TWO, 2, 1, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return spawned(FOUR, 4, 2, tmp_path_factory.mktemp("four"))
+
+
+def assert_five_steps(found: Sequence[Found], alone: Found) -> None:
+    assert len(alone["metrics"]) == STEPS
+    assert all(row["grad_norm"] > 0 for row in alone["metrics"])
+    assert_as_one_process(found, alone)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_train_as_one_process(name: str, two: list[dict[str, Found]]) -> None:
+    assert_five_steps([found[name] for found in two], run(TWO[name], ALONE))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_two_replicas_of_two_ranks_train_as_one_process(name: str, four: list[dict[str, Found]]) -> None:
+    assert_five_steps([found[name] for found in four], run(FOUR[name], ALONE))
