@@ -1,5 +1,7 @@
 """Decoder layers of Qwen2 and Qwen3 (RMSNorm, grouped-query attention, SwiGLU) for prefill, decoding and training.
 
+A layer's MLP is one for all tokens, or a mixture of experts (`models.experts`).
+
 Equal to transformers' modules, with which tests compare it. The three uses pass in their own linear layers
 (`models.trained_layer` in training) and their own attention over the KV cache or the packed row.
 
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fovea.models.expert_load import ExpertLoad
 from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -32,6 +35,8 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
+    experts_per_token: int = 0
+    """Number of experts that a token runs through; 0 in a model without experts."""
 
     @property
     def scale(self) -> float:
@@ -48,22 +53,8 @@ def decoder_shape(text_config: Any) -> DecoderShape:
         num_kv_heads=text_config.num_key_value_heads,
         head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
         norm_eps=text_config.rms_norm_eps,
+        experts_per_token=getattr(text_config, "num_experts_per_tok", 0),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderLayer:
-    """Norms and linear layers of one pre-norm decoder layer, as functions."""
-
-    input_norm: Norm
-    query_key_value: Linears
-    query_norm: Norm | None
-    """Qwen3 normalises queries and keys per head; Qwen2 does not."""
-    key_norm: Norm | None
-    output: Linears
-    post_norm: Norm
-    gate_up: Linears
-    down: Linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +83,38 @@ class LayerCall:
     kernels: Kernels = TORCH_KERNELS
     wanted: Tensor | None = None
     """Indices of the tokens whose hidden states are used after this layer; None for all tokens."""
+    expert_load: ExpertLoad | None = None
+    """Counts the tokens of each expert of this pass, if given."""
+
+
+Mlp = Callable[[Tensor, LayerCall], Tensor]
+"""(x [N, E], call of its layer) -> [N, E]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """An MLP that all tokens run through."""
+
+    gate_up: Linears
+    down: Linears
+
+    def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
+        (out_NE,) = self.down(call.kernels.gate(*self.gate_up(x_NE)))
+        return out_NE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """Norms, linear layers and MLP of one pre-norm decoder layer, as functions."""
+
+    input_norm: Norm
+    query_key_value: Linears
+    query_norm: Norm | None
+    """Qwen3 normalises queries and keys per head; Qwen2 does not."""
+    key_norm: Norm | None
+    output: Linears
+    post_norm: Norm
+    mlp: Mlp
 
 
 def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor:
@@ -107,9 +130,7 @@ def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor
         out_NHD, hidden_NE = out_NHD.index_select(0, call.wanted), hidden_NE.index_select(0, call.wanted)
     (attended_NE,) = layer.output(out_NHD.flatten(1))
     hidden_NE = hidden_NE + attended_NE
-    gate, up = layer.gate_up(layer.post_norm(hidden_NE))
-    (out_NE,) = layer.down(call.kernels.gate(gate, up))
-    return hidden_NE + out_NE
+    return hidden_NE + layer.mlp(layer.post_norm(hidden_NE), call)
 
 
 def _heads(x: Tensor, width: int, norm: Norm | None) -> Tensor:

@@ -8,14 +8,11 @@ FLOPs do not depend on the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fovea.types import PromptImage
-
-Grid = tuple[int, int, int]
-"""Patches of an image in time (or tiles), height and width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +57,11 @@ class Work:
     """FLOPs of a (query, key) pair of patches in the vision layers with windowed attention."""
     window_side: int
     """Patches along a side of a window; 0 without windows."""
-    grid: Callable[[PromptImage], Grid]
 
     def image(self, image: PromptImage) -> float:
         """FLOPs of the vision tower on one image."""
         # a frame or tile attends to itself only
-        frames, height, width = self.grid(image)
+        frames, height, width = image.grid
         whole, windows = (height * width) ** 2, 0
         if self.window_side:
             windows = _sum_of_squares(height, self.window_side) * _sum_of_squares(width, self.window_side)
@@ -100,21 +96,37 @@ class VisionWork:
     window_side: int = 0
 
 
-def text_work(text: Any, vision: VisionWork, grid: Callable[[PromptImage], Grid]) -> Work:
-    """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower."""
+def text_work(text: Any, vision: VisionWork) -> Work:
+    """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower.
+
+    In a layer with experts, a token's work is the router's and that of the experts that it runs through.
+    """
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     query_width, key_width = (head_width * n for n in (text.num_attention_heads, text.num_key_value_heads))
-    weights = text.hidden_size * (2 * query_width + 2 * key_width + 3 * text.intermediate_size)
+    attention = text.num_hidden_layers * text.hidden_size * (2 * query_width + 2 * key_width)
     return Work(
-        token=2.0 * weights * text.num_hidden_layers,
+        token=2.0 * (attention + _mlp_weights(text)),
         pair=4.0 * query_width * text.num_hidden_layers,
         action=2.0 * text.hidden_size * text.vocab_size,
         patch=vision.patch,
         image_pair=vision.image_pair,
         window_pair=vision.window_pair,
         window_side=vision.window_side,
-        grid=grid,
     )
+
+
+def _mlp_weights(text: Any) -> int:
+    """Number of MLP weights that a token runs through, in all decoder layers together."""
+    dense = 3 * text.hidden_size * text.intermediate_size
+    if not hasattr(text, "num_experts_per_tok"):
+        return int(text.num_hidden_layers * dense)
+    sparse = text.hidden_size * (text.num_experts + 3 * text.num_experts_per_tok * text.moe_intermediate_size)
+    # the rule of transformers' Qwen3VLMoeTextDecoderLayer
+    has_experts = [
+        layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
+        for layer in range(text.num_hidden_layers)
+    ]
+    return sum(sparse if sparsely else dense for sparsely in has_experts)
 
 
 def vision_work(

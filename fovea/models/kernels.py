@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 RmsNormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., D], weight [D], epsilon) -> [..., D]"""
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""Activation of a gated MLP: (gate [..., F], up [..., F]) -> [..., F]"""
 
 
 def use_fused_layers(network: nn.Module, norm: RmsNormFunction) -> None:
@@ -162,7 +164,7 @@ class Kernels:
     norm: RmsNormFunction
     rotate: Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
     """(queries [N, H, D], keys [N, J, D], positions) -> rotated queries and keys"""
-    gate: Callable[[Tensor, Tensor], Tensor]
+    gate: Gate
 
 
 TORCH_KERNELS = Kernels(norm=rms_norm, rotate=rotate, gate=silu_times)

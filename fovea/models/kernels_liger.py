@@ -20,7 +20,7 @@ try:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"train.backend.liger_kernels=true, but {error.name} is not installed; pip install 'fovea[liger]', or set "
+        f"train.backend.liger_kernels=true, but {error.name} is not installed; pip install 'fovea-rl[liger]', or set "
         "train.backend.liger_kernels=false"
     ) from error
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.model_files import WHOLE_MODEL, check_folder, damaged_model, hub_options, no_progress_bar
+from fovea.models.transformers_versions import load_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,6 +32,7 @@ def load_network(settings: Model) -> PreTrainedModel:
     with damaged_model(path), no_progress_bar():
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path,
+            config=load_config(path, **hub_options(settings)),
             dtype=DTYPES[settings.dtype],
             use_safetensors=True,
             output_loading_info=True,

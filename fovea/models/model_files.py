@@ -45,21 +45,27 @@ def damaged_model(path: str, *others: type[Exception]) -> Iterator[None]:
         raise ModelError(f"model.path={path}: {first_line}; {WHOLE_MODEL}") from error
 
 
-def check_folder(path: str, revision: str | None) -> None:
-    """ModelError when `path` is neither a hub id nor a folder with a config and weights."""
+def check_place(path: str, revision: str | None) -> None:
+    """ModelError when `path` is neither a hub id nor a folder."""
     folder = Path(path)
     if folder.is_dir() and revision is not None:
         raise ModelError(
             f"model.revision={revision}, but model.path={path} is a folder, and only hub ids have revisions; set "
             "model.revision=null"
         )
-    if not folder.is_dir():
-        if is_hub_id(path):
-            return
+    if not folder.is_dir() and not is_hub_id(path):
         # answered here and not by transformers, which would ask the hub for half a minute first
         near = near_folder(folder.expanduser())
         fix = f"did you mean {near}?" if near else "give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
         raise ModelError(f"model.path={path}: no such folder; {fix}")
+
+
+def check_folder(path: str, revision: str | None) -> None:
+    """ModelError when `path` is neither a hub id nor a folder with a config and weights."""
+    check_place(path, revision)
+    folder = Path(path)
+    if not folder.is_dir():
+        return
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model.path={path}: the folder has no config.json; give the folder that holds the model's files"

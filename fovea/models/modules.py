@@ -20,6 +20,11 @@ def vision_modules(network: nn.Module) -> list[nn.Module]:
     return [network.get_submodule(path) for path in family_of_network(network).vision_paths]
 
 
+def projector_modules(network: nn.Module) -> list[nn.Module]:
+    """Modules that make visual tokens of the vision tower's output."""
+    return [network.get_submodule(path) for path in family_of_network(network).projector_paths]
+
+
 def vision_tower(network: nn.Module) -> nn.Module:
     """The vision tower, without a separate projector."""
     return vision_modules(network)[0]

@@ -3,7 +3,7 @@
 It needs only the input names of a model family, and so runs families that have no fast path.
 
 Axes: `R` completions of a packed row, `L` tokens of the longest `prompt + completion`, `T` tokens of an answer, `A`
-actions, `E` width.
+actions, `U` actions of the unequal completions of a packed row, `E` width.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PlainVLM(PolicyNetwork):
     """PolicyNetwork of any family, run by transformers' own forward."""
 
     def action_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [A, E], after the final norm, from which the actions are predicted."""
+        """Last hidden states [U, E], after the final norm, from which the actions are predicted."""
         rows = list(plain_rows(row, self.family))
         hidden_RLE = plain_states(self.network, self.family, rows)
         return torch.cat([hidden_LE[each.hidden_index_A] for hidden_LE, each in zip(hidden_RLE, rows, strict=True)])
@@ -57,7 +57,7 @@ def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) ->
 
 def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
     """Unpack a packed row into one row per completion, in the order of its actions."""
-    start, images, actions = 0, iter(row.images), deque(row.hidden_index_A.tolist())
+    start, images, actions = 0, iter(row.images), deque(row.hidden_index_U.tolist())
     for prompt_tokens, completions in row.layout.lengths:
         prompt_L = row.token_ids_N[start : start + prompt_tokens]
         of_prompt = _images_of(prompt_L, images, family)

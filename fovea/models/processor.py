@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from fovea.config.run import Model
@@ -16,6 +16,7 @@ from fovea.errors import ModelError
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.registry import family_of
 from fovea.models.model_files import check_folder, damaged_model, hub_options
+from fovea.models.transformers_versions import load_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ def load_processor(settings: Model) -> Processor:
     check_folder(path, settings.revision)
     options = hub_options(settings)
     with damaged_model(path, TemplateError):
-        config = AutoConfig.from_pretrained(path, **options)
+        config = load_config(path, **options)
         family = family_of(config, path)
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         image_processor = family.load_image_processor(path, options["revision"])

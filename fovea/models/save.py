@@ -14,6 +14,10 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import merged_weights
 from fovea.types import Weights
 
+EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+"""Ends of the names of Qwen3-VL-MoE's experts, which files hold as [experts, inputs, outputs]. transformers 5 holds
+[experts, outputs, inputs], reads both and writes its own; vLLM, SGLang and LMDeploy read that of the files alone."""
+
 
 def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> PreTrainedModel:
     """An unmodified transformers model with `weights`.
@@ -35,7 +39,7 @@ def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> P
 
 
 def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = None) -> None:
-    """Write config and `weights` (by default the merged ones) as transformers reads them.
+    """Write config and `weights` (by default the merged ones) in the layout of the hub's own files.
 
     generation_config.json lists the banned ids under `suppress_tokens`, so that transformers' generate draws from the
     distribution that was trained.
@@ -44,5 +48,11 @@ def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = Non
     plain.generation_config = copy.deepcopy(vlm.network.generation_config)
     assert plain.generation_config is not None
     plain.generation_config.suppress_tokens = list(vlm.banned_ids) or None
+    tensors = plain.state_dict()
+    experts = {name: x.transpose(1, 2).contiguous() for name, x in tensors.items() if name.endswith(EXPERTS)}
     with no_progress_bar():
-        plain.save_pretrained(folder)
+        if experts:
+            # transformers would turn them back again
+            plain.save_pretrained(folder, state_dict=tensors | experts, save_original_format=False)
+        else:
+            plain.save_pretrained(folder)

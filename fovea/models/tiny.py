@@ -15,12 +15,12 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fovea.config.run import TinyModel
-from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
 from fovea.models.model_files import no_progress_bar
 from fovea.models.processor import Processor, make_processor, token_id
+from fovea.models.transformers_versions import SPECIAL_TOKENS_KEY, rope_fields
 from fovea.utils.files import atomic_folder
 
 SPECIAL_TOKENS = (
@@ -58,6 +58,7 @@ MODEL_CLASS = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
 }
 
 
@@ -124,20 +125,21 @@ def _bounded(corpus: Iterable[str]) -> Iterator[str]:
 def with_chat_tokens(bpe: Tokenizer) -> PreTrainedTokenizerFast:
     """Tokenizer with Qwen's special tokens and chat template on top of any BPE vocabulary."""
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
+    special: dict[str, Any] = {SPECIAL_TOKENS_KEY: list(SPECIAL_TOKENS)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=list(SPECIAL_TOKENS),
         clean_up_tokenization_spaces=False,
+        **special,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def build_image_processor(settings: TinyModel) -> Qwen2VLImageProcessorPil:
+def build_image_processor(settings: TinyModel) -> Any:
     """Qwen's image processor with this patch size and limits on the image area that suit a small model."""
-    return Qwen2VLImageProcessorPil(
+    return ImageProcessor(
         patch_size=settings.patch_size_px,
         merge_size=MERGE,
         temporal_patch_size=2,
@@ -149,23 +151,34 @@ def build_image_processor(settings: TinyModel) -> Qwen2VLImageProcessorPil:
 
 def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """Network with random weights from `seed`, without changing the state of torch's global generator."""
-    config_class, model_class = MODEL_CLASS[settings.family]
-    token_ids: dict[str, Any] = _token_ids(tokenizer)
-    config = config_class(
-        text_config=_text_config(settings, tokenizer),
-        vision_config=_vision_config(settings),
-        tie_word_embeddings=True,
-        **token_ids,
-    )
+    _, model_class = MODEL_CLASS[settings.family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network: PreTrainedModel = model_class(config)
+        network: PreTrainedModel = model_class(_network_config(settings, tokenizer))
     generation = network.generation_config
     assert generation is not None
     generation.eos_token_id = tokenizer.eos_token_id
     generation.pad_token_id = tokenizer.pad_token_id
     network.eval()
     return network
+
+
+def tiny_config(settings: TinyModel) -> Any:
+    """Config of the network with as many vocabulary entries as the settings allow; few texts fill fewer."""
+    config = _network_config(settings, build_tokenizer([], settings.vocabulary_size))
+    config.text_config.vocab_size = settings.vocabulary_size
+    return config
+
+
+def _network_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:
+    config_class, _ = MODEL_CLASS[settings.family]
+    token_ids: dict[str, Any] = _token_ids(tokenizer)
+    return config_class(
+        text_config=_text_config(settings, tokenizer),
+        vision_config=_vision_config(settings),
+        tie_word_embeddings=True,
+        **token_ids,
+    )
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
@@ -181,7 +194,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     half = settings.head_dim // 2
     # the shares of time, height and width are those of the full-size families: 24/20/20 and 16/24/24 of 64
-    interleaved = settings.family == "qwen3_vl"
+    interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe")
     side = half * (20 if interleaved else 24) // 64
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -190,7 +203,14 @@ def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dic
     }
     if interleaved:
         rope["mrope_interleaved"] = True
-    return {
+    experts: dict[str, Any] = {}
+    if settings.family == "qwen3_vl_moe":
+        experts = {
+            "moe_intermediate_size": settings.intermediate_size,
+            "num_experts": settings.num_experts,
+            "num_experts_per_tok": settings.experts_per_token,
+        }
+    return experts | {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
         "intermediate_size": settings.intermediate_size,
@@ -199,7 +219,7 @@ def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dic
         "num_key_value_heads": settings.num_kv_heads,
         "head_dim": settings.head_dim,
         "max_position_embeddings": 4096,
-        "rope_parameters": rope,
+        **rope_fields(rope),
         "initializer_range": settings.init_std,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,

@@ -28,6 +28,15 @@ class TokenScores:
     values_A: Tensor | None = None
     """Values of the states before the actions; None without a value head."""
 
+    def at(self, index_A: Tensor) -> TokenScores:
+        """The scores of the actions at these indices, some of them several times."""
+        return TokenScores(
+            logprobs_A=self.logprobs_A[index_A],
+            entropies_A=self.entropies_A[index_A],
+            banned_mass_A=self.banned_mass_A[index_A],
+            values_A=None if self.values_A is None else self.values_A[index_A],
+        )
+
 
 def token_scores(
     hidden_AE: Tensor,

@@ -22,7 +22,9 @@ from fovea.config.model import ALL_LINEAR
 from fovea.config.run import Lora, Model
 from fovea.errors import ConfigError, TrainError
 from fovea.models.adapter_files import load_adapter
-from fovea.models.modules import family_of_network, language_model, vision_modules
+from fovea.models.experts import Experts
+from fovea.models.families.base import ModelFamily
+from fovea.models.modules import family_of_network, language_model, projector_modules, vision_modules
 from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash
 
@@ -32,12 +34,28 @@ VALUE_HEAD = "value_head."
 
 
 def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
-    """Freeze parameters by `model.freeze_vision_tower` and `model.lora`, and add LoRA adapters."""
+    """Freeze parameters by the `freeze_` settings and `lora` of `model`, and add LoRA adapters."""
     if settings.lora is not None:
         _add_lora(network, settings.lora, seed)
-    if not settings.trains_vision:
-        for module in vision_modules(network):
-            module.requires_grad_(False)
+    for module in vision_modules(network):
+        module.requires_grad_(settings.trains_tower)
+    # after the tower, which it may be a part of
+    for module in projector_modules(network):
+        module.requires_grad_(settings.trains_projector)
+    if settings.freeze_router:
+        _freeze_routers(network)
+
+
+def _freeze_routers(network: nn.Module) -> None:
+    family = family_of_network(network)
+    layers = [] if family.fast_path is None else map(family.fast_path.layer, language_model(network).layers)
+    routers = [layer.mlp.router_XE for layer in layers if isinstance(layer.mlp, Experts)]
+    if not routers:
+        raise ConfigError(
+            f"model.freeze_router=true, but a {family.model_type} has no experts to route to; leave it out"
+        )
+    for router_XE in routers:
+        router_XE.requires_grad_(False)
 
 
 def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
@@ -79,29 +97,14 @@ def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
     if unmatched or not chosen:
         raise ConfigError(
             f"model.lora.targets: {', '.join(sorted(unmatched or lora.targets))} with exclude={list(lora.exclude)} "
-            "matches no linear layer of the language model; leave model.lora.targets out to adapt all of them"
+            "matches no linear layer of the language model; leave model.lora.targets out to adapt all of them (the "
+            "experts of a mixture are no linear layers)"
         )
     return chosen
 
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def recompute_activations(network: PreTrainedModel) -> None:
-    """Turn on gradient checkpointing of every layer, for the fast path."""
-    recompute_plainly(network)
-    for layer in language_model(network).layers:
-        # decoder layers are checkpointed by `models.trained_layer`; transformers would do so once more around it
-        layer.gradient_checkpointing = False
-        layer.recompute_activations = True
-
-
-def recompute_plainly(network: PreTrainedModel) -> None:
-    """Turn on transformers' gradient checkpointing."""
-    # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
-    enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
 
 
 def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:
@@ -131,26 +134,36 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     A weight without an adapter is the parameter itself, not a copy. Tied weights are yielded once.
     """
+    return ((name, merged(parameter, adapter)) for name, parameter, adapter in adapted_weights(network))
+
+
+def adapted_weights(network: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
+    """(Hugging Face name, parameter, its adapter if it has one) of every parameter but those of adapters."""
     layers = lora_layers(network)
-    for name, parameter in network.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        if any(f"{key}.lora_" in f"{name}." for key in layers):
-            continue
-        owner = module.removesuffix(".base_layer")
-        value = parameter.detach()
-        if owner in layers and leaf == "weight":
-            value = value + _delta(layers[owner]).to(value.dtype)
-        yield f"{owner}.{leaf}", value
+    for name, parameter in factored_weights(network):
+        owner, _, leaf = name.rpartition(".")
+        if ".lora_" not in name:
+            yield name, parameter, layers.get(owner) if leaf == "weight" else None
+
+
+def merged(parameter: Tensor, adapter: LoraLayer | None) -> Tensor:
+    """The sum of a weight and its adapter's matrix, sharded as the weight is; without an adapter the weight itself."""
+    value = parameter.detach()
+    if adapter is None:
+        return value
+    assert isinstance(adapter, LoraLinear), f"an adapter on a {type(adapter).__name__}"
+    return value + adapter.get_delta_weight(ADAPTER).detach().to(value.dtype)
 
 
 def factored_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, parameter) of every parameter: adapters beside the weights that they add to, and nothing copied.
 
     Names are Hugging Face's, and those of `adapter_names` for an adapter's matrices. Tied weights are yielded once.
+    A parameter that training changes has `requires_grad`; one that is sharded is a DTensor.
     """
     under_adapters = bool(lora_layers(network))
     for name, parameter in network.named_parameters():
-        yield name.replace(".base_layer.", ".") if under_adapters else name, parameter.detach()
+        yield name.replace(".base_layer.", ".") if under_adapters else name, parameter
 
 
 def weight_names(network: nn.Module) -> frozenset[str]:
@@ -170,18 +183,12 @@ def adapter_scale(network: nn.Module) -> float:
     return scales.pop() if scales else 0.0
 
 
-def _delta(layer: LoraLayer) -> Tensor:
-    """Matrix that the adapter adds to the weight, scale B A."""
-    assert isinstance(layer, LoraLinear), f"an adapter on a {type(layer).__name__}"
-    return layer.get_delta_weight(ADAPTER).detach()
-
-
 def count_parameters(network: nn.Module) -> list[ParameterCount]:
-    """Parameter counts of vision tower, language model, head and adapters, and last of all together."""
+    """Parameter counts of vision tower, projector, language model, head and adapters, and last of all together."""
     counts: dict[str, list[int]] = {}
-    vision = tuple(f"{path}." for path in family_of_network(network).vision_paths)
+    family = family_of_network(network)
     for name, parameter in network.named_parameters():
-        row = counts.setdefault(_part_of(name, vision), [0, 0])
+        row = counts.setdefault(_part_of(name, family), [0, 0])
         row[0] += parameter.numel() * parameter.requires_grad
         row[1] += parameter.numel()
     rows = [ParameterCount(part=part, trainable=n[0], total=n[1]) for part, n in counts.items()]
@@ -191,10 +198,12 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     ]
 
 
-def _part_of(name: str, vision: tuple[str, ...]) -> str:
+def _part_of(name: str, family: ModelFamily) -> str:
     if ".lora_" in name:
         return "LoRA adapters"
-    if name.startswith(vision):
+    if name.startswith(tuple(f"{path}." for path in family.projector_paths)):
+        return "projector"
+    if name.startswith(tuple(f"{path}." for path in family.vision_paths)):
         return "vision tower"
     return "head" if name.startswith("lm_head") else "language model"
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fovea.models.activation_tape import LinearGroup
-from fovea.models.decoder import DecoderLayer, LayerCall, run_layer
-from fovea.models.families.layer import LayerModules
+from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, run_layer
+from fovea.models.experts import Experts
+from fovea.models.families.layer import LayerModules, MlpModules
 from fovea.models.linear_factors import Factors, add_adapter, factors_of
 from fovea.models.trainable import ADAPTER
 
@@ -63,6 +63,12 @@ def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) 
         key_norm=modules.key_norm,
         output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
         post_norm=modules.post_norm,
+        mlp=modules.mlp if isinstance(modules.mlp, Experts) else _trained_mlp(modules.mlp, recorded),
+    )
+
+
+def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMlp:
+    return GatedMlp(
         gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded),
         down=TrainedLinears((modules.down,), LinearGroup.DOWN, recorded),
     )
@@ -95,8 +101,10 @@ class _CallOrForward:
     def __call__(self, hidden_states: Tensor, *args: Any, fovea: TrainedCall | None = None, **kwargs: Any) -> Any:
         if fovea is None:
             return self.forward(hidden_states, *args, **kwargs)
-        if self.layer.training and getattr(self.layer, "recompute_activations", False):
-            return checkpoint(self._run, hidden_states, fovea, use_reentrant=False)
+        # set by `models.recompute`
+        recompute = getattr(self.layer, "recompute", None)
+        if self.layer.training and recompute is not None:
+            return recompute(self._run, hidden_states, fovea)
         return self._run(hidden_states, fovea)
 
     def _run(self, hidden_NE: Tensor, fovea: TrainedCall) -> Tensor:
@@ -145,7 +153,9 @@ def _factors(tensors: Sequence[Any], scales: Sequence[float]) -> list[Factors]:
 
 
 def _forward(x_NE: Tensor, factors: Factors) -> Tensor:
-    return add_adapter(torch.nn.functional.linear(x_NE, factors.weight, factors.bias), x_NE, factors)
+    out_NO = torch.nn.functional.linear(x_NE, factors.weight, factors.bias)
+    # a copy, since selective checkpointing keeps the product, and `add_adapter` writes in place
+    return out_NO if factors.down is None else add_adapter(out_NO.clone(), x_NE, factors)
 
 
 def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, first: bool) -> None:

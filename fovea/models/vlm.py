@@ -1,6 +1,6 @@
 """The fast path: a transformers network run layer by layer on packed rows with shared prefixes.
 
-Axes: `N` tokens of a row, `A` actions, `E` width of the model, `D` width of a head.
+Axes: `N` tokens of a row, `U` actions of its unequal completions, `E` width of the model, `D` width of a head.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
 from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope, use_fused_layers
 from fovea.models.modules import vision_tower
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.shared_prefix.attention import Kernel, row_attention
+from fovea.models.shared_prefix.attention import Kernel, heads_of, row_attention, slow_attention_note
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.trained_layer import TrainedCall, use_layer_calls
+from fovea.models.transformers_versions import rotary_tables
 from fovea.models.value_head import ValueHead
-from fovea.models.vision.attention import use_segment_attention
-from fovea.models.vision.feature_cache import FeatureCache
+from fovea.models.vision.attention import slow_vision_note, use_segment_attention
+from fovea.models.vision.feature_cache import Encode, FeatureCache
 from fovea.models.vision.features import ImageFeatures, concatenate
+from fovea.models.vision.passes import PASS_PATCHES, image_passes
+from fovea.models.vision.tower_inputs import tower_heads
 from fovea.types import PromptImage
 
 
@@ -60,28 +63,28 @@ class VLM(PolicyNetwork):
         use_layer_calls(self._language_model, self._fast.layer)
 
     def action_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [A, E], after the final norm, from which the actions are predicted."""
+        """Last hidden states [U, E], after the final norm, from which the actions are predicted."""
         language = self._language_model
         hidden_NE: Tensor = language.embed_tokens(row.token_ids_N)
         visual = None
         if row.images:
             features = concatenate(self.image_features(row.images) if row.features is None else row.features)
-            pads = (row.token_ids_N == self.family.image_token_id).nonzero()[:, 0]
-            hidden_NE = hidden_NE.index_put((pads,), features.embeds_VD)
-            visual = VisualResidual(tokens=pads, layers=features.deepstack_VD)
+            hidden_NE = hidden_NE.index_put((row.visual_index_V,), features.embeds_VD)
+            visual = VisualResidual(tokens=row.visual_index_V, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
-        attend = row_attention(self._attention, row.layout, self._shape.scale, hidden_NE)
-        wanted, place_A = self._last_layer_tokens(row, visual)
+        attend = row_attention(self._attention, row.layout, self._shape, hidden_NE)
+        wanted, place_U = self._last_layer_tokens(row, visual)
+        load = self.expert_load if self.training else None
         for index, layer in enumerate(language.layers):
             kept = wanted if index == self._shape.num_layers - 1 else None
             recorded = None if row.recorded is None else partial(row.recorded.outputs, index, kept)
-            call = LayerCall(index, self._shape, rope, attend, self._kernels, kept)
+            call = LayerCall(index, self._shape, rope, attend, self._kernels, kept, load)
             # through the module's own call, into which FSDP2 and gradient checkpointing hook
             hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, recorded))
             if visual is not None and kept is None:
                 hidden_NE = visual.add_to(hidden_NE, index)
         normed: Tensor = language.norm(hidden_NE)
-        return normed[place_A]
+        return normed[place_U]
 
     def _last_layer_tokens(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
         """Indices of the tokens whose output of the last layer is used (None: all), and each action's index among them.
@@ -90,14 +93,18 @@ class VLM(PolicyNetwork):
         """
         # deepstack features are added to the visual tokens after this layer, by their index in the whole row
         if visual is not None and len(visual.layers) >= self._shape.num_layers:
-            return None, row.hidden_index_A
-        wanted, place_A = row.hidden_index_A.unique(return_inverse=True)
-        return wanted, place_A
+            return None, row.hidden_index_U
+        return row.predictor_index_M, row.predictor_U
 
     @property
     def linear_widths(self) -> list[list[int]]:
-        """Output widths of the groups of linear layers of each decoder layer, for the activation tape."""
+        """Output widths of the groups of linear layers of each decoder layer, for the activation tape.
+
+        Empty with experts, whose outputs belong to pairs of a token and an expert and not to tokens.
+        """
         text, shape = self.text_config, self._shape
+        if shape.experts_per_token:
+            return []
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         widths = {
             LinearGroup.QKV: heads,
@@ -109,16 +116,25 @@ class VLM(PolicyNetwork):
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
         """Rotary embedding of M-RoPE positions, in the type and on the device of `like`."""
-        cos, sin = self._language_model.rotary_emb(like, positions_3N[:, None])
-        return Rope.of(cos[0], sin[0])
+        return Rope.of(*rotary_tables(self._language_model.rotary_emb, self.text_config, like, positions_3N))
 
     def image_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features of each image; equal images are encoded once, and cached features are reused."""
+        return self._features(images, self.encode)
+
+    def rollout_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
+        """As `image_features`, for the many images of a rollout: in passes whose activations do not grow with them.
+
+        The weights must be whole: sharded ones are gathered in every pass, of which all processes must make as many.
+        """
+        return self._features(images, self._encode_in_passes)
+
+    def _features(self, images: Sequence[PromptImage], encode: Encode) -> list[ImageFeatures]:
         if self._feature_cache is not None:
             with torch.no_grad():
-                return self._feature_cache.get(images, self._encode_one_by_one)
+                return self._feature_cache.get(images, self._encode_frozen)
         distinct = {image.key: image for image in images}
-        encoded = dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
+        encoded = dict(zip(distinct, encode(list(distinct.values())), strict=True))
         return [encoded[image.key] for image in images]
 
     def image_graph(self, images: Sequence[PromptImage]) -> dict[str, ImageFeatures]:
@@ -134,15 +150,30 @@ class VLM(PolicyNetwork):
         distinct = {image.key: image for image in images}
         return self._fast.activation_bytes(vision_tower(self.network), list(distinct.values()))
 
-    def _encode_one_by_one(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Features of each image from a forward pass of its own."""
+    def _encode_frozen(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
+        """Features to be cached: on a CPU, of each image from a forward pass of its own."""
         # a matrix product rounds differently with its number of rows: a resumed run, whose cache misses other images
-        # together, would get other features
-        return [features for image in images for features in self.encode([image])]
+        # together, would get other features. On a GPU, where no run is resumed to the last bit, an image alone would
+        # leave most of it idle
+        if self.device.type == "cpu":
+            return [features for image in images for features in self.encode([image])]
+        return self._encode_in_passes(images)
+
+    def _encode_in_passes(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
+        return [features for part in image_passes(images, PASS_PATCHES) for features in self.encode(part)]
 
     def encode(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features of each image from one forward pass of the vision tower over all of them."""
-        return self._fast.encode(vision_tower(self.network), images)
+        return self._fast.encode(vision_tower(self.network), images, self.device, self.dtype)
+
+    def slow_kernels(self) -> list[str]:
+        """What a GPU refuses of the kernels that the fast path is made for, and what runs instead."""
+        text = heads_of(self._shape, self.device, self.dtype)
+        notes = [
+            slow_attention_note(text) if self._attention == "auto" else None,
+            slow_vision_note(tower_heads(vision_tower(self.network), self.device, self.dtype)),
+        ]
+        return [note for note in notes if note is not None]
 
     @property
     def _language_model(self) -> Any:

@@ -22,6 +22,7 @@ from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from tests.policies import make_batch
+from tests.saved import save_policy
 from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
 
 
@@ -66,7 +67,9 @@ def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path)
     config = Config.model_validate({"model": {"tiny": {}, "lora": lora}, "algorithm": {"kl": "loss"}})
     policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network, banned_ids=()))
     batch = make_batch(tiny("qwen3_vl"))
-    for start, reference in zip(policy.logprobs(batch), policy.reference_logprobs(batch), strict=True):
+    for start, reference in zip(
+        policy.annotator.logprobs(batch), policy.annotator.reference_logprobs(batch), strict=True
+    ):
         np.testing.assert_allclose(reference, start, atol=1e-6)
 
 
@@ -78,7 +81,7 @@ def test_a_checkpoint_opens_without_the_folder_it_started_from(tmp_path: Path) -
     policy = make_policy(config, open_vlm(config, config.model, banned_ids=()))
     folder = tmp_path / "run" / "checkpoints" / "step-1"
     folder.mkdir(parents=True)
-    policy.save(folder)
+    save_policy(policy, folder)
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
     shutil.rmtree(tmp_path / "adapter")
     target = CheckpointTarget(name="run", folder=folder, run=tmp_path / "run")

@@ -10,7 +10,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.run import Lora, Model, TinyModel
-from fovea.models.families.qwen_vl import grid_of
 from fovea.models.families.registry import family_of
 from fovea.models.flops import Passes, Work, training_passes
 from fovea.models.shared_prefix.attention import completion_keys
@@ -19,7 +18,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable
 from fovea.types import Prompt
 from tests.reference import model_inputs
-from tests.tiny_models import FAMILIES, image, renderer, tiny, user
+from tests.tiny_models import FAMILIES, image, renderer, tiny, user, with_dense_layer
 
 COMPLETION = np.arange(3, 14)
 NOT_COUNTED = ("rotary_emb", "rotary_pos_emb")
@@ -29,12 +28,14 @@ def odd_model(family: str) -> TinyParts:
     """No two sizes alike, so that none can stand in for another; several layers of windows."""
     heads = {"hidden_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24}
     sizes = {"intermediate_size": 112, "num_layers": 3, "vision_hidden_size": 48, "vision_depth": 3, "vision_heads": 4}
-    return tiny(family, **heads, **sizes)
+    parts = tiny(family, **heads, **sizes, num_experts=5, experts_per_token=3)
+    return with_dense_layer(parts) if family == "qwen3_vl_moe" else parts
 
 
 def eager(parts: TinyParts) -> TinyParts:
-    """Scores and sums of attention as matrix products, which torch counts."""
+    """Scores and sums of attention, and experts one by one, as matrix products, which torch counts."""
     parts.network.set_attn_implementation("eager")
+    parts.network.set_experts_implementation("eager")
     return parts
 
 
@@ -125,7 +126,7 @@ def test_lora_saves_the_weight_gradients(family: str) -> None:
 def test_a_group_has_the_pairs_that_its_layout_allows(lengths: Sequence[int]) -> None:
     """The mask of the packed row itself says who looks at whom."""
     prompt_tokens = 5
-    pairs_only = Work(token=0, pair=1, action=0, patch=0, image_pair=0, window_pair=0, window_side=0, grid=grid_of)
+    pairs_only = Work(token=0, pair=1, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
     layout = shared_prefix_layout([prompt_tokens], [[n - 1 for n in lengths]])
     allowed = int(completion_keys(layout)[1].sum())
     # queries that are padding: the mask lets them look, the layout does not return them
@@ -137,7 +138,7 @@ def test_a_group_has_the_pairs_that_its_layout_allows(lengths: Sequence[int]) ->
 
 
 def test_a_group_has_each_token_once_and_a_head_for_every_action() -> None:
-    work = Work(token=1, pair=0, action=100, patch=0, image_pair=0, window_pair=0, window_side=0, grid=grid_of)
+    work = Work(token=1, pair=0, action=100, patch=0, image_pair=0, window_pair=0, window_side=0)
     # a prompt of 5, completions of 4 and 1: 5 + 3 + 0 tokens of the row, 4 + 1 actions
     assert work.prompt(5, []) + work.completion(4, 5) + work.completion(1, 5) == 8 + 500
 

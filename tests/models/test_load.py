@@ -13,6 +13,7 @@ from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.load import load_network, pick_device
 from fovea.models.processor import load_processor
+from fovea.models.save import save_network
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
@@ -183,3 +184,34 @@ def test_a_spoiled_folder_is_refused_in_one_line(how: str, tmp_path: Path) -> No
     ) as error:
         load_both(Model(path=str(folder)))
     assert "\n" not in str(error.value)
+
+
+def as_on_the_hub(folder: Path) -> dict[str, list[int]]:
+    """Rewrite the weights in the layout of Qwen/Qwen3-VL-30B-A3B-Instruct: experts as [experts, inputs, outputs]."""
+    weights = folder / "model.safetensors"
+    tensors = {
+        name: x.transpose(1, 2).contiguous() if ".mlp.experts." in name else x for name, x in load_file(weights).items()
+    }
+    save_file(tensors, weights, {"format": "pt"})
+    return {name: list(x.shape) for name, x in tensors.items()}
+
+
+def test_experts_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+    """Names and shapes are those of the hub's files, and transformers turns the experts around when it loads them."""
+    parts = tiny("qwen3_vl_moe")
+    shapes = as_on_the_hub(save(parts, tmp_path / "hub"))
+    layer = "model.language_model.layers.0.mlp."
+    assert {name.removeprefix(layer): shape for name, shape in shapes.items() if name.startswith(layer)} == {
+        "experts.down_proj": [4, 128, 64],
+        "experts.gate_up_proj": [4, 64, 256],
+        "gate.weight": [4, 64],
+    }
+    loaded = load_both(Model(path=str(tmp_path / "hub")))
+    torch.testing.assert_close(logprobs(loaded), logprobs(parts), atol=1e-6, rtol=0)
+    # what we save is laid out as what we read
+    save_network(VLM(loaded.network, loaded.processor.banned_ids), tmp_path / "saved")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "hub"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], x) for name, x in theirs.items())
+    again = dict(load_network(Model(path=str(tmp_path / "saved"))).named_parameters())
+    assert all(torch.equal(again[name], x) for name, x in parts.network.named_parameters())

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -27,8 +28,13 @@ class FastPath(Protocol):
         """Modules of a transformers decoder layer."""
         ...
 
-    def encode(self, tower: nn.Module, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Features of each image, from one forward pass of the vision tower over all of them."""
+    def encode(
+        self, tower: nn.Module, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
+    ) -> list[ImageFeatures]:
+        """Features of each image, from one forward pass of the vision tower over all of them.
+
+        Device and type are those of the pass; weights that are sharded have others between passes.
+        """
         ...
 
     def activation_bytes(self, tower: nn.Module, images: Sequence[PromptImage]) -> int:
@@ -47,6 +53,11 @@ class ModelFamily(Protocol):
     @property
     def vision_paths(self) -> tuple[str, ...]:
         """Module paths of the vision tower and of the projector, if it is a module of its own."""
+        ...
+
+    @property
+    def projector_paths(self) -> tuple[str, ...]:
+        """Module paths of the layers that make visual tokens of the tower's output, inside the tower or beside it."""
         ...
 
     @property
@@ -96,6 +107,10 @@ class ModelFamily(Protocol):
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
         """Record of one image, from the output of the image processor."""
+        ...
+
+    def box_frame(self, image: PromptImage) -> tuple[int, int] | None:
+        """Width and height in which this family gives coordinates on the image; None for one that gives none."""
         ...
 
     def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:

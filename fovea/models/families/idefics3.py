@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from fovea.data.images import Size
 from fovea.errors import ConfigError
 from fovea.models.families.base import FastPath
 from fovea.models.flops import VisionWork, Work, text_work
+from fovea.models.transformers_versions import image_processor_class
 from fovea.types import PromptImage
 
 PIXELS, MASK = "pixel_values", "pixel_attention_mask"
@@ -37,6 +37,7 @@ class Idefics3:
     """Config of transformers."""
     model_type: ClassVar[str] = "idefics3"
     vision_paths: ClassVar[tuple[str, ...]] = ("model.vision_model", "model.connector")
+    projector_paths: ClassVar[tuple[str, ...]] = ("model.connector",)
     language_path: ClassVar[str] = "model.text_model"
     image_token: ClassVar[str] = "<image>"
     video_processor: ClassVar[None] = None
@@ -65,13 +66,10 @@ class Idefics3:
         embedding = vision.num_channels * vision.patch_size**2 * width
         connector = shuffled * text.hidden_size / self.config.scale_factor**2
         patch = 2.0 * (embedding + vision.num_hidden_layers * block + connector)
-        return text_work(
-            text, VisionWork(patch=patch, image_pair=4.0 * width * vision.num_hidden_layers), self._patches_of
-        )
+        return text_work(text, VisionWork(patch=patch, image_pair=4.0 * width * vision.num_hidden_layers))
 
-    def load_image_processor(self, path: str, revision: str) -> Idefics3ImageProcessorPil:
-        processor: Idefics3ImageProcessorPil = Idefics3ImageProcessorPil.from_pretrained(path, revision=revision)
-        return processor
+    def load_image_processor(self, path: str, revision: str) -> Any:
+        return image_processor_class("Idefics3ImageProcessor").from_pretrained(path, revision=revision)
 
     def image_options(self, _image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         if min_pixels or max_pixels:
@@ -91,7 +89,17 @@ class Idefics3:
         split = np.array([processed["rows"][0][0], processed["cols"][0][0]])
         key = hashlib.blake2b(pixels.tobytes(), digest_size=16, person=f"{split[0]}x{split[1]}".encode())
         tensors = {PIXELS: pixels, MASK: np.asarray(processed[MASK][0]), SPLIT: split}
-        return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=len(pixels) * self.tile_tokens)
+        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        return PromptImage(
+            key=key.hexdigest(),
+            tensors=tensors,
+            num_tokens=len(pixels) * self.tile_tokens,
+            grid=(len(pixels), side, side),
+        )
+
+    def box_frame(self, _image: PromptImage) -> None:
+        """Nothing: the family was not taught to give coordinates."""
+        return None
 
     def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
         # the text begins and ends with special tokens, so that tokenising it alone gives the ids it has in a prompt
@@ -121,7 +129,3 @@ class Idefics3:
             name: torch.from_numpy(np.concatenate([image.tensors[name] for image in images]))[None].to(token_ids.device)
             for name in (PIXELS, MASK)
         }
-
-    def _patches_of(self, image: PromptImage) -> tuple[int, int, int]:
-        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
-        return len(image.tensors[PIXELS]), side, side

@@ -6,10 +6,21 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fovea.models.experts import Experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpModules:
+    """Modules of a gated MLP."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerModules:
-    """Modules of a pre-norm decoder layer with a gated MLP."""
+    """Modules of a pre-norm decoder layer."""
 
     input_norm: nn.Module
     query: nn.Module
@@ -20,6 +31,5 @@ class LayerModules:
     key_norm: nn.Module | None
     output: nn.Module
     post_norm: nn.Module
-    gate: nn.Module
-    up: nn.Module
-    down: nn.Module
+    mlp: MlpModules | Experts
+    """Experts as the tensors that their modules hold now, which FSDP2 exchanges around every pass."""

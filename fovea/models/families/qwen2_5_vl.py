@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from fovea.models.families.base import FastPath
 from fovea.models.families.qwen_vl import QwenFastPath, QwenVL
 from fovea.models.flops import VisionWork, vision_work
+from fovea.types import PromptImage
 
 
 class Qwen25VL(QwenVL):
@@ -16,6 +17,12 @@ class Qwen25VL(QwenVL):
     model_type: ClassVar[str] = "qwen2_5_vl"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
     fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=False, deepstack=False)
+
+    def box_frame(self, image: PromptImage) -> tuple[int, int]:
+        """Pixels of the image as the vision tower sees it (section 2.2)."""
+        _, rows, columns = image.grid
+        side = self.config.vision_config.patch_size
+        return columns * side, rows * side
 
     def vision_work(self, vision: Any) -> VisionWork:
         whole = {index for index in vision.fullatt_block_indexes if index < vision.depth}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fovea.models.families.base import FastPath
-from fovea.models.families.qwen_vl import QwenFastPath, QwenVL
+from fovea.models.families.qwen_vl import VISION, QwenFastPath, QwenVL
 from fovea.models.flops import VisionWork, vision_work
 
 
@@ -16,6 +16,7 @@ class Qwen3VL(QwenVL):
     model_type: ClassVar[str] = "qwen3_vl"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
     fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=True, deepstack=True)
+    projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger", f"{VISION}.deepstack_merger_list")
 
     def vision_work(self, vision: Any) -> VisionWork:
         return vision_work(

@@ -1,4 +1,4 @@
-"""Base of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: visual tokens, M-RoPE positions, image tensors, the fast path.
+"""Base of the Qwen-VL families: visual tokens, M-RoPE positions, image tensors, the fast path.
 
 Axes: `L` token ids, `N` patches of an image, `C` values of a patch, `V` visual tokens, 3 = time, height, width.
 """
@@ -17,19 +17,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fovea.data.images import Size
+from fovea.models.experts import Experts
 from fovea.models.families.base import FastPath
-from fovea.models.families.layer import LayerModules
+from fovea.models.families.layer import LayerModules, MlpModules
 from fovea.models.flops import VisionWork, Work, text_work
+from fovea.models.transfer import to_device
+from fovea.models.transformers_versions import image_processor_class, tower_features, tower_options
 from fovea.models.vision.features import ImageFeatures
+from fovea.models.vision.tower_inputs import tower_heads, tower_inputs
 from fovea.types import PromptImage
 
 IMAGE_PAD = "<|image_pad|>"
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 """Names of an image's tensors: pixels float32 [N, C], and int64 [3] numbers of patches in time, height and width."""
 VISION, LANGUAGE = "model.visual", "model.language_model"
+ImageProcessor = image_processor_class("Qwen2VLImageProcessor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class QwenVL(ABC):
     fast_path: ClassVar[FastPath]
     image_token: ClassVar[str] = IMAGE_PAD
     vision_paths: ClassVar[tuple[str, ...]] = (VISION,)
+    projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger",)
     language_path: ClassVar[str] = LANGUAGE
 
     @classmethod
@@ -56,15 +61,14 @@ class QwenVL(ABC):
 
     @property
     def work(self) -> Work:
-        return text_work(self.config.text_config, self.vision_work(self.config.vision_config), grid_of)
+        return text_work(self.config.text_config, self.vision_work(self.config.vision_config))
 
     @abstractmethod
     def vision_work(self, vision: Any) -> VisionWork:
         """Forward FLOPs of the vision tower with this config."""
 
-    def load_image_processor(self, path: str, revision: str) -> Qwen2VLImageProcessorPil:
-        processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(path, revision=revision)
-        return processor
+    def load_image_processor(self, path: str, revision: str) -> Any:
+        return ImageProcessor.from_pretrained(path, revision=revision)
 
     def image_options(self, image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         return {"size": pixel_limits(image_processor.size, min_pixels, max_pixels)}
@@ -84,7 +88,12 @@ class QwenVL(ABC):
             key=key.hexdigest(),
             tensors={PIXELS: pixels_NC, GRID: grid},
             num_tokens=int(grid.prod()) // self.merge_size**2,
+            grid=(int(grid[0]), int(grid[1]), int(grid[2])),
         )
+
+    def box_frame(self, _image: PromptImage) -> tuple[int, int]:
+        """Thousandths of the image's sides (Qwen2-VL, arXiv 2409.12191, section 2.2; Qwen3-VL likewise)."""
+        return 1000, 1000
 
     def image_ids(self, image: PromptImage, _tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
         return np.full(image.num_tokens, self.image_token_id)
@@ -109,7 +118,7 @@ class QwenVL(ABC):
             positions_3L[:, token:first] = np.arange(start, start + first - token)
             start += first - token
             token, pad = first + image.num_tokens, pad + image.num_tokens
-            time, height, width = grid_of(image)
+            time, height, width = image.grid
             offsets_3V = _grid_offsets(time, height // self.merge_size, width // self.merge_size)
             np.add(offsets_3V, start, out=positions_3L[:, first:token])
             start += max(height, width) // self.merge_size
@@ -120,7 +129,7 @@ class QwenVL(ABC):
         if not images:
             return {}
         return {
-            **image_tensors(images, token_ids.device),
+            **{name: x.to(token_ids.device) for name, x in image_tensors(images).items()},
             "mm_token_type_ids": (token_ids == self.image_token_id).int(),
         }
 
@@ -135,7 +144,7 @@ class QwenFastPath:
     """True if the vision tower also returns features for the first decoder layers."""
 
     def layer(self, module: Any) -> LayerModules:
-        attention, mlp = module.self_attn, module.mlp
+        attention = module.self_attn
         return LayerModules(
             input_norm=module.input_layernorm,
             query=attention.q_proj,
@@ -145,17 +154,19 @@ class QwenFastPath:
             key_norm=attention.k_norm if self.normed_heads else None,
             output=attention.o_proj,
             post_norm=module.post_attention_layernorm,
-            gate=mlp.gate_proj,
-            up=mlp.up_proj,
-            down=mlp.down_proj,
+            mlp=_mlp(module.mlp),
         )
 
-    def encode(self, tower: Any, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        reference = next(tower.parameters())
-        tensors = image_tensors(images, reference.device)
-        out = tower(tensors[PIXELS].to(reference.dtype), grid_thw=tensors[GRID], return_dict=True)
+    def encode(
+        self, tower: Any, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
+    ) -> list[ImageFeatures]:
+        tensors = image_tensors(images)
+        # rounded on the host: half the bytes to copy
+        pixels = to_device(tensors[PIXELS].to(dtype), device)
+        heads = tower_heads(tower, device, dtype)
+        out = tower(pixels, **tower_inputs(tower, tensors[GRID], heads), **tower_options())
         sizes = [image.num_tokens for image in images]
-        layers = [x.split(sizes) for x in (out.pooler_output, *(out.deepstack_features if self.deepstack else ()))]
+        layers = [x.split(sizes) for x in tower_features(out, deepstack=self.deepstack)]
         return [
             ImageFeatures(embeds_VD=embeds, deepstack_VD=tuple(deepstack))
             for embeds, *deepstack in zip(*layers, strict=True)
@@ -169,17 +180,23 @@ class QwenFastPath:
         return int(patches * len(tower.blocks) * 20 * width * next(tower.parameters()).element_size())
 
 
-def image_tensors(images: Sequence[PromptImage], device: torch.device) -> dict[str, Tensor]:
-    """Pixels [N, C] and grids [images, 3] of several images, the inputs of transformers' vision tower."""
+def _mlp(mlp: Any) -> MlpModules | Experts:
+    """The MLP of a decoder layer; in a model with experts, some layers may have one for all tokens."""
+    if not hasattr(mlp, "experts"):
+        return MlpModules(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj)
+    return Experts(
+        router_XE=mlp.gate.weight,
+        gate_up_XGE=mlp.experts.gate_up_proj,
+        down_XEF=mlp.experts.down_proj,
+        per_token=mlp.gate.top_k,
+    )
+
+
+def image_tensors(images: Sequence[PromptImage]) -> dict[str, Tensor]:
+    """Pixels [N, C] and grids [images, 3] of several images, the inputs of transformers' vision tower, on the host."""
     pixels = torch.from_numpy(np.concatenate([image.tensors[PIXELS] for image in images]))
     grids = torch.from_numpy(np.stack([image.tensors[GRID] for image in images]))
-    return {PIXELS: pixels.to(device), GRID: grids.to(device)}
-
-
-def grid_of(image: PromptImage) -> tuple[int, int, int]:
-    """Number of patches of an image in time, height and width."""
-    time, height, width = image.tensors[GRID].tolist()
-    return time, height, width
+    return {PIXELS: pixels, GRID: grids}
 
 
 @lru_cache(maxsize=256)  # most data sets have few image sizes; at 10,000 visual tokens each an entry holds 240 kB

@@ -11,11 +11,13 @@ from fovea.models.families.idefics3 import Idefics3
 from fovea.models.families.qwen2_5_vl import Qwen25VL
 from fovea.models.families.qwen2_vl import Qwen2VL
 from fovea.models.families.qwen3_vl import Qwen3VL
+from fovea.models.families.qwen3_vl_moe import Qwen3VLMoe
 
 FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
     Qwen2VL.model_type: Qwen2VL.of,
     Qwen25VL.model_type: Qwen25VL.of,
     Qwen3VL.model_type: Qwen3VL.of,
+    Qwen3VLMoe.model_type: Qwen3VLMoe.of,
     Idefics3.model_type: Idefics3.of,
 }
 """Constructors of families from a transformers config, by its `model_type`."""

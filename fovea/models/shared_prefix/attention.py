@@ -1,7 +1,7 @@
 """Shared-prefix attention of a packed row: prompts attend causally, completions to their prompt and causally to itself.
 
 Equal to attention in n separate rows `prompt + completion`, including gradients, which the keys and values of a prompt
-receive from all of its completions. Four kernels compute the same; the plain ones are the reference for the fast ones.
+receive from all of its completions. Five kernels compute the same; the plain ones are the reference for the fast ones.
 
 Axes: `N` tokens of the row, `H` query heads, `J` key heads, `Q` = H / J, `D` width of a head; `P`, `L`, `G`, `T` as in
 `models.shared_prefix.layout`; `R` = P x G completions, `K` = L + T keys of a completion.
@@ -17,21 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fovea.models.decoder import Attend
+from fovea.models.decoder import Attend, DecoderShape
 from fovea.models.shared_prefix.attention_cpu import merged_attention
-from fovea.models.shared_prefix.attention_cuda import VarlenAttention
+from fovea.models.shared_prefix.attention_cuda import GatheredVarlen, SharedVarlen
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
+from fovea.models.varlen import HeadShape, flash_refusal, varlen_refusal
 from fovea.models.vision.attention import Attention, eager_attention
 
-Kernel = Literal["auto", "merged", "varlen", "sdpa", "eager"]
+Kernel = Literal["auto", "merged", "varlen", "varlen_gathered", "sdpa", "eager"]
 RowAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
 
 
-def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, like: Tensor) -> Attend:
+def row_attention(kernel: Kernel, layout: SharedPrefixLayout, shape: DecoderShape, like: Tensor) -> Attend:
     """Attention function of one row for all layers; auto picks the fastest kernel for device and type of `like`."""
+    chosen = fastest_kernel(heads_of(shape, like.device, like.dtype)) if kernel == "auto" else kernel
     # index tensors are made here, once per row, and used by every layer
-    attend = KERNELS[_fastest(like) if kernel == "auto" else kernel](layout, scale)
+    attend = KERNELS[chosen](layout, shape.scale)
 
     def of_layer(_layer: int, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
         return attend(query_NHD, key_NJD, value_NJD)
@@ -39,11 +41,34 @@ def row_attention(kernel: Kernel, layout: SharedPrefixLayout, scale: float, like
     return of_layer
 
 
-def _fastest(like: Tensor) -> Kernel:
-    if not like.is_cuda:
+def heads_of(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> HeadShape:
+    """The heads of a decoder whose activations are on this device and of this type."""
+    return HeadShape(device, dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+
+
+def fastest_kernel(heads: HeadShape) -> Kernel:
+    """The fastest kernel that takes these heads."""
+    if heads.device.type == "cpu":
         return "merged"
-    # the variable-length kernel takes 16-bit numbers only
-    return "varlen" if like.dtype in (torch.bfloat16, torch.float16) else "sdpa"
+    if flash_refusal(heads) is None:
+        return "varlen"
+    return "varlen_gathered" if varlen_refusal(heads) is None else "sdpa"
+
+
+def slow_attention_note(heads: HeadShape) -> str | None:
+    """What is said at the start of a run whose device refuses the kernel that packed rows are made for."""
+    fastest = fastest_kernel(heads)
+    if fastest in ("merged", "varlen"):
+        return None
+    return (
+        f"packed rows: torch's variable-length attention refuses {heads.dtype} heads of {heads.width} here "
+        f"({flash_refusal(heads)}); model.attention={fastest} runs instead, which copies the prompt's keys for every "
+        f"completion and is several times slower{_advice(heads.dtype)}"
+    )
+
+
+def _advice(dtype: torch.dtype) -> str:
+    return "; model.dtype=bfloat16 avoids it" if dtype == torch.float32 else ""
 
 
 def gathered_attention(attend: Attention, layout: SharedPrefixLayout, scale: float) -> RowAttention:
@@ -63,7 +88,8 @@ def _gathered_attention(
 
 KERNELS: dict[Kernel, Callable[[SharedPrefixLayout, float], RowAttention]] = {
     "merged": merged_attention,
-    "varlen": VarlenAttention.of,
+    "varlen": SharedVarlen.of,
+    "varlen_gathered": GatheredVarlen.of,
     "sdpa": partial(gathered_attention, F.scaled_dot_product_attention),
     "eager": partial(gathered_attention, eager_attention),
 }

@@ -1,17 +1,22 @@
-"""Shared-prefix attention on CUDA: one call of torch's variable-length attention for a whole packed row.
+"""Shared-prefix attention on CUDA: torch's variable-length kernels on a whole packed row.
 
-Every prompt and every completion is a segment of queries; the keys of a completion are its prompt's and then its own.
-On a CPU the segments run one by one through torch's SDPA, which is slow and serves to test the indices. The CUDA kernel
-itself has not run yet (docs/log.md).
+`SharedVarlen` runs them twice. Once over the row as it is, where every prompt and every completion attends causally to
+itself; and once from the completions to their prompts, whose keys are read in place. Outputs are merged by
+log-sum-exp, as on CPUs (`models.shared_prefix.attention_cpu`), and the gradients of a prompt's keys are summed inside
+the kernel. `GatheredVarlen`, its slow twin, calls torch's public function once, on keys that are gathered for every
+completion; their gradients meet in an addition by index, which is slow on a GPU, and in no fixed order.
 
-Axes: `S` segments, `M` gathered keys of all segments; others as in `models.shared_prefix.attention`.
+On a CPU both run one segment after another by plain formulas, which tests their indices.
+
+Axes: `S` segments, `M` gathered keys of all segments, `C` completion tokens of the row, `B` tokens of the prompts that
+have completions; others as in `models.shared_prefix.attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,40 +24,136 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
+from fovea.models.transfer import to_device
+from fovea.models.varlen import CAUSAL, Pairs, SegmentAttention, Segments, Triple, segment_attention_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedVarlen:
+    """Attention function of one row for all layers, with its index tensors."""
+
+    own: Pairs
+    """All prompts and completions in the order of the row, each with itself."""
+    to_prompt: Pairs
+    """The completions of each prompt that has any, as one segment, with that prompt."""
+    completion_index_C: Tensor
+    prompt_index_B: Tensor
+
+    @staticmethod
+    def of(layout: SharedPrefixLayout, scale: float) -> SharedVarlen:
+        """The attention function of a row with this layout."""
+        device = layout.return_index_N.device
+        spans = list(_spans(layout))
+        whole = Segments.of([len(span) for prompt, own in spans for span in (prompt, *own)], device)
+        with_completions = [(prompt, own) for prompt, own in spans if own]
+        return SharedVarlen(
+            own=Pairs(queries=whole, keys=whole, causal=True, scale=scale),
+            to_prompt=Pairs(
+                queries=Segments.of([sum(map(len, own)) for _, own in with_completions], device),
+                keys=Segments.of([len(prompt) for prompt, _ in with_completions], device),
+                causal=False,
+                scale=scale,
+            ),
+            completion_index_C=_index((span for _, own in with_completions for span in own), device),
+            prompt_index_B=_index((prompt for prompt, _ in with_completions), device),
+        )
+
+    def __call__(self, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
+        """Attention [N, H, D] of a row."""
+        out: Tensor = _SharedAttention.apply(  # type: ignore[no-untyped-call]
+            query_NHD, key_NJD, value_NJD, self, segment_attention_on(query_NHD.device)
+        )
+        return out
+
+    @property
+    def has_completions(self) -> bool:
+        return bool(self.to_prompt.queries.lengths)
+
+    def inputs_to_prompt(self, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Triple:
+        """Queries of the completions, keys and values of their prompts."""
+        return (
+            query_NHD.index_select(0, self.completion_index_C),
+            key_NJD.index_select(0, self.prompt_index_B),
+            value_NJD.index_select(0, self.prompt_index_B),
+        )
+
+
+class _SharedAttention(torch.autograd.Function):
+    """Both calls as one softmax, with the gradient that autograd cannot derive from a log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: SharedVarlen, attention: SegmentAttention
+    ) -> Tensor:
+        inputs = (query, key, value)
+        out, lse = attention.forward(inputs, row.own)
+        if row.has_completions:
+            index = row.completion_index_C
+            to_prompt = attention.forward(row.inputs_to_prompt(*inputs), row.to_prompt)
+            merged = _merge(to_prompt, (out.index_select(0, index), lse.index_select(1, index)))
+            out, lse = out.index_copy(0, index, merged[0]), lse.index_copy(1, index, merged[1])
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.row, ctx.attention = row, attention
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        row: SharedVarlen = ctx.row
+        attention: SegmentAttention = ctx.attention
+        query, key, value, out, lse = ctx.saved_tensors
+        gradient, inputs = gradients[0], (query, key, value)
+        # with output and log-sum-exp of the whole softmax, each call gives its summand of the gradient
+        of_row = attention.backward(gradient, inputs, out, lse, row.own)
+        if row.has_completions:
+            index = row.completion_index_C
+            of_query, of_key, of_value = attention.backward(
+                gradient.index_select(0, index),
+                row.inputs_to_prompt(*inputs),
+                out.index_select(0, index),
+                lse.index_select(1, index),
+                row.to_prompt,
+            )
+            # every index stands once: the order of the additions does not matter
+            of_row[0].index_add_(0, index, of_query)
+            of_row[1].index_add_(0, row.prompt_index_B, of_key)
+            of_row[2].index_add_(0, row.prompt_index_B, of_value)
+        return *of_row, None, None
+
+
+def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output [C, H, D] and log-sum-exp [H, C] of a softmax over two sets of keys, from those over each set."""
+    (out_1, lse_1), (out_2, lse_2) = first, second
+    lse = torch.logaddexp(lse_1, lse_2)
+    # the weights exp(l1 - l) and exp(l2 - l) add up to 1, so that the merge is one lerp
+    weight_CH1 = (lse_1 - lse).exp().t()[..., None]
+    return torch.lerp(out_2.float(), out_1.float(), weight_CH1).to(out_1.dtype), lse
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenAttention:
+class GatheredVarlen:
     """Attention function of one row for all layers, with its index tensors."""
 
     key_index_M: Tensor
-    queries_S: Sequence[int]
-    keys_S: Sequence[int]
-    query_offsets: Tensor
-    key_offsets: Tensor
+    queries: Segments
+    keys: Segments
     scale: float
 
     @staticmethod
-    def of(layout: SharedPrefixLayout, scale: float) -> VarlenAttention:
+    def of(layout: SharedPrefixLayout, scale: float) -> GatheredVarlen:
         """The attention function of a row with this layout."""
-        segments, device = list(_segments(layout)), layout.return_index_N.device
-        queries_S = [queries for queries, _ in segments]
-        keys_S = [sum(end - start for start, end in spans) for _, spans in segments]
-        return VarlenAttention(
-            key_index_M=torch.cat([torch.arange(*span) for _, spans in segments for span in spans]).to(device),
-            queries_S=queries_S,
-            keys_S=keys_S,
-            query_offsets=_offsets(queries_S, device),
-            key_offsets=_offsets(keys_S, device),
+        device = layout.return_index_N.device
+        segments = [x for prompt, own in _spans(layout) for x in ([prompt], *([prompt, span] for span in own))]
+        return GatheredVarlen(
+            key_index_M=_index((span for keys in segments for span in keys), device),
+            queries=Segments.of([len(keys[-1]) for keys in segments], device),
+            keys=Segments.of([sum(map(len, keys)) for keys in segments], device),
             scale=scale,
         )
 
     def __call__(self, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
         """Attention [N, H, D] of a row."""
-        # gathered, so that each segment's keys are contiguous (a few KiB a token); the backward pass of index_select
-        # sums the gradients of a prompt's copies
         key_MJD, value_MJD = (x.index_select(0, self.key_index_M) for x in (key_NJD, value_NJD))
-        attend = self._kernel if query_NHD.is_cuda else self._one_by_one
+        attend = self._one_by_one if query_NHD.device.type == "cpu" else self._kernel
         return attend(query_NHD, key_MJD, value_MJD)
 
     def _kernel(self, query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor) -> Tensor:
@@ -60,44 +161,40 @@ class VarlenAttention:
             query_NHD,
             key_MJD,
             value_MJD,
-            self.query_offsets,
-            self.key_offsets,
-            max(self.queries_S),
-            max(self.keys_S),
+            self.queries.offsets,
+            self.keys.offsets,
+            self.queries.longest,
+            self.keys.longest,
             scale=self.scale,
-            # causal: unlimited to the left, nothing to the right; the kernel aligns the ends of queries and keys, so
-            # that a completion attends to its whole prompt
-            window_size=(-1, 0),
+            # the kernel aligns the ends of queries and keys, so that a completion attends to its whole prompt
+            window_size=CAUSAL,
             enable_gqa=query_NHD.shape[1] != key_MJD.shape[1],
         )
         assert isinstance(out, Tensor)
         return out
 
     def _one_by_one(self, query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor) -> Tensor:
-        queries, keys, values = (
-            query_NHD.split(self.queries_S),
-            key_MJD.split(self.keys_S),
-            value_MJD.split(self.keys_S),
-        )
-        parts = zip(queries, keys, values, strict=True)
+        keys = (x.split(self.keys.lengths) for x in (key_MJD, value_MJD))
+        parts = zip(query_NHD.split(self.queries.lengths), *keys, strict=True)
         return torch.cat([_segment(query, key, value, self.scale) for query, key, value in parts])
 
 
-def _segments(layout: SharedPrefixLayout) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Number of queries and (start, end) ranges of keys in the row, for each segment in the order of the row."""
+def _spans(layout: SharedPrefixLayout) -> Iterator[tuple[range, Sequence[range]]]:
+    """Indices in the row of each prompt, and of each of its completions that has a token in the row."""
     start = 0
-    for prompt, completions in layout.lengths:
-        span = (start, start + prompt)
-        yield prompt, [span]
-        start += prompt
-        for length in completions:
-            if length:
-                yield length, [span, (start, start + length)]
+    for num_prompt, lengths in layout.lengths:
+        prompt, own = range(start, start + num_prompt), list[range]()
+        start += num_prompt
+        for length in lengths:
+            own += [range(start, start + length)] if length else []
             start += length
+        yield prompt, own
 
 
-def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+def _index(spans: Iterable[range], device: torch.device) -> Tensor:
+    return to_device(
+        torch.cat([torch.zeros(0, dtype=torch.long), *(torch.arange(x.start, x.stop) for x in spans)]), device
+    )
 
 
 def _segment(query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor, scale: float) -> Tensor:

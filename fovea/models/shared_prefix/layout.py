@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from fovea.models.transfer import to_device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixLayout:
@@ -40,7 +42,7 @@ class SharedPrefixLayout:
     def to(self, device: torch.device) -> SharedPrefixLayout:
         """The layout with its tensors on a device."""
         moved = {
-            field.name: value.to(device)
+            field.name: to_device(value, device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }

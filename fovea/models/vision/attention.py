@@ -1,5 +1,8 @@
 """Attention of the vision tower over several images at once, registered with transformers for its unmodified modules.
 
+On CUDA all segments are one call of torch's variable-length attention. Its slow twin, and the way of CPUs, is a call of
+SDPA for each segment, whose lengths the host must know.
+
 Axes: `S` segments, `H` heads, `N` patches of all images, `D` width of a head.
 """
 
@@ -12,24 +15,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from fovea.models.modules import config_of, vision_tower
+from fovea.models.varlen import HeadShape, takes_varlen, varlen_refusal
 
 Attention = Callable[..., Tensor]
 """Function with the arguments of torch's scaled_dot_product_attention."""
 
 
 def use_segment_attention(network: PreTrainedModel, *, eager: bool = False) -> None:
-    """Make the vision tower run all images in one pass, by torch's SDPA or with `eager` by the plain formula."""
+    """Make a model's vision tower run all images in one pass, by torch's SDPA or with `eager` by the plain formula."""
+    run_in_segments(vision_tower(network), eager=eager)
+
+
+def run_in_segments(tower: nn.Module, *, eager: bool = False) -> None:
+    """Make a vision tower run all images in one pass, as `use_segment_attention` does."""
     # transformers passes segment offsets only to functions with "flash" in their name
     name = f"fovea_flash_segments_{'eager' if eager else 'sdpa'}"
     attend = eager_attention if eager else F.scaled_dot_product_attention
     AttentionInterface.register(name, partial(segment_attention, attend))
     AttentionMaskInterface.register(name, _no_mask)
     # set on the config: `set_attn_implementation` would look for a flash-attention package by the name
-    config_of(vision_tower(network))._attn_implementation = name
+    config_of(tower)._attn_implementation = name
 
 
 def _no_mask(*_args: object, **_kwargs: object) -> None:
@@ -42,13 +52,24 @@ def segment_attention(
     query_1HND: Tensor,
     key_1HND: Tensor,
     value_1HND: Tensor,
-    attention_mask: None = None,
     *,
     scaling: float,
-    cu_seq_lens_q: Tensor,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Full attention within each segment (an image, a frame or a window); returns [1, N, H, D] and no weights."""
+    if cu_seq_lens_q is None:
+        # transformers 4 makes one call for each segment
+        max_length_q = query_1HND.shape[2]
+        cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query_1HND.device)
+    query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
+    if attend is not eager_attention and takes_varlen(HeadShape.of(query_NHD, key_NHD)):
+        offsets, longest = cu_seq_lens_q, max_length_q
+        one_call = varlen_attn(query_NHD, key_NHD, value_NHD, offsets, offsets, longest, longest, scale=scaling)
+        assert isinstance(one_call, Tensor)
+        return one_call[None], None
+    # no wait for a GPU where the tower got its offsets on the host (`models.vision.tower_inputs`)
     lengths: list[int] = cu_seq_lens_q.diff().tolist()
     # images of one size, a common case, are one batched call
     if len(set(lengths)) == 1:
@@ -58,6 +79,16 @@ def segment_attention(
     parts = zip(*(x.split(lengths, 2) for x in (query_1HND, key_1HND, value_1HND)), strict=True)
     outs = [attend(q, k, v, scale=scaling) for q, k, v in parts]
     return torch.cat(outs, 2).transpose(1, 2), None
+
+
+def slow_vision_note(heads: HeadShape) -> str | None:
+    """What is said at the start of a run whose device refuses the one call for all segments."""
+    if heads.device.type == "cpu" or takes_varlen(heads):
+        return None
+    return (
+        f"vision tower: torch's variable-length attention refuses {heads.dtype} heads of {heads.width} here "
+        f"({varlen_refusal(heads)}); torch's SDPA runs instead, once per image, frame or window"
+    )
 
 
 def _fold(x_1HND: Tensor, segments: int) -> Tensor:

@@ -22,7 +22,7 @@ from fovea.build.targets import find_checkpoint, open_checkpoint
 from fovea.config.loading import load_config
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError
-from fovea.export.export import export
+from fovea.exporting.export import export
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.load import load_network
@@ -133,7 +133,7 @@ def run_settings(folder: Path, model: Path, **settings: object) -> Config:
     "settings",
     [
         {"algorithm.kl": {"coef": 0.01}},
-        {"model.lora.rank": 4, "train.gradient_checkpointing": True},
+        {"model.lora.rank": 4, "train.gradient_checkpointing": "selective"},
         {"algorithm.name": "ppo", "model.freeze_vision_tower": True},
     ],
     ids=["grpo", "lora", "ppo"],

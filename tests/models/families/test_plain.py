@@ -8,8 +8,9 @@ import torch
 
 from fovea.config.run import Algorithm
 from fovea.models.plain import PlainVLM
+from fovea.models.recompute import Recompute, recompute_plainly
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import merged_weights, recompute_plainly
+from fovea.models.trainable import merged_weights
 from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.plain import PlainEngine
@@ -66,14 +67,14 @@ def test_logprobs_equal_transformers_one_row_at_a_time(parts: TinyParts) -> None
     torch.testing.assert_close(found, torch.cat(expected), atol=TOLERANCE, rtol=0)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_gradient_checkpointing_changes_nothing(how: Recompute) -> None:
     parts = tiny("qwen3_vl")
     vlm = PlainVLM(parts.network, parts.processor.banned_ids).train()
     row = pack_row(vlm.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU)
     results = []
-    for recompute in (False, True):
-        if recompute:
-            recompute_plainly(parts.network)
+    for recompute in ("none", how):
+        recompute_plainly(parts.network, recompute)
         vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
         results.append(gradients(vlm))
     assert largest_relative_difference(*results) < TOLERANCE

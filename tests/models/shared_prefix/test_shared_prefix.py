@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import recompute_activations
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
@@ -22,7 +22,7 @@ GRADIENT_TOLERANCE = 1e-5
 UNEQUAL = ((5, 1, 7), (3, 9), (4,))
 
 
-@pytest.mark.parametrize("attention", ["merged", "varlen", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["merged", "varlen", "varlen_gathered", "sdpa", "eager"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_gradients_equal_separate_rows(parts: TinyParts, temperature: float, attention: Kernel) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
@@ -74,12 +74,13 @@ def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: TinyParts) -> N
     torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0)
 
 
-def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: TinyParts) -> None:
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_gradient_checkpointing_changes_nothing(vlm: VLM, parts: TinyParts, how: Recompute) -> None:
     row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU)
     vlm.train()
     vlm(row, temperature=1.0, chunk_tokens=1000).logprobs_A.sum().backward()
     plain = gradients(parts.network)
-    recompute_activations(parts.network)
+    recompute_activations(parts.network, how)
     passes: list[str] = []
     layer = parts.network.get_submodule("model.language_model.layers.0.input_layernorm")
     layer.register_forward_pre_hook(lambda *_: passes.append("forward"))

@@ -66,6 +66,23 @@ def test_cached_features_do_not_depend_on_what_was_encoded_beside_them(parts: Ti
         assert torch.equal(a.embeds_VD, b.embeds_VD)
 
 
+def test_a_rollout_encodes_by_patches_and_a_row_all_images_at_once(
+    parts: TinyParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without gradients: where weights are sharded, every process must make as many passes over a row."""
+    images, vlm = pictures(parts), VLM(parts.network, parts.processor.banned_ids)
+    of_one = len(images[0].tensors["pixel_values"])
+    monkeypatch.setattr("fovea.models.vlm.PASS_PATCHES", 2 * of_one)
+    patches: list[int] = []
+    hook = parts.network.model.visual.register_forward_pre_hook(lambda _tower, args: patches.append(len(args[0])))
+    with torch.no_grad():
+        whole, by_passes = vlm.image_features(images), vlm.rollout_features(images)
+    hook.remove()
+    assert patches == [5 * of_one, 2 * of_one, 2 * of_one, of_one]
+    for a, b in zip(whole, by_passes, strict=True):
+        torch.testing.assert_close(a.embeds_VD, b.embeds_VD)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_leaves_memory_comes_back_from_a_file_bit_for_bit(
     parts: TinyParts, dtype: torch.dtype, tmp_path: Path

@@ -1,0 +1,77 @@
+"""Mixture-of-experts MLP of Qwen3-VL-MoE: a router sends each token to the best k of the experts, which are gated MLPs.
+
+Equal to transformers' Qwen3VLMoeTextSparseMoeBlock, with which tests compare it.
+
+Axes: `N` tokens, `E` width of the model, `X` experts, `K` experts of a token, `S` = N K pairs of a token and an expert
+in order of the expert, `F` width of an expert, `G` = 2 F.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fovea.models.decoder import LayerCall
+from fovea.models.kernels import Gate
+
+SYNC_FREE_MAJORS = (9, 10)
+"""Compute capabilities of GPUs on which torch's grouped product in bfloat16 needs no sync with the host
+(`_grouped_mm_cuda` in torch's aten/src/ATen/native/cuda/GroupedBlas.cpp, up to 2.10 at least)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Weights of a router and its experts, and the layer that they make."""
+
+    router_XE: Tensor
+    gate_up_XGE: Tensor
+    down_XEF: Tensor
+    per_token: int
+    """Number K of experts that each token runs through."""
+
+    def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
+        """Outputs [N, E], the sum of each token's experts by their weights."""
+        weight_NK, expert_NK = route(x_NE, self.router_XE, self.per_token)
+        if call.expert_load is not None:
+            call.expert_load.add(call.index, expert_NK, len(self.router_XE))
+        run = self.run_all if _needs_fixed_shapes(x_NE) else self.run_grouped
+        return run(x_NE, weight_NK, expert_NK, call.kernels.gate)
+
+    def run_grouped(self, x_NE: Tensor, weight_NK: Tensor, expert_NK: Tensor, gate: Gate) -> Tensor:
+        """Run each expert on its own tokens only, side by side in order of the expert."""
+        expert_S, order_S = expert_NK.flatten().sort(stable=True)
+        end_X = torch.searchsorted(
+            expert_S, torch.arange(len(self.router_XE), device=x_NE.device), right=True, out_int32=True
+        )
+        gate_up_SG = F.grouped_mm(x_NE[order_S // self.per_token], self.gate_up_XGE.mT, offs=end_X)
+        # weighted before the last product, which is linear: its outputs are then not kept for the backward pass
+        hidden_SF = gate(*gate_up_SG.chunk(2, -1)) * weight_NK.flatten()[order_S, None]
+        out_SE = F.grouped_mm(hidden_SF, self.down_XEF.mT, offs=end_X)
+        # a gather and a sum, since adding to rows by index is not deterministic on CUDA
+        out_NKE: Tensor = out_SE[order_S.argsort()].unflatten(0, (-1, self.per_token))
+        return out_NKE.sum(1)
+
+    def run_all(self, x_NE: Tensor, weight_NK: Tensor, expert_NK: Tensor, gate: Gate) -> Tensor:
+        """Run every expert on all tokens, with weight 0 where it was not chosen: the shapes depend on N alone."""
+        weight_NX = weight_NK.new_zeros(len(x_NE), len(self.router_XE)).scatter(1, expert_NK, weight_NK)
+        gate_up_NXG = torch.einsum("ne,xge->nxg", x_NE, self.gate_up_XGE)
+        hidden_NXF = gate(*gate_up_NXG.chunk(2, -1)) * weight_NX[..., None]
+        return torch.einsum("nxf,xef->ne", hidden_NXF, self.down_XEF)
+
+
+def route(x_NE: Tensor, router_XE: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    """Weights and indices [N, K] of each token's experts: the largest of a softmax, scaled to sum to 1."""
+    probability_NX = F.linear(x_NE, router_XE).softmax(-1, dtype=torch.float32)
+    weight_NK, expert_NK = probability_NX.topk(per_token)
+    return (weight_NK / weight_NK.sum(-1, keepdim=True)).to(x_NE.dtype), expert_NK
+
+
+def _needs_fixed_shapes(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured where torch's grouped product copies the groups' sizes to the host."""
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return False
+    sync_free = torch.cuda.get_device_capability(x.device)[0] in SYNC_FREE_MAJORS
+    return x.dtype != torch.bfloat16 or not sync_free

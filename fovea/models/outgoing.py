@@ -1,0 +1,49 @@
+"""Weights of a network as a push sends them: each is made when its turn comes, with its adapter merged or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from fovea.models.trainable import adapted_weights, factored_weights, merged
+from fovea.types import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OutgoingWeight:
+    """A weight under its Hugging Face name."""
+
+    name: str
+    parameter: Tensor
+    """A DTensor where it is sharded."""
+    adapter: LoraLayer | None = None
+    """The adapter that is merged into it."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether training changes it."""
+        return self.parameter.requires_grad or self.adapter is not None
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.parameter.shape)
+
+    def tensor(self) -> Tensor:
+        """The weight, its adapter merged; sharded as the parameter is."""
+        return merged(self.parameter, self.adapter)
+
+
+def outgoing(network: nn.Module) -> Iterator[OutgoingWeight]:
+    """Every parameter as it is, adapters beside the weights that they add to (`trainable.factored_weights`)."""
+    return (OutgoingWeight(name=name, parameter=parameter) for name, parameter in factored_weights(network))
+
+
+def outgoing_merged(network: nn.Module) -> Iterator[OutgoingWeight]:
+    """Every weight of the model without adapters, each with its adapter merged (`trainable.merged_weights`)."""
+    return (
+        OutgoingWeight(name=name, parameter=parameter, adapter=adapter)
+        for name, parameter, adapter in adapted_weights(network)
+    )

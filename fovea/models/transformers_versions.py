@@ -1,0 +1,78 @@
+"""What transformers 4.57 and 5 name or lay out differently, behind one name each.
+
+Fovea is written for transformers 5. megatron-bridge wants a version below 5, so that an environment with it has 4.57:
+everything else in the package reads these names and knows of no versions. Delete this file when the bridge
+takes transformers 5.
+
+Axes: `N` tokens, `D` width of a head, 3 = time, height, width.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig
+
+OLD = int(transformers.__version__.split(".")[0]) < 5
+"""True below transformers 5."""
+
+vision_utils: Any = None if OLD else importlib.import_module("transformers.vision_utils")
+"""Functions by which a vision tower's inputs are derived from the sizes of images; None where the tower calls none."""
+
+SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_tokens"
+"""Argument of a tokenizer that lists its special tokens besides those with a role."""
+
+
+def image_processor_class(name: str) -> Any:
+    """transformers' image processor of this name that needs PIL and numpy only, not torchvision."""
+    return getattr(transformers, name if OLD else f"{name}Pil")
+
+
+def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a text config for these parameters of rotary positions (`rope_theta` among them)."""
+    if not OLD:
+        return {"rope_parameters": rope}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def load_config(path: str, **options: Any) -> Any:
+    """The config of a model folder or hub id, written by either version."""
+    config = AutoConfig.from_pretrained(path, **options)
+    text = config.get_text_config()
+    written_by_new = getattr(text, "rope_parameters", None) if OLD else None
+    if written_by_new:
+        # 4.57 keeps the key that it does not know and takes its own defaults: another model without a word
+        for name, value in rope_fields(written_by_new).items():
+            setattr(text, name, value)
+    return config
+
+
+def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, D] of M-RoPE positions, in the type and on the device of `like`."""
+    cos, sin = rotary(like, positions_3N[:, None])
+    if cos.dim() == 3:
+        return cos[0], sin[0]
+    # 4.57 leaves the three axes of Qwen2-VL and Qwen2.5-VL apart, and its attention picks each axis's sections
+    sections = 2 * text_config.rope_scaling["mrope_section"]
+    picked = [
+        torch.cat([part[index % 3, 0] for index, part in enumerate(table.split(sections, dim=-1))], dim=-1)
+        for table in (cos, sin)
+    ]
+    return picked[0], picked[1]
+
+
+def tower_features(out: Any, *, deepstack: bool) -> list[Tensor]:
+    """Visual tokens that a Qwen-VL vision tower returns, and its deepstack features, [visual tokens, D] each."""
+    if not OLD:
+        return [out.pooler_output, *(out.deepstack_features if deepstack else ())]
+    return [out[0], *out[1]] if deepstack else [out]
+
+
+def tower_options() -> dict[str, Any]:
+    """Arguments of a vision tower's forward besides pixels and grids."""
+    return {} if OLD else {"return_dict": True}
