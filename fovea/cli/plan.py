@@ -1,0 +1,44 @@
+"""The command `fovea plan`. Imports are deferred, as in `main.py`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from fovea.cli.errors import one_line_errors
+from fovea.cli.options import Debug
+from fovea.cli.words import Words, sort_words
+from fovea.config.loading import load_config
+
+
+def plan(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Tell what a step needs in memory and time.
+
+    By part and GPU, with traffic and FLOPs, for a recipe on a machine.
+    Reads the model's config.json and no weights. What does not fit ends with exit code 1, and says which setting to
+    change to what. Example: fovea plan geo3k plan.gpus=8 plan.gpu=h100 (docs/plan.md).
+    """
+    with one_line_errors(debug=debug):
+        recipes, overrides = sort_words(words or [], command="plan")
+        config = load_config(recipes, overrides)
+        from rich.console import Console
+
+        from fovea.plan.advice import advice_for
+        from fovea.plan.plan import make_plan
+        from fovea.plan.table import plan_tables
+
+        planned = make_plan(config)
+        advice = [] if planned.fits else advice_for(config)
+        if as_json:
+            typer.echo(json.dumps(planned.to_json() | {"advice": [asdict(each) for each in advice]}, indent=2))
+        else:
+            Console(highlight=False).print(plan_tables(planned, advice))
+    if not planned.fits:
+        raise typer.Exit(1)

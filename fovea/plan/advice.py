@@ -1,0 +1,196 @@
+"""Settings that make a plan fit: each is tried, from the mildest value on, until the plan fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydantic import ValidationError
+
+from fovea.config.backends import EmbeddedEngine, ServingEngine, SglangEngine, VllmEngine
+from fovea.config.base import Tree, over
+from fovea.config.run import Config
+from fovea.errors import ConfigError, TrainError
+from fovea.plan.model_sizes import model_sizes
+from fovea.plan.plan import RunPlan, make_plan
+from fovea.plan.rollout import prompt_demand
+
+STEP_TOKENS = 1024
+SHARES = tuple(each / 20 for each in range(2, 20))
+"""Shares of a GPU that an engine may be given."""
+MOST_GPUS = 512
+
+
+Settings: TypeAlias = Mapping[str, Any]
+"""Values by dotted key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Settings that change together, and what to try for them, that which costs least first."""
+
+    tries: Sequence[Settings]
+
+    @staticmethod
+    def of(key: str, values: Iterable[Any]) -> Change:
+        """A change of one setting."""
+        return Change(tries=[{key: value} for value in values])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Settings with which the plan fits."""
+
+    settings: tuple[str, ...]
+    """As they are written on the command line."""
+    gib: float
+    """Peak of a GPU with them."""
+
+
+def advice_for(config: Config) -> list[Advice]:
+    """Changes that suffice alone, each in its mildest form; else the changes that suffice together.
+
+    Empty where nothing here does.
+    """
+    sizes = model_sizes(config)
+
+    def plan(changed: Config) -> RunPlan:
+        # what is trained, and thereby the sizes, depends on the model's settings alone
+        return make_plan(changed, sizes if changed.model == config.model else None)
+
+    planned = plan(config)
+    changes = list(_changes(config, planned))
+    alone = [found for change in changes if (found := _mildest(config, change, plan))]
+    return alone or _together(config, planned, changes, plan)
+
+
+Planner = Callable[[Config], RunPlan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """The settings with one try of a change, and their plan."""
+
+    settings: Settings
+    config: Config
+    planned: RunPlan
+
+
+def _tries(config: Config, change: Change, plan: Planner) -> Iterator[Try]:
+    """The tries of a change in their order, without those that contradict the other settings."""
+    for settings in change.tries:
+        try:
+            changed = with_settings(config, settings)
+            planned = plan(changed)
+        except (ValidationError, ConfigError, TrainError):
+            continue  # TrainError: a completion no longer fits a micro-batch
+        yield Try(settings=settings, config=changed, planned=planned)
+
+
+def _mildest(config: Config, change: Change, plan: Planner) -> Advice | None:
+    """The first try with which the plan fits."""
+    fitting = (each for each in _tries(config, change, plan) if each.planned.fits)
+    return next((_advice(each.settings, each.planned) for each in fitting), None)
+
+
+def _together(config: Config, planned: RunPlan, changes: Sequence[Change], plan: Planner) -> list[Advice]:
+    """Changes in their order, each with the try that saves most, until the mildest try of one makes the plan fit."""
+    made: dict[str, Any] = {}
+    # twice: while the update's peak is the larger one, what saves memory in the rollout saves nothing
+    for change in [*changes, *changes]:
+        tries = list(_tries(config, change, plan))
+        for each in tries:
+            if each.planned.fits:
+                return [_advice(made | dict(each.settings), each.planned)]
+        best = min(tries, key=lambda each: each.planned.missing_bytes, default=None)
+        if best is not None and best.planned.missing_bytes < planned.missing_bytes:
+            config, planned = best.config, best.planned
+            made |= best.settings
+    return []
+
+
+def _advice(settings: Settings, planned: RunPlan) -> Advice:
+    written = tuple(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()
+    )
+    return Advice(settings=written, gib=planned.peak.total / 2**30)
+
+
+def _changes(config: Config, planned: RunPlan) -> Iterator[Change]:
+    """Changes in the order of their price: time first, then what is trained, then more machines."""
+    train, model, machine = config.train, config.model, planned.machine
+    ways = ("none", "selective", "full")
+    yield Change.of("train.gradient_checkpointing", ways[ways.index(train.gradient_checkpointing) + 1 :])
+    yield _smaller_rows(config)
+    yield _cache(config, planned)
+    backend = train.backend
+    yield Change.of("train.backend.logits_mib", [mib for mib in (256, 128, 64) if mib < backend.logits_mib])
+    fewer_replicas = [n for n in range(backend.replicas - 1, 0, -1) if backend.replicas % n == 0]
+    yield Change.of("train.backend.replicas", fewer_replicas)
+    yield _apart(config, machine.gpus)
+    if not model.trains_vision:
+        yield Change.of("model.feature_cache_gib", [gib for gib in (1, 0) if gib < model.feature_cache_gib])
+    if machine.gpu.is_cuda and not backend.cpu_offload:
+        yield Change.of("train.backend.cpu_offload", [True])
+    if model.dtype == "float32":
+        yield Change.of("model.dtype", ["bfloat16"])
+    if model.trains_vision:
+        yield Change.of("model.freeze_vision_tower", [True])
+    more = [machine.gpus << power for power in range(1, 10)]
+    yield Change.of("plan.gpus", [gpus for gpus in more if gpus <= MOST_GPUS])
+    if model.lora is None:
+        yield Change.of("model.lora.rank", [16])
+
+
+def _cache(config: Config, planned: RunPlan) -> Change:
+    """A key-value cache of another size."""
+    engine = config.rollout.engine
+    if isinstance(engine, EmbeddedEngine):
+        # an engine refuses a prompt that does not fit with its completions
+        fewest = prompt_demand(config, planned.lengths)
+        in_cache = [each for each in _fewer(engine.max_batch_tokens) if each >= fewest]
+        return Change.of("rollout.engine.max_batch_tokens", in_cache)
+    if isinstance(engine, VllmEngine) and engine.kv_cache_gib is not None:
+        return Change.of("rollout.engine.kv_cache_gib", [engine.kv_cache_gib * 2**power for power in (-1, -2, 1, 2)])
+    if isinstance(engine, SglangEngine) and engine.max_total_tokens is not None:
+        tokens = engine.max_total_tokens
+        return Change.of("rollout.engine.max_total_tokens", [*_fewer(tokens), 2 * tokens, 4 * tokens])
+    if isinstance(engine, ServingEngine):
+        share = engine.gpu_memory_utilization
+        lower, higher = [each for each in SHARES if each < share], [each for each in SHARES if each > share]
+        return Change.of("rollout.engine.gpu_memory_utilization", [*reversed(lower), *higher])
+    return Change(tries=())
+
+
+def _apart(config: Config, gpus: int) -> Change:
+    """GPUs that only generate, half of all or fewer, so that none holds shards and an engine's weights."""
+    if config.cluster.placement == "disaggregated":
+        return Change(tries=())
+    shares = [gpus // part for part in (2, 4, 8) if gpus >= part]
+    return Change(tries=[{"cluster.placement": "disaggregated", "cluster.rollout_gpus": each} for each in shares])
+
+
+def _smaller_rows(config: Config) -> Change:
+    train = config.train
+    if train.enable_dynamic_batch_size:
+        return Change.of("train.max_tokens_per_microbatch", _fewer(train.max_tokens_per_microbatch))
+    return Change.of("train.groups_per_microbatch", range(train.groups_per_microbatch - 1, 0, -1))
+
+
+def _fewer(tokens: int) -> list[int]:
+    """Smaller numbers of tokens, in steps of a sixteenth of the next power of two, and of at least STEP_TOKENS."""
+    step = max(STEP_TOKENS, (1 << (tokens - 1).bit_length()) // 16)
+    return [each for each in range(tokens - tokens % step, 0, -step) if each < tokens]
+
+
+def with_settings(config: Config, settings: Settings) -> Config:
+    """The settings with some of them changed."""
+    tree: Tree = {}
+    for key, value in settings.items():
+        inner = tree
+        *sections, name = key.split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return Config.model_validate(over(config.model_dump(), tree))

@@ -1,0 +1,153 @@
+"""Sizes of a model, from its config alone: no weights are read, and no memory is taken for any.
+
+The network is made on torch's meta device, frozen and given adapters as a run does it, and its parameters are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from fovea.config.run import Config, Model
+from fovea.errors import ConfigError, ModelError
+from fovea.models.decoder import DecoderShape, decoder_shape
+from fovea.models.families.base import ModelFamily
+from fovea.models.families.registry import family_of
+from fovea.models.model_files import check_place, damaged_model, hub_options
+from fovea.models.modules import language_model, vision_modules
+from fovea.models.tiny import tiny_config
+from fovea.models.trainable import choose_trainable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered, and whose gradients are reduced, together: a layer, a block, or the rest."""
+
+    part: str
+    """`language`, `vision` or `root` (embedding, head, last norm, and what of the tower is in no block)."""
+    total: int
+    trainable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Shapes and parameter counts of a model."""
+
+    family: ModelFamily
+    text: Any
+    """transformers' config of the language model."""
+    vision: Any
+    """transformers' config of the vision tower."""
+    decoder: DecoderShape
+    units: tuple[Unit, ...]
+    head_trains: bool
+    """True if the language-model head has a gradient."""
+    tied: bool
+    """True if the head is the embedding."""
+    trains_vision: bool
+    language_weights: int
+    """Numbers in the matrices of the decoder layers and the head, which a decode step reads."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.total for unit in self.units)
+
+    @property
+    def trainable(self) -> int:
+        return sum(unit.trainable for unit in self.units)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.text.vocab_size)
+
+    @property
+    def width(self) -> int:
+        """Width of the language model."""
+        return int(self.text.hidden_size)
+
+    def of(self, part: str) -> list[Unit]:
+        """The units of one part."""
+        return [unit for unit in self.units if unit.part == part]
+
+
+def model_sizes(config: Config) -> ModelSizes:
+    """Sizes of the model of these settings; ModelError where its config.json cannot be found."""
+    loaded = _config_of(config.model)
+    family = family_of(loaded, config.model.name)
+    if config.model.fast_path == "off" or family.fast_path is None:
+        raise ConfigError(
+            f"{config.model.name} with model.fast_path={config.model.fast_path} runs transformers' own forward, whose "
+            "memory `fovea plan` does not know; set model.fast_path=auto, or name a Qwen-VL in model.path"
+        )
+    network = _on_meta(loaded, config.model)
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    decoder = decoder_shape(loaded.text_config)
+    return ModelSizes(
+        family=family,
+        text=loaded.text_config,
+        vision=loaded.vision_config,
+        decoder=decoder,
+        units=tuple(_units(network)),
+        head_trains=head.weight.requires_grad,
+        tied=head.weight is embedding.weight,
+        trains_vision=any(p.requires_grad for module in vision_modules(network) for p in module.parameters()),
+        language_weights=_count(language_model(network).layers.parameters()) + head.weight.numel(),
+    )
+
+
+def _config_of(settings: Model) -> Any:
+    if settings.tiny is not None:
+        return tiny_config(settings.tiny)
+    path = str(settings.path)
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path={path}: the folder has no config.json, the only file of a model that a plan reads"
+        )
+    if folder.is_dir():
+        with damaged_model(path):
+            return AutoConfig.from_pretrained(str(folder), **hub_options(settings))
+    check_place(path, settings.revision)
+    try:
+        return AutoConfig.from_pretrained(path, **hub_options(settings))
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"model.path={path}: its config.json is not in the local cache, and the hub does not give it ({first_line})"
+            "; give a folder that holds this file, the only one of a model that a plan reads"
+        ) from error
+
+
+def _on_meta(loaded: Any, settings: Model) -> Any:
+    with torch.device("meta"):
+        network = AutoModelForImageTextToText.from_config(loaded)
+    # the numbers of an adapter do not change its size, and would be read from disk
+    lora = settings.lora and settings.lora.model_copy(update={"adapter": None})
+    choose_trainable(network, settings.model_copy(update={"lora": lora}), seed=0)
+    return network
+
+
+def _units(network: Any) -> Iterable[Unit]:
+    """The units of FSDP2 as `train.torch.sharding.shard` makes them: decoder layers, vision blocks, the root."""
+    layers = list(language_model(network).layers)
+    lists = [each for module in vision_modules(network) for each in module.modules() if isinstance(each, nn.ModuleList)]
+    blocks = [block for each in lists for block in each]
+    for part, modules in (("language", layers), ("vision", blocks)):
+        yield from (_unit(part, module.parameters()) for module in modules)
+    inside = {id(parameter) for module in (*layers, *blocks) for parameter in module.parameters()}
+    yield _unit("root", (parameter for parameter in network.parameters() if id(parameter) not in inside))
+
+
+def _unit(part: str, parameters: Iterable[nn.Parameter]) -> Unit:
+    found = list(parameters)
+    return Unit(part=part, total=_count(found), trainable=_count(p for p in found if p.requires_grad))
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

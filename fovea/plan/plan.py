@@ -1,0 +1,90 @@
+"""The plan of a recipe on a machine: memory of a GPU by part, bytes moved, FLOPs, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fovea.config.backends import MegatronBackend
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+from fovea.plan.activations import Numerics
+from fovea.plan.compute import Compute, compute_of
+from fovea.plan.engine import ServingRoom, serving_room
+from fovea.plan.machine import Machine, machine_of
+from fovea.plan.memory import PhaseMemory, phases_of
+from fovea.plan.model_sizes import ModelSizes, model_sizes
+from fovea.plan.roles import roles_of
+from fovea.plan.states import held_states
+from fovea.plan.traffic import Moved, traffic_of
+from fovea.plan.workload import Lengths, workload_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What one step of a run takes, for each of its GPUs alike."""
+
+    model: str
+    parameters: int
+    trainable: int
+    machine: Machine
+    lengths: Lengths
+    microbatches: int
+    """Packed rows of a rank in a step."""
+    phases: tuple[PhaseMemory, ...]
+    on_host: Mapping[str, int]
+    """Bytes by part that a GPU's process holds in the host's memory, for `train.backend.cpu_offload`."""
+    room: ServingRoom | None
+    """What an engine with weights of its own takes; None for the embedded one, and for servers."""
+    traffic: tuple[Moved, ...]
+    compute: tuple[Compute, ...]
+
+    @property
+    def peak(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that it takes beyond what a GPU has, and that the engine's cache lacks for one conversation."""
+        too_much = max(0, self.peak.total - self.machine.usable_bytes)
+        return too_much + (0 if self.room is None else self.room.missing_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, sizes in bytes."""
+        return asdict(self) | {"fits": self.fits, "usable_bytes": self.machine.usable_bytes}
+
+
+def make_plan(config: Config, sizes: ModelSizes | None = None) -> RunPlan:
+    """Plan a step of these settings; `sizes` are those of its model, read from its config if not given.
+
+    ModelError where the config cannot be read, TrainError where a completion does not fit a micro-batch, ConfigError
+    for Megatron, whose tensors and rows are divided otherwise.
+    """
+    if isinstance(config.train.backend, MegatronBackend):
+        raise ConfigError(
+            "train.backend=megatron is not planned: memory and traffic are reckoned for shards of FSDP2 and shared "
+            "prefixes; set train.backend.name=torch for a plan of that"
+        )
+    machine = machine_of(config.plan, config.cluster, config.model.device)
+    sizes = model_sizes(config) if sizes is None else sizes
+    roles, numerics = roles_of(config, machine.gpus), Numerics.of(config, machine.gpu.is_cuda)
+    work = workload_of(config, sizes, roles)
+    room = serving_room(config, sizes, machine, roles, numerics)
+    return RunPlan(
+        model=config.model.name,
+        parameters=sizes.parameters,
+        trainable=sizes.trainable,
+        machine=machine,
+        lengths=work.lengths,
+        microbatches=sum(map(len, work.rows)),
+        phases=phases_of(config, sizes, work, roles, numerics, room),
+        on_host=held_states(config, sizes, roles.trainers, numerics).on_host,
+        room=room,
+        traffic=traffic_of(config, sizes, work, roles, numerics),
+        compute=compute_of(config, sizes, work, machine, roles, numerics, room),
+    )

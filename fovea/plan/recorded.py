@@ -1,0 +1,59 @@
+"""What a rollout on a CPU leaves for its update (decision 005): linear outputs on the tape, and the tower's graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fovea.build.engine import records_linears, records_rollouts
+from fovea.config.run import Config
+from fovea.plan.activations import Numerics
+from fovea.plan.engine import embedded_engine
+from fovea.plan.model_sizes import ModelSizes
+from fovea.plan.vision import VISION, tower_shape, tower_stages
+from fovea.plan.walk import Bytes
+from fovea.plan.workload import Workload
+
+TAPE = "recorded outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Bytes that stay from the rollout to the end of its update."""
+
+    bytes: Bytes = field(default_factory=Counter)
+    vision_graph: bool = False
+    """The update goes backward through the rollout's pass of the vision tower, and encodes no image again."""
+
+
+def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int, numerics: Numerics) -> Recorded:
+    """What one process records; nothing on CUDA or on several ranks."""
+    if numerics.cuda or ranks > 1 or not records_rollouts(config):
+        return Recorded()
+    limit = embedded_engine(config).reuse_gib * 2**30
+    lengths, prompts = work.lengths, work.rank_prompts
+    patches = prompts * lengths.images * lengths.patches
+    # the estimate by which the engine decides (`QwenFastPath.activation_bytes`)
+    tower = tower_shape(sizes)
+    graph_estimate = patches * tower.depth * 20 * tower.width * numerics.width if sizes.trains_vision else 0
+    completions = config.rollout.samples_per_prompt
+    tokens = prompts * (lengths.prompt_tokens + completions * config.rollout.max_new_tokens)
+    token_bytes = _tape_bytes(sizes, numerics) if records_linears(config, sizes.width) else 0
+    held: Bytes = Counter()
+    if token_bytes and tokens * token_bytes + graph_estimate <= limit:
+        # pages that nothing was written to take no memory
+        held[TAPE] = prompts * (lengths.prompt_tokens + completions * (lengths.completion_tokens - 1)) * token_bytes
+    elif graph_estimate > limit:
+        return Recorded()
+    if graph_estimate:
+        held[VISION] = sum(stage.saved for stage in tower_stages(config, sizes, patches, numerics))
+    return Recorded(bytes=held, vision_graph=graph_estimate > 0)
+
+
+def _tape_bytes(sizes: ModelSizes, numerics: Numerics) -> int:
+    """Bytes on the tape of one token: outputs of all linear layers (`models.vlm.VLM.linear_widths`); 0 with experts."""
+    shape = sizes.decoder
+    if shape.experts_per_token:
+        return 0
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return shape.num_layers * (heads + 2 * sizes.width + 2 * int(sizes.text.intermediate_size)) * numerics.width

@@ -1,0 +1,96 @@
+"""Peak memory of a rollout by the embedded engine: key-value cache, prefill, decoding, and the vision tower."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fovea.config.run import Config
+from fovea.plan.activations import FLOAT, Numerics
+from fovea.plan.engine import CACHE, embedded_engine, token_bytes
+from fovea.plan.mlp import expert_weights, mlp_numbers
+from fovea.plan.model_sizes import ModelSizes
+from fovea.plan.recorded import Recorded
+from fovea.plan.vision import VISION, encoding_bytes, feature_bytes
+from fovea.plan.walk import Bytes
+from fovea.plan.workload import Lengths, Workload
+from fovea.rollout.embedded.dense_cache import FIRST_TOKENS
+from fovea.rollout.embedded.prefill import PASS_TOKENS
+from fovea.rollout.embedded.tuning import MAX_ONEDNN_ROWS, MIN_ONEDNN_WIDTH
+
+PASSES, COPIES = "prefill and decoding", "decode copies"
+SAMPLING_COPIES = 3
+"""Float32 tensors [rows, vocabulary] while a token is sampled: logits, log-probs and probabilities."""
+
+
+def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics, recorded: Recorded) -> Bytes:
+    """Bytes by part, without those that are held in all phases, at the peak of a rollout."""
+    prompts = running_prompts(config, work, numerics)
+    rows = prompts * config.rollout.samples_per_prompt
+    held = recorded.bytes.copy()
+    held[CACHE] = cache_bytes(config, sizes, work, numerics)
+    held[COPIES] = _decode_copies(sizes, rows, numerics)
+    held[PASSES] = max(_prefill_bytes(sizes, work, prompts, numerics), _sampling_bytes(sizes, prompts, rows, numerics))
+    images = prompts * work.lengths.images
+    features = feature_bytes(sizes, images * work.lengths.image_tokens, numerics)
+    # the images of a batch of prompts are encoded together before they are prefilled; those of a frozen tower singly
+    together = images if sizes.trains_vision else min(images, 1)
+    encoding = 0 if recorded.vision_graph else encoding_bytes(sizes, together * work.lengths.patches, numerics)
+    if encoding > held[PASSES] + held[CACHE] + held[COPIES] + features:
+        return recorded.bytes + Counter({VISION: encoding}) + _pool(config, sizes, numerics)
+    held[VISION] += features
+    return held
+
+
+def running_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
+    """Prompts whose completions run at the same time on one engine: those that the token budget admits."""
+    demand = prompt_demand(config, work.lengths)
+    return max(1, min(work.rank_prompts, embedded_engine(config).max_batch_tokens // demand))
+
+
+def prompt_demand(config: Config, lengths: Lengths) -> int:
+    """Cache tokens of a prompt with its completions: an engine refuses it where max_batch_tokens are fewer."""
+    return lengths.prompt_tokens + config.rollout.samples_per_prompt * config.rollout.max_new_tokens
+
+
+def cache_bytes(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
+    """Bytes of the key-value cache: on CUDA a pool of max_batch_tokens, on a CPU buffers that grow by doubling."""
+    if numerics.cuda:
+        return _pool(config, sizes, numerics)[CACHE]
+    lengths, rollout = work.lengths, config.rollout
+    prompts = running_prompts(config, work, numerics)
+    room = min(FIRST_TOKENS, rollout.max_new_tokens)
+    while room < min(lengths.completion_tokens, rollout.max_new_tokens):
+        room = min(2 * room, rollout.max_new_tokens)
+    tokens = prompts * (lengths.prompt_tokens + rollout.samples_per_prompt * room)
+    return tokens * token_bytes(sizes, numerics)
+
+
+def _pool(config: Config, sizes: ModelSizes, numerics: Numerics) -> Bytes:
+    if not numerics.cuda:
+        return Counter()
+    return Counter({CACHE: embedded_engine(config).max_batch_tokens * token_bytes(sizes, numerics)})
+
+
+def _decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:
+    """Bytes of oneDNN's copies of the weights but those of experts, on a CPU with few rows."""
+    uses = not numerics.cuda and numerics.width == FLOAT and sizes.width >= MIN_ONEDNN_WIDTH
+    return (sizes.language_weights - expert_weights(sizes)) * FLOAT if uses and rows <= MAX_ONEDNN_ROWS else 0
+
+
+def _prefill_bytes(sizes: ModelSizes, work: Workload, prompts: int, numerics: Numerics) -> int:
+    """All prompts' states, before and after the layers, beside one pass in its MLP or its attention."""
+    shape = sizes.decoder
+    whole = prompts * work.lengths.prompt_tokens
+    tokens = min(PASS_TOKENS, whole)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    in_mlp = 2 * sizes.width + mlp_numbers(sizes).forward
+    # queries, keys and values as they come, rotated, as blocks, repeated for all heads, and the output
+    in_attention = sizes.width + (queries + 2 * keys) + (queries + keys) + (queries + 2 * keys) + 2 * queries + queries
+    passes = 2 if tokens < whole else 1
+    return (passes * whole * sizes.width + tokens * max(in_mlp, in_attention)) * numerics.width
+
+
+def _sampling_bytes(sizes: ModelSizes, prompts: int, rows: int, numerics: Numerics) -> int:
+    """Logits of the prompts, which their completions share, and the tensors that a first token is sampled from."""
+    raw = numerics.width if numerics.width < FLOAT else 0
+    return sizes.vocabulary * (prompts * (FLOAT + raw) + rows * SAMPLING_COPIES * FLOAT)

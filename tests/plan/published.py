@@ -1,0 +1,68 @@
+"""Model folders that hold a config.json alone, with the sizes of published models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+
+QWEN2_5_VL_7B: dict[str, Any] = {
+    "text_config": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "tie_word_embeddings": False,
+}
+"""Qwen/Qwen2.5-VL-7B-Instruct: 8,292,166,656 parameters in its safetensors index (16,584,333,312 bytes of bfloat16)."""
+
+
+def qwen3_vl(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    return {
+        "text_config": {
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "rope_parameters": rope,
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": hidden,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        "tie_word_embeddings": True,
+    }
+
+
+QWEN3_VL_2B, QWEN3_VL_4B = qwen3_vl(2048, 6144, 28, 16), qwen3_vl(2560, 9728, 36, 32)
+
+
+def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
+    """A folder with the config.json of these sizes, and no weights."""
+    config = (Qwen3VLConfig if sizes["tie_word_embeddings"] else Qwen2_5_VLConfig)(**sizes)
+    config.save_pretrained(folder)
+    return folder

@@ -1,0 +1,308 @@
+"""`fovea plan` against what real networks have: their parameters, the tensors that autograd keeps, measured peaks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+from typer.testing import CliRunner
+
+from benchmarks.torch_memory import AllocationTrace
+from fovea.cli.main import app
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+from fovea.models.recompute import Recompute, recompute_activations
+from fovea.models.vlm import VLM
+from fovea.plan.activations import Numerics
+from fovea.plan.advice import _changes, advice_for, with_settings
+from fovea.plan.model_sizes import ModelSizes, model_sizes
+from fovea.plan.plan import make_plan
+from fovea.plan.roles import roles_of
+from fovea.plan.update import row_stages
+from fovea.plan.workload import workload_of
+from fovea.train.packing import pack_row
+from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, folder_of
+from tests.policies import make_batch, make_policy
+from tests.tiny_models import CPU, FAMILIES, image, renderer, save, tiny, user
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GROUPS, SAMPLES, TOKENS = 6, 4, 12
+TOLERANCE = 0.15
+
+
+def wide(family: str) -> dict[str, int]:
+    """Sizes at which activations are more than what a plan leaves out."""
+    return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
+
+
+def config_for(folder: Path, prompt_tokens: int, image_tokens: int, **train: object) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "rollout": {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "max_new_tokens": TOKENS},
+            "plan": {"gpu": "cpu", "gpus": 1, "prompt_tokens": prompt_tokens, "image_tokens": image_tokens},
+            "train": {"max_tokens_per_microbatch": 10**6, **train},
+        }
+    )
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recompute, tmp_path: Path) -> None:
+    parts = tiny(family, **wide(family))
+    recompute_activations(parts.network, how)
+    vlm = VLM(parts.network.train(), parts.processor.banned_ids)
+    prompts = [renderer(parts).prompt(user(image(seed, 64, 64), "How many circles?")) for seed in range(GROUPS)]
+    unequal = [np.full(TOKENS, 5 + number) for number in range(SAMPLES)]  # a plan counts on no equal ones
+    row = pack_row(vlm.family, prompts, [unequal] * GROUPS, CPU)
+    kept: dict[int, UntypedStorage] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        vlm(row, temperature=1.0, chunk_tokens=10**6)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in vlm.parameters()}
+    measured = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
+    # the pixels are numpy's, and no activations
+    measured -= sum(prompt.images[0].tensors["pixel_values"].nbytes for prompt in prompts)
+
+    config = config_for(
+        save(parts, tmp_path), prompts[0].num_tokens, prompts[0].images[0].num_tokens, gradient_checkpointing=how
+    )
+    sizes, numerics = model_sizes(config), Numerics.of(config, cuda=False)
+    (shape,) = workload_of(config, sizes, roles_of(config, 1)).distinct_rows
+    planned = sum(stage.saved for stage in row_stages(config, sizes, shape, numerics))
+    assert (shape.tokens, shape.actions) == (row.num_tokens, row.num_actions)
+    # checkpoints hold rotary positions as arguments, where autograd's hooks do not see them
+    assert planned == pytest.approx(measured, rel=0.05 if how == "none" else TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> None:
+    parts = tiny(family)
+    sizes = model_sizes(config_for(save(parts, tmp_path), 25, 9))
+    assert sizes.parameters == sizes.trainable == sum(parameter.numel() for parameter in parts.network.parameters())
+    assert sizes.tied
+
+
+def published(folder: Path, *overrides: str) -> tuple[Config, ModelSizes]:
+    path = f"model.path={folder_of(folder, QWEN2_5_VL_7B)}"
+    config = load_config([RECIPES / "geo3k_qwen2_5_vl_7b.yaml"], [path, *overrides])
+    return config, model_sizes(config)
+
+
+def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
+    """16,584,333,312 bytes of bfloat16 in the index of Qwen/Qwen2.5-VL-7B-Instruct."""
+    _, sizes = published(tmp_path)
+    assert 2 * sizes.parameters == 16_584_333_312
+    assert not sizes.tied
+
+
+def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
+    """On 8 ranks: float32 shards and moments, whole float32 gradients, a whole engine and a shard of the reference."""
+    config, sizes = published(tmp_path)
+    rollout, update = make_plan(config, sizes).phases
+    count = sizes.parameters
+    for phase in (rollout, update):
+        assert phase.parts["parameters"] == pytest.approx(4 * count / 8, abs=8)
+        assert phase.parts["optimizer"] == pytest.approx(8 * count / 8, abs=8)
+        assert phase.parts["engine's weights"] == 2 * count
+        assert phase.parts["reference model"] == pytest.approx(2 * count / 8, abs=8)
+    assert update.parts["gradients"] == pytest.approx(4 * count, rel=0.1)
+    assert "gradients" not in rollout.parts, "an update frees them"
+    # keys and values of 28 layers with 4 heads of 128 numbers, in 16 bits
+    assert rollout.parts["key-value cache"] == 393_216 * 2 * 28 * 4 * 128 * 2
+
+
+def test_offload_and_replicas(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path)
+    assert not make_plan(config, sizes).on_host
+    plan = make_plan(with_settings(config, {"train.backend.cpu_offload": True}), sizes)
+    assert not {"optimizer", "parameters"} & plan.phases[1].parts.keys()
+    count = sizes.parameters
+    assert plan.on_host == {
+        "parameters": pytest.approx(4 * count / 8, abs=8),
+        "optimizer": pytest.approx(8 * count / 8, abs=8),
+    }
+    alone = make_plan(with_settings(config, {"train.backend.cpu_offload": True, "plan.gpus": 1}), sizes)
+    assert alone.on_host == {"optimizer": 12 * count}, "master weights and two moments"
+    replicated = make_plan(with_settings(config, {"train.backend.replicas": 2}), sizes).phases[1].parts
+    assert replicated["optimizer"] == pytest.approx(8 * sizes.parameters / 4, abs=8)
+
+
+def test_no_seconds_of_a_network_between_nodes(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path)
+    assert make_plan(config, sizes).machine.link_gb_per_second == 450
+    nodes = {"plan.gpus": None, "cluster.num_nodes": 2, "cluster.gpus_per_node": 4}
+    machine = make_plan(with_settings(config, nodes), sizes).machine
+    assert (machine.gpus, machine.link_gb_per_second) == (8, None)
+
+
+def moved(config: Config, sizes: ModelSizes) -> dict[str, int]:
+    return {each.what: each.num_bytes for each in make_plan(config, sizes).traffic}
+
+
+def test_traffic_of_replicas_by_hand(tmp_path: Path) -> None:
+    """2 replicas of 4 ranks: 4 steps reduce 3 of 4 shards each, and 2 * 1/2 of a shard goes to the other replica."""
+    config, sizes = published(tmp_path)
+    assert "all-reduce over replicas" not in moved(config, sizes)
+    steps = 4 * 4 * sizes.parameters
+    for replicas, past in ((1, 7 / 8), (2, 3 / 4)):
+        found = moved(with_settings(config, {"train.backend.replicas": replicas}), sizes)
+        assert found["reduce-scatter of gradients"] == pytest.approx(past * steps)
+    assert found["all-reduce over replicas"] == pytest.approx(steps / 4)
+    with pytest.raises(ConfigError, match=r"replicas=3 does not divide .* 8; set it to 1, 2, 4 or 8"):
+        make_plan(with_settings(config, {"train.backend.replicas": 3}), sizes)
+
+
+def test_a_separate_critic_is_work_and_traffic(tmp_path: Path) -> None:
+    """Its passes are the policy's, and one for values; a head gives values in the pass for old log-probs."""
+    config, sizes = published(tmp_path, "algorithm.name=ppo", "algorithm.ppo_epochs=1", "algorithm.kl=null")
+    rows = make_plan(config, sizes).microbatches
+    whole = 7 / 8 * 2 * sizes.parameters
+    for trunk, networks in (("shared", 1), ("separate", 2)):
+        found = with_settings(config, {"algorithm.advantage.critic.trunk": trunk})
+        logprobs, update = make_plan(found, sizes).compute[1:]
+        assert update.flops == networks * make_plan(config, sizes).compute[-1].flops
+        assert logprobs.phase == "logprobs"
+        assert moved(found, sizes)["all-gather of weights"] == pytest.approx(3 * networks * rows * whole)
+
+
+def test_gpus_of_their_own_hold_one_side_only(tmp_path: Path) -> None:
+    """Two of 8 GPUs generate: they hold an engine, and the other six hold shards of a sixth and no engine."""
+    config, sizes = published(tmp_path, "cluster.placement=disaggregated", "cluster.rollout_gpus=2")
+    rollout, update = make_plan(config, sizes).phases
+    assert rollout.parts["engine's weights"] == 2 * sizes.parameters
+    assert not {"optimizer", "gradients", "reference model"} & rollout.parts.keys()
+    assert "engine's weights" not in update.parts
+    assert update.parts["optimizer"] == pytest.approx(8 * sizes.parameters / 6, abs=8)
+
+
+def test_peak_of_an_update_is_the_measured_one(tmp_path: Path) -> None:
+    """Whole passes and optimizer steps of a tiny policy, by torch's allocator."""
+    parts = tiny("qwen3_vl", **wide("qwen3_vl"))
+    policy, batch = make_policy(parts), make_batch(parts)
+    policy.update(batch)
+    trace = AllocationTrace()
+    trace.start()
+    with torch.profiler.record_function("update"):
+        policy.update(batch)
+    trace.stop()
+    (peak,) = trace.peaks(["update"])["update"]
+    # what other tests have left is not this policy's: weights and moments are left out on both sides
+    measured = peak - trace.before
+
+    groups = batch.groups
+    prompt = sum(group.prompt.num_tokens for group in groups) // len(groups)
+    image_tokens = sum(one.num_tokens for group in groups for one in group.prompt.images) // len(groups)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(save(parts, tmp_path))},
+            "rollout": {
+                "prompts_per_step": len(groups),
+                "samples_per_prompt": 3,
+                "max_new_tokens": 9,
+                "engine": {"reuse_gib": 0.0},
+            },
+            "plan": {
+                "gpu": "cpu",
+                "gpus": 1,
+                "prompt_tokens": prompt,
+                "image_tokens": image_tokens,
+                "completion_tokens": round(sum(len(s.token_ids_T) for s in batch.samples) / 9),
+            },
+        }
+    )
+    update = make_plan(config).phases[1]
+    planned = update.total - update.parts["parameters"] - update.parts["optimizer"]
+    assert update.parts["parameters"] == 4 * sum(parameter.numel() for parameter in parts.network.parameters())
+    assert update.parts["optimizer"] == 2 * update.parts["parameters"]
+    assert planned == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_advice_is_what_fits(tmp_path: Path) -> None:
+    path = f"model.path={folder_of(tmp_path, QWEN3_VL_2B)}"
+    small = ["plan.gpus=1", "plan.gpu=a100-40", "rollout.engine.max_batch_tokens=65536", "rollout.max_new_tokens=1024"]
+    config = load_config(
+        [RECIPES / "geo3k.yaml"],
+        [
+            path,
+            *small,
+            "train.gradient_checkpointing=none",
+            "data.max_prompt_tokens=1024",
+            "model.freeze_vision_tower=true",
+        ],
+    )
+    assert not make_plan(config).fits
+    advice = advice_for(config)
+    assert advice
+    for each in advice:
+        assert make_plan(with_words(config, each.settings)).fits
+
+
+def test_advice_is_what_runs(tmp_path: Path) -> None:
+    """An engine refuses a prompt that does not fit its cache with all completions, and LoRA trains no projector."""
+    config, sizes = published(tmp_path, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false")
+    assert not make_plan(config, sizes).fits
+    tried = [settings for change in _changes(config, make_plan(config, sizes)) for settings in change.tries]
+    cache = "rollout.engine.max_batch_tokens"
+    assert min(settings[cache] for settings in tried if cache in settings) >= 1024 + 5 * 4096
+    assert {"train.backend.cpu_offload", "model.lora.rank"} <= {key for settings in tried for key in settings}
+    assert all("lora" not in word for each in advice_for(config) for word in each.settings)
+
+
+def with_words(config: Config, words: Sequence[str]) -> Config:
+    pairs = [word.split("=") for word in words]
+    return with_settings(config, {key: _value(value) for key, value in pairs})
+
+
+def test_engines_move_to_gpus_of_their_own_where_both_do_not_fit_one(tmp_path: Path) -> None:
+    """A 7B model's engine and the weights that FSDP2 gathers beside it are more than a GPU of 24 GiB has."""
+    small = ["rollout.prompts_per_step=64", "rollout.engine.max_batch_tokens=32768", "model.feature_cache_gib=0"]
+    config, sizes = published(tmp_path, "plan.gpu=l4", "plan.gpus=8", "model.lora.rank=16", *small)
+    assert not make_plan(config, sizes).fits
+    assert ("cluster.placement=disaggregated", "cluster.rollout_gpus=4") in [x.settings for x in advice_for(config)]
+
+
+def _value(text: str) -> object:
+    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
+
+
+def test_the_command_says_what_to_change(tmp_path: Path) -> None:
+    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"]
+    fits = CliRunner().invoke(app, [*words, "--json"])
+    assert fits.exit_code == 0
+    assert json.loads(fits.stdout)["fits"] is True
+    too_much = CliRunner().invoke(app, [*words, "plan.gpus=1"])
+    assert too_much.exit_code == 1
+    assert "does not fit" in too_much.stdout
+    assert "it fits with" in too_much.stdout
+
+
+def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path}"])
+    assert done.exit_code == 2
+    assert "config.json, the only file of a model that a plan reads" in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    """Without a question to the hub, which knows no such name."""
+    folder_of(tmp_path / "Qwen3-VL", QWEN3_VL_2B)
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path / 'Qwen3-Vl'}"])
+    assert done.exit_code == 2
+    assert f"no such folder; did you mean {tmp_path / 'Qwen3-VL'}?" in done.stderr.replace("\n", "")
+
+
+def test_a_model_that_the_hub_does_not_give_says_what_a_plan_needs() -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), "model.path=nobody/has-this-model"])
+    assert done.exit_code == 2
+    assert "give a folder that holds this file, the only one of a model that a plan reads" in done.stderr

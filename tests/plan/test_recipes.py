@@ -1,0 +1,82 @@
+"""The recipes of 8 GPUs fit 8 x 80 GB by their plan, and take two steps on two ranks with tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fovea.config.loading import load_config
+from fovea.metrics.log import read_metrics
+from fovea.plan.plan import make_plan
+from tests.cluster.test_torchrun import HASH_REWARD, train_on_two
+from tests.environments.files import row
+from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, QWEN3_VL_4B, folder_of
+from tests.tiny_models import save, tiny
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+VERL = "geo3k_qwen2_5_vl_7b.yaml"
+FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 16, alpha: 32, targets: all-linear}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "overrides"),
+    [
+        ("geo3k.yaml", QWEN3_VL_2B, []),
+        ("geo3k.yaml", QWEN3_VL_4B, []),
+        (VERL, QWEN2_5_VL_7B, []),
+        (VERL, QWEN2_5_VL_7B, [FROZEN]),
+        (VERL, QWEN2_5_VL_7B, [LORA]),
+    ],
+    ids=["2B", "4B", "7B", "7B frozen tower", "7B LoRA"],
+)
+def test_it_fits_8_gpus_of_80_gb(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
+    path = f"model.path={folder_of(tmp_path / 'model', sizes)}"
+    plan = make_plan(load_config([RECIPES / recipe], [path, "plan.gpus=8", "plan.gpu=h100", *overrides]))
+    assert plan.fits
+    # of the update's peak nothing is so small that the recipe could not be meant for these GPUs
+    assert plan.peak.total > 0.2 * plan.machine.usable_bytes
+
+
+SMALL = (
+    "max_steps=2",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=3",
+    "rollout.max_new_tokens=8",
+    "data.max_prompt_tokens=256",
+    "parity.prompts=0",
+    "evaluate.before_training=false",
+    "evaluate.image_controls=false",
+    "log.tensorboard=false",
+    "evaluate.shared_images=ignore",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "family", "overrides"),
+    [("geo3k.yaml", "qwen3_vl", []), (VERL, "qwen2_5_vl", []), (VERL, "qwen2_5_vl", [LORA])],
+    ids=["RLinf", "verl", "verl LoRA"],
+)
+def test_it_takes_two_steps_on_two_ranks(recipe: str, family: str, overrides: list[str], tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "rows.parquet", tmp_path / "run"
+    pq.write_table(
+        pa.Table.from_pylist([row(f"How many sides have {n} squares?", str(4 * n)) for n in range(1, 25)]), data
+    )
+    files = [f"environment.{split}_files=[{data}]" for split in ("train", "dev", "test")]
+    model = save(tiny(family), tmp_path / "model")
+    train_on_two(
+        f"recipes/{recipe}",
+        f"run_dir={run_dir}",
+        f"model.path={model}",
+        HASH_REWARD,
+        *files,
+        *SMALL,
+        *overrides,
+    )
+    steps = read_metrics(run_dir)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["actions_trained"] > 0 and step["grad_norm"] > 0 for step in steps)
