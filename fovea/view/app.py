@@ -1,0 +1,137 @@
+"""The web application of `fovea view`: GET requests on a few runs, for the page that this package ships.
+
+Paths carry numbers only, so that the same paths name the files of an exported page (`view.export`). Prompts, answers
+and names of metrics are untrusted text; they are sent as JSON, and the page writes them as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fovea.errors import FoveaError
+from fovea.report.images import read_image
+from fovea.view.page_files import PAGE_FILES, media_type, page_file
+from fovea.view.viewed_run import ViewedRun
+
+Endpoint: TypeAlias = Callable[[Request], Response]
+HOSTS = ("127.0.0.1", "localhost")
+"""Host headers that are answered. A page of another site that points its own name at this machine sends that name."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+def make_app(runs: Sequence[ViewedRun]) -> Starlette:
+    """The application that shows these runs."""
+
+    def run_of(request: Request) -> ViewedRun:
+        number: int = request.path_params["run"]
+        if number >= len(runs):
+            raise HTTPException(404, f"no run {number}: there are {len(runs)}")
+        return runs[number]
+
+    def facts(_request: Request) -> Response:
+        for run in runs:
+            run.refresh()
+        return _json([run.facts() for run in runs])
+
+    def curve(request: Request) -> Response:
+        return _json(run_of(request).curve(request.path_params["number"]))
+
+    def entries(request: Request) -> Response:
+        return _json_text(run_of(request).entries(request.path_params["after"]))
+
+    def step(request: Request) -> Response:
+        return _json(run_of(request).step(request.path_params["step"]))
+
+    def image(request: Request) -> Response:
+        png = read_image(run_of(request).folder, request.path_params["name"])
+        if png is None:
+            raise HTTPException(404, "this image is gone from samples/images")
+        return Response(png, media_type="image/png")
+
+    return Starlette(
+        routes=[
+            Route("/", lambda _request: _page("index.html")),
+            Route("/data/runs", facts),
+            Route("/data/curve/{run:int}/{number:int}", _found(curve)),
+            Route("/data/entries/{run:int}/{after:int}", _found(entries)),
+            Route("/data/step/{run:int}/{step:int}", _found(step)),
+            Route("/images/{run:int}/{name}.png", _found(image)),
+            Route("/{name}", lambda request: _page(request.path_params["name"])),
+        ],
+        middleware=[
+            Middleware(_SetHeaders),
+            Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+        ],
+        exception_handlers={HTTPException: _as_json, FoveaError: _as_json},
+    )
+
+
+def _page(name: str) -> Response:
+    if name not in PAGE_FILES:
+        raise HTTPException(404, f"no page {name}")
+    return Response(page_file(name), media_type=media_type(name))
+
+
+def _found(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with 404 for what a run does not hold (any more)."""
+
+    def answer(request: Request) -> Response:
+        try:
+            return endpoint(request)
+        except FoveaError:
+            raise  # a damaged file, which is there
+        except (FileNotFoundError, IndexError, ValueError) as error:
+            raise HTTPException(404, f"nothing at {request.url.path}: {error}") from error
+
+    return answer
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    # ASCII, and not starlette's UTF-8, which cannot encode the lone surrogates of a data set
+    return _json_text(json.dumps(value, allow_nan=False), status)
+
+
+def _json_text(text: str, status: int = 200) -> Response:
+    return Response(text, status, media_type="application/json")
+
+
+def _as_json(_request: Request, error: Exception) -> Response:
+    """An error as the page shows it: a damaged file of the run folder is no fault of the server."""
+    status = error.status_code if isinstance(error, HTTPException) else 422
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    return _json({"error": text}, status)
+
+
+class _SetHeaders:
+    """Middleware that sets HEADERS on every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                pairs = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *pairs]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)

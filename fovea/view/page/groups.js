@@ -1,0 +1,39 @@
+// The index of each run's groups: loaded once, then only what is new.
+
+import { load } from "./source.js";
+
+/** The groups of one run, in order of step and place. */
+export function groupIndex(run) {
+  const steps = new Map();
+  let read = 0;
+  let rows = [];
+
+  /** Load the entries that the run has written since; returns whether there were any. */
+  async function refresh(total) {
+    if (total <= read) return false;
+    const first = read;
+    const loaded = await load(`entries/${run}/${first}`);
+    const entries = loaded.slice(read - first); // a key press asks beside a poll: the first answer has brought the others
+    read += entries.length;
+    for (const [step, groups] of entries) steps.set(step, groups); // a step that was taken again has a later entry
+    rows = [...steps.keys()].sort((one, other) => one - other).flatMap((step) => steps.get(step).map((group, place) => rowOf(step, place, group)));
+    return entries.length > 0;
+  }
+
+  return { refresh, rows: () => rows };
+}
+
+function rowOf(step, place, [kind, row, mean, low, high, truncated, answers]) {
+  return { step, place, kind, row, mean, low, high, truncated, answers };
+}
+
+/** The group of the same row that is nearest in steps; undefined where there is none. */
+export function sameRow(rows, row, step) {
+  const same = rows.filter((each) => each.row === row);
+  return same.sort((one, other) => Math.abs(one.step - step) - Math.abs(other.step - step))[0];
+}
+
+/** Steps that have groups. */
+export function stepsOf(rows) {
+  return [...new Set(rows.map((row) => row.step))];
+}

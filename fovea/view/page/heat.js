@@ -1,0 +1,53 @@
+// Tokens coloured by a value: blue above zero, orange below, stronger the further away.
+
+import { element } from "./dom.js";
+import { shown, signed } from "./numbers.js";
+
+export const HEATS = ["none", "advantage", "gap"];
+const SMALLEST_GAP = 0.01; // nats; rounding alone makes smaller ones, which should stay pale
+
+/** The values of a heat [T] for recorded tokens; none where the run has not recorded them. */
+export function valuesOf(tokens, heat) {
+  if (heat === "advantage") return tokens.advantages;
+  if (heat === "gap") return tokens.trainer.map((logprob, place) => logprob - tokens.engine[place]);
+  return [];
+}
+
+/** The value at which colours are strongest: the greatest of all these answers. */
+export function scaleOf(answers, heat) {
+  const all = answers.flatMap((answer) => answer.turns).flatMap((turn) => (turn.tokens ? valuesOf(turn.tokens, heat) : []));
+  const greatest = all.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+  return heat === "gap" && all.length ? Math.max(greatest, SMALLEST_GAP) : greatest;
+}
+
+/** The recorded tokens of a turn, in colour; `onToken` gets the facts of the one that is pointed at. */
+export function heated(tokens, heat, scale, onToken) {
+  const values = valuesOf(tokens, heat);
+  const spans = tokens.pieces.map((piece, place) => tokenSpan(piece, values[place], scale, place));
+  const read = (event) => {
+    const place = event.target.dataset.place;
+    if (place !== undefined) onToken(facts(tokens, Number(place)));
+  };
+  return element("div", { class: "words tokens", dir: "auto", pointerover: read, click: read }, spans);
+}
+
+/** What the colours of a group mean. */
+export function legend(heat, scale) {
+  if (!scale) return heat === "gap" ? "No log-probs of the trainer were recorded." : "All advantages are 0, or none were recorded.";
+  const meaning = heat === "gap" ? "the trainer's log-prob minus the engine's" : "the advantage";
+  return `Blue above 0, orange below: ${meaning}, strongest at ±${shown(scale)}. Point at a token.`;
+}
+
+function tokenSpan(piece, value, scale, place) {
+  const span = element("span", { class: `token ${value < 0 ? "below" : "above"}`, "data-place": place }, piece);
+  if (value && scale) span.style.setProperty("--heat", `${Math.round((100 * Math.abs(value)) / scale)}%`);
+  return span;
+}
+
+function facts(tokens, place) {
+  const [engine, trainer, advantage] = [tokens.engine[place], tokens.trainer[place], tokens.advantages[place]];
+  const pieces = [`${JSON.stringify(tokens.pieces[place])}`, `log-prob ${shown(engine)} engine`];
+  if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`, `gap ${signed(trainer - engine)}`);
+  if (advantage !== undefined) pieces.push(`advantage ${signed(advantage)}`);
+  return pieces.join(" · ");
+}

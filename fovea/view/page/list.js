@@ -1,0 +1,52 @@
+// A list of any length in which only the rows in view, and a few beside them, are elements.
+
+import { element } from "./dom.js";
+
+const BESIDE = 8; // rows above and below those in view, so that scrolling meets drawn ones
+
+/** The list; `show(rows, chosen)` takes its rows and the place of the chosen one (-1: none), `content(row)` draws one. */
+export function longList(label, { address, content }) {
+  const lines = element("ol", { "aria-label": label });
+  const root = element("div", { class: "list", scroll: () => draw() }, lines);
+  let [rows, chosen, shownAt] = [[], -1, -1];
+
+  function show(newRows, newChosen) {
+    [rows, chosen] = [newRows, newChosen];
+    root.hidden = !rows.length;
+    lines.style.height = `${rows.length * rowHeight()}px`;
+    // a poll moves nothing under the hand of somebody who scrolls
+    if (chosen !== shownAt) scrollTo(chosen);
+    shownAt = chosen;
+    draw();
+  }
+
+  function scrollTo(place) {
+    const [top, height] = [place * rowHeight(), rowHeight()];
+    const isInView = top >= root.scrollTop && top + height <= root.scrollTop + root.clientHeight;
+    if (!isInView) root.scrollTop = top - (root.clientHeight - height) / 2;
+  }
+
+  function draw() {
+    const height = rowHeight();
+    const first = Math.max(0, Math.floor(root.scrollTop / height) - BESIDE);
+    const last = Math.min(rows.length, Math.ceil((root.scrollTop + root.clientHeight) / height) + BESIDE);
+    const focused = lines.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    lines.replaceChildren(...rows.slice(first, last).map((row, place) => line(row, first + place, height)));
+    if (focused) [...lines.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+  }
+
+  function line(row, place, height) {
+    const link = element("a", { href: address(row), "aria-current": place === chosen ? "true" : null }, content(row));
+    const node = element("li", { "aria-posinset": place + 1, "aria-setsize": rows.length }, link);
+    node.style.top = `${place * height}px`;
+    return node;
+  }
+
+  /** In pixels, by the style sheet: a finger needs higher rows than a mouse. */
+  function rowHeight() {
+    return parseFloat(getComputedStyle(root).getPropertyValue("--row"));
+  }
+
+  new ResizeObserver(() => show(rows, chosen)).observe(root);
+  return { root, show };
+}

@@ -1,0 +1,35 @@
+"""The server of `fovea view`, on this machine's own address only."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+import uvicorn
+
+from fovea.errors import ConfigError
+from fovea.view.app import HOSTS, make_app
+from fovea.view.viewed_run import ViewedRun
+
+
+def serve(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `say` gets its address. Port 0 takes any that is free.
+
+    ConfigError where the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOSTS[0], port))
+            listener.listen()  # who opens the address at once waits, and is not refused
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port}: {error.strerror}; give another one, or 0 for any that is free"
+            ) from error
+        say(f"http://{HOSTS[0]}:{listener.getsockname()[1]}/")
+        server = uvicorn.Server(uvicorn.Config(make_app(runs), log_level="warning", access_log=False))
+        try:
+            server.run(sockets=[listener])
+        except KeyboardInterrupt:
+            return  # uvicorn raises the signal again that has ended it

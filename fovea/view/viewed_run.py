@@ -1,0 +1,93 @@
+"""A run folder under view: its curves, the index of its samples, and the facts of its head."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import yaml
+
+from fovea.errors import DataError
+from fovea.metrics.jsonl import METRICS_FILE
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about
+from fovea.report.samples import read_step
+from fovea.view.answers import curve_json, entry_json, step_json
+from fovea.view.curves import Curves
+from fovea.view.sample_index import SampleIndex
+
+
+class ViewedRun:
+    """What the page may ask of one run; safe to be called from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """DataError where `folder` holds no run."""
+        if not (folder / CONFIG_FILE).is_file():
+            raise DataError(
+                f"{folder}: no run folder, since it holds no {CONFIG_FILE}; `fovea train` prints that of a run"
+            )
+        self.folder = folder
+        self._curves = Curves(folder)
+        self._index = SampleIndex(folder)
+        self._entries: list[str] = []  # as JSON: a page that opens wants all of them at once
+        self._lock = Lock()
+        self._config, self._head = "", dict[str, Any]()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last time."""
+        with self._lock:
+            self._curves.refresh()
+            self._index.refresh()
+            new = self._index.after(len(self._entries))
+            self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
+
+    def facts(self) -> dict[str, Any]:
+        """Name, progress, names of all metrics, and how many entries the index has."""
+        with self._lock:
+            return {
+                **self._settings(),
+                "name": self.folder.resolve().name,
+                "folder": str(self.folder),
+                "step": self._curves.last_step,
+                "finished": (self.folder / SUMMARY_FILE).exists(),
+                "seconds_since_step": self._seconds_since_step(),
+                "metrics": self._curves.names,
+                "entries": len(self._entries),
+            }
+
+    def curve(self, number: int) -> dict[str, Any]:
+        """The curve of the metric with this place in `facts()["metrics"]`; IndexError where there is none."""
+        with self._lock:
+            name = self._curves.names[number]
+            return curve_json(name, self._curves.curve(name))
+
+    def entries(self, after: int) -> str:
+        """The entries of the index after the first `after` ones, as a JSON list of `entry_json`."""
+        with self._lock:
+            return f"[{','.join(self._entries[after:])}]"
+
+    def step(self, step: int) -> dict[str, Any]:
+        """The groups of a step; FileNotFoundError where it has none, DataError where its file is damaged."""
+        return step_json(step, read_step(self.folder, step))
+
+    def _settings(self) -> dict[str, Any]:
+        """What the page shows of the settings, which a resume may change."""
+        config = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
+        if config != self._config:  # parsing YAML takes longer than all the rest
+            self._head = {"about": about(self.folder, config), "max_steps": _max_steps(config)}
+            self._config = config
+        return self._head
+
+    def _seconds_since_step(self) -> float | None:
+        path = self.folder / METRICS_FILE
+        return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else None
+
+
+def _max_steps(config: str) -> int | None:
+    settings = yaml.safe_load(config)
+    value = settings.get("max_steps") if isinstance(settings, Mapping) else None
+    return value if isinstance(value, int) else None

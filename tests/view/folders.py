@@ -1,0 +1,72 @@
+"""Run folders as a run leaves them, written by the run's own writers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from PIL import Image
+
+from fovea.config.loading import dump_config
+from fovea.config.model import TinyModel
+from fovea.config.run import Config, Model
+from fovea.evaluation.answer import SampledAnswer
+from fovea.metrics.log import JsonlSink, MetricsLog
+from fovea.report.images import png_bytes, write_image
+from fovea.report.records import (
+    RecordedAnswer,
+    RecordedImage,
+    RecordedMessage,
+    RecordedTurn,
+    SampleRecord,
+    TokenTrace,
+)
+from fovea.report.samples import write_samples
+from fovea.types import Mark
+
+KINDS = ("colour", "count")
+
+
+def write_run(folder: Path, *, steps: int = 5, recorded: tuple[int, ...] = (1, 2, 4), text: str = "\\boxed{3}") -> Path:
+    """A run folder of some steps; `text` stands wherever a model, a data set or a user's code can write."""
+    folder.mkdir(parents=True)
+    config = Config(max_steps=10, model=Model(tiny=TinyModel()))
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    with MetricsLog([JsonlSink(folder)]) as log:
+        for step in range(1, steps + 1):
+            part = math.nan if step == 1 else 0.5
+            log.write(step, {"reward": step / 10, "seconds/step": 1.0, f"reward/{text}": part})
+    name = write_image(folder, png_bytes(Image.new("RGB", (64, 48), (200, 30, 30))))
+    for step in recorded:
+        write_samples(folder, step, [group(name, place, text) for place in range(2)])
+    return folder
+
+
+def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> SampleRecord:
+    """A group of a right answer in two turns, and a truncated one; the log-prob is that of the last token."""
+    shown = RecordedImage(name=image, frame=(1000, 1000))
+    asked = RecordedMessage(role="user", parts=(shown, f"{text} {place}?"))
+    closer = RecordedMessage(role="user", parts=("Closer:", shown, text))
+    tokens = TokenTrace(
+        pieces=(text, "<|im_end|>"),
+        engine_logprobs=(-0.5, -0.25),
+        trainer_logprobs=(-0.5, trainer_logprob),
+        advantages=(0.7, 0.7),
+    )
+    right = SampledAnswer(text=text, reward=1.0, accuracy=1.0, parts={text: 1.0}, image_parts=({"seen": 1.0},))
+    wrong = SampledAnswer(text="(100,200),(500,600)", reward=0.0, accuracy=0.0, finish="length")
+    return SampleRecord(
+        id=f"train/{place}",
+        prompt=f"{text} {place}?",
+        truth=text,
+        kind=text if place > 1 else KINDS[place],
+        messages=(asked,),
+        answers=(
+            RecordedAnswer(
+                score=right,
+                turns=(RecordedTurn(text="\\crop{1}"), RecordedTurn(messages=(closer,), text=text, tokens=tokens)),
+                marks=(Mark(image=1, xy=(0.25, 0.5), label=text),),
+            ),
+            RecordedAnswer(score=wrong, turns=(RecordedTurn(text=wrong.text, finish="length"),)),
+        ),
+    )

@@ -1,0 +1,136 @@
+import re
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from fovea.errors import DataError
+from fovea.view.app import make_app
+from fovea.view.page_files import PAGE_FILES, page_file
+from fovea.view.viewed_run import ViewedRun
+from tests.view.folders import write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def client(folder: Path) -> TestClient:
+    return TestClient(make_app([ViewedRun(folder)]), base_url="http://127.0.0.1:8377")
+
+
+def test_facts_of_a_run_are_read_anew(client: TestClient, folder: Path) -> None:
+    (run,) = client.get("/data/runs").json()
+    assert (run["name"], run["step"], run["max_steps"], run["finished"]) == ("run", 5, 10, False)
+    assert run["metrics"] == ["reward", "seconds/step", "reward/\\boxed{3}"]
+    assert run["entries"] == 3
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "reward": 0.7, "entropy": 1.5}\n')
+    (run,) = client.get("/data/runs").json()
+    assert (run["step"], run["metrics"][-1]) == (6, "entropy")
+
+
+def test_a_curve_says_what_it_means(client: TestClient) -> None:
+    curve = client.get("/data/curve/0/0").json()
+    assert (curve["name"], curve["step"], curve["mean"]) == ("reward", [1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])
+    assert curve["meaning"]
+    assert client.get("/data/curve/0/2").json()["step"] == [2, 3, 4, 5], "step 1 was not finite"
+
+
+def test_entries_come_once(client: TestClient) -> None:
+    entries = client.get("/data/entries/0/0").json()
+    assert [step for step, _ in entries] == [1, 2, 4]
+    kind, row, *figures = entries[0][1][1]
+    assert (kind, figures) == ("count", [0.5, 0.0, 1.0, 1, 2])
+    assert re.fullmatch("[0-9a-f]{12}", row)
+    assert client.get("/data/entries/0/2").json() == entries[2:]
+
+
+def test_a_step_has_turns_tokens_and_marks(client: TestClient, folder: Path) -> None:
+    step = client.get("/data/step/0/4").json()
+    right, wrong = step["groups"][1]["answers"]
+    assert [turn["text"] for turn in right["turns"]] == ["\\crop{1}", "\\boxed{3}"]
+    assert right["turns"][1]["messages"][0]["parts"][1]["frame"] == [1000, 1000]
+    assert right["turns"][1]["tokens"]["trainer"] == [-0.5, -1.25]
+    assert right["marks"] == [{"image": 1, "xy": [0.25, 0.5], "label": "\\boxed{3}"}], "given by the reward"
+    assert wrong["marks"] == [{"image": 1, "xy": [0.1, 0.2, 0.5, 0.6], "label": ""}], "found in the text"
+    name = step["groups"][0]["messages"][0]["parts"][0]["image"]
+    image = client.get(f"/images/0/{name}.png")
+    assert image.headers["content-type"] == "image/png"
+    assert image.content == (folder / "samples" / "images" / f"{name}.png").read_bytes()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "a.localhost", ""])
+def test_a_name_that_is_not_this_machines_is_refused(client: TestClient, host: str) -> None:
+    """Else a page of that site could read runs, by a name that it points at this machine."""
+    assert client.get("/data/runs", headers={"host": host}).status_code == 400
+    assert client.get("/data/runs", headers={"host": "localhost:8377"}).status_code == 200
+
+
+def test_other_sites_get_nothing(client: TestClient) -> None:
+    for path in ("/", "/view.js", "/data/runs", "/nothing", "/data/step/0/999"):
+        headers = client.get(path, headers={"origin": "https://evil.example"}).headers
+        assert not any(name.startswith("access-control-") for name in headers)
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["x-content-type-options"] == "nosniff"
+        policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+        loaded = ("script-src", "style-src", "img-src", "connect-src")
+        refused = ("default-src", "base-uri", "form-action", "frame-ancestors")
+        assert policy == dict.fromkeys(loaded, "'self'") | dict.fromkeys(refused, "'none'")
+    assert client.post("/data/runs").status_code == 405
+
+
+def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
+    page = client.get("/").text
+    for name in PAGE_FILES:
+        source = page_file(name)
+        assert not re.findall(r"(?:https?:)?//[a-z][a-z0-9.-]+\.[a-z]", source.replace("http://www.w3.org", "")), name
+        assert client.get(f"/{name}").text == source
+    assert set(re.findall(r'(?:src|href)="([^"]+)"', page)) <= set(PAGE_FILES)
+    assert "style=" not in page
+    assert "<script>" not in page
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/data/step/0/3",
+        "/data/step/1/1",
+        "/data/curve/0/99",
+        "/images/0/..%2F..%2Fconfig.png",
+        "/images/0/0123456789abcdef.png",
+        "/images/0/short.png",
+        "/../pyproject.toml",
+        "/config.yaml",
+    ],
+)
+def test_what_is_not_there_is_not_found(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+def test_a_damaged_step_is_named(client: TestClient, folder: Path) -> None:
+    (folder / "samples" / "step-000002.jsonl").write_text("<script>\n")
+    answer = client.get("/data/step/0/2")
+    assert answer.status_code == 422
+    assert "step-000002.jsonl holds no sample records" in answer.json()["error"]
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_text_that_no_encoding_can_write(tmp_path: Path) -> None:
+    client = TestClient(
+        make_app([ViewedRun(write_run(tmp_path / "odd", text="half \ud800 pair"))]), base_url="http://localhost"
+    )
+    assert client.get("/data/step/0/1").json()["groups"][0]["truth"] == "half \ud800 pair"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no run folder, since it holds no config\.yaml"):
+        ViewedRun(tmp_path)
+
+
+def test_a_young_run_has_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0, recorded=())
+    (run,) = TestClient(make_app([ViewedRun(folder)]), base_url="http://localhost").get("/data/runs").json()
+    assert (run["step"], run["metrics"], run["entries"]) == (0, [], 0)

@@ -1,0 +1,333 @@
+"""The page in a real browser: live, by keyboard, with hostile text, exported, and of a run that was trained."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fovea.build.run import build
+from fovea.config.loading import load_config
+from fovea.loop import train
+from fovea.metrics.log import JsonlSink, MetricsLog
+from fovea.report.samples import write_samples
+from fovea.view.export import export
+from fovea.view.server import serve
+from fovea.view.viewed_run import ViewedRun
+from tests.chromium import TIMEOUT_S, Browser, open_browser
+from tests.report.test_html import ATTACK
+from tests.view.folders import group, write_run
+
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = f"{ATTACK}\u202egnp\u202c שלום مرحبا " + "x" * 20_000
+GROUP = "document.querySelector('.group .question')"
+LINE = "document.querySelector('.plot')?.querySelector('polyline')"
+"""The line of the first chart; another chart may be drawn before it."""
+TRAINING = [
+    "max_steps=2",
+    "environment.train_size=24",
+    "environment.dev_size=4",
+    "environment.test_size=4",
+    "warmup.max_steps=2",
+    "warmup.check_every_steps=2",
+    "rollout.prompts_per_step=3",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_new_tokens=8",
+    "log.samples_every_steps=1",
+    "log.tensorboard=false",
+    "log.progress=false",
+    "checkpoint.every_steps=0",
+    "evaluate.before_training=false",
+    "evaluate.image_controls=false",
+]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    """The address of the real server with these runs, until the block ends."""
+    addresses: list[str] = []
+    runs = list(map(ViewedRun, folders))
+    # the thread ends with the tests: a server leaves its loop by a signal, which only the main thread gets
+    threading.Thread(target=serve, args=(runs, 0, addresses.append), daemon=True).start()
+    until = time.monotonic() + TIMEOUT_S
+    while not addresses:
+        assert time.monotonic() < until, "the server never said its address"
+        time.sleep(0.01)
+    yield addresses[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8 by itself")
+def test_the_server_listens_on_one_address(tmp_path: Path) -> None:
+    """One that listened on all addresses of the machine would take this connection."""
+    with served(write_run(tmp_path / "run")) as address:
+        port = int(address.rstrip("/").rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+
+
+def open_page(browser: Browser, address: str, ready: str, **look: int | bool) -> None:
+    browser.open(address, **look)
+    browser.wait_for(ready)
+
+
+def text_of(browser: Browser, selector: str) -> str:
+    return browser.evaluate(f"document.querySelector({selector!r}).textContent")
+
+
+def test_curves_are_drawn_and_grow(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        points = f"{LINE}.getAttribute('points').split(' ').length"
+        assert browser.evaluate(points) == 5
+        JsonlSink(folder, resume_step=5).write(6, {"reward": 0.9})
+        browser.wait_for(f"{points} === 6")
+        assert "step 6 of 10" in text_of(browser, ".runs")
+        browser.point_at(".plot")
+        browser.wait_for("document.querySelector('.toolbar .soft').textContent.startsWith('step ')")
+        assert browser.problems == []
+
+
+def test_a_group_is_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        browser.press("s")
+        browser.wait_for(GROUP)
+        assert "step 4 · colour · train/0" in text_of(browser, ".place"), "the newest step"
+        for key, place in {"j": "step 4 · count", "[": "step 2 · colour", "k": "step 1 · count"}.items():
+            browser.press(key)
+            browser.wait_for(f"document.querySelector('.place').textContent.includes('{place}')")
+        press = "document.body.dispatchEvent(new KeyboardEvent('keydown', { key: 'h', bubbles: true }));"
+        browser.evaluate(press * 2)  # the second comes before the first is drawn
+        browser.wait_for("document.querySelector('.token.below')")
+        assert browser.evaluate("document.querySelector('.token.below').style.getPropertyValue('--heat')") == "100%"
+        browser.point_at(".token.below")
+        browser.wait_for("document.querySelector('.readout').textContent.includes('gap \\u22121')")
+        browser.press("?")
+        browser.wait_for("document.querySelector('dialog').open")
+        assert browser.problems == []
+
+
+def hold_the_first(browser: Browser, path: str) -> None:
+    """Keep back the page's next answer to a path with this beginning until `held()`."""
+    browser.evaluate(f"""(() => {{
+        const real = fetch;
+        self.fetch = async (path) => {{
+            const answer = await real(path);
+            if (!self.held && path.startsWith("data/{path}")) await new Promise((go) => {{ self.held = go; }});
+            return answer;
+        }};
+    }})()""")
+
+
+def test_a_list_that_is_asked_for_twice_at_a_time_is_whole(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    counted = "document.querySelector('.columns nav p')?.textContent"
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        hold_the_first(browser, "entries/")
+        browser.press("s")
+        browser.wait_for("self.held")
+        browser.wait_for(f"{counted} === '6 of 6 groups'")  # a poll has asked beside the key press
+        browser.evaluate("held()")
+        write_samples(folder, 5, [group("0123456789abcdef", 0, "more")])
+        browser.wait_for(f"{counted} === '7 of 7 groups'")
+        assert browser.problems == []
+
+
+def test_an_older_answer_is_not_drawn_over_a_newer_one(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    points = f"{LINE}.getAttribute('points').split(' ').length"
+    with served(folder) as address, MetricsLog([JsonlSink(folder, resume_step=5)]) as metrics:
+        open_page(browser, address, LINE)
+        hold_the_first(browser, "curve/0/0")
+        metrics.write(6, {"reward": 0.9})
+        browser.wait_for("self.held")
+        metrics.write(7, {"reward": 0.9})
+        browser.evaluate("fetch('data/runs').then((answer) => answer.json()).then(() => null)")
+        browser.press("s")
+        browser.wait_for(GROUP)
+        browser.press("c")
+        browser.wait_for(f"{LINE} && {points} === 7")
+        browser.evaluate(f"""(() => {{
+            self.drawn = [];
+            const note = new MutationObserver(() => drawn.push({points}));
+            note.observe(document.querySelector('.plot'), {{ childList: true }});
+        }})()""")
+        browser.evaluate("held()")
+        metrics.write(8, {"reward": 0.9})  # its poll comes after that of the held answer
+        browser.wait_for(f"{points} === 8")
+        assert set(browser.evaluate("drawn")) <= {7, 8}
+        assert browser.problems == []
+
+
+def test_an_open_section_stays_open_and_one_that_is_opened_again_is_new(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    section = "[...document.querySelectorAll('.metrics')].at(-1)"
+    points = "querySelector('polyline')?.getAttribute('points').split(' ').length"
+    with served(folder) as address, MetricsLog([JsonlSink(folder, resume_step=5)]) as metrics:
+        open_page(browser, address, LINE)
+        browser.evaluate(f"{section}.querySelector('summary').click()")
+        browser.wait_for(f"{section}.{points} === 5")
+        metrics.write(6, {"reward": 0.9, "entropy": 0.1})
+        browser.wait_for(f"{section}.textContent.includes('entropy') && {section}.{points} === 6")
+        assert browser.evaluate(f"{section}.open")
+        browser.evaluate(f"{section}.querySelector('summary').click()")
+        metrics.write(7, {"reward": 0.9, "entropy": 0.1})
+        browser.wait_for(f"document.querySelector('.metrics').{points} === 7")
+        browser.evaluate(f"{section}.querySelector('summary').click()")
+        browser.wait_for(f"{section}.{points} === 7")
+        assert browser.problems == []
+
+
+def test_what_the_mouse_pointed_at_is_forgotten_when_it_leaves(browser: Browser, tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        open_page(browser, address, LINE)
+        browser.point_at(".plot")
+        browser.wait_for("document.querySelector('.toolbar .soft').textContent.startsWith('step ')")
+        browser.press("ArrowDown")  # scrolls, and does not leave the page
+        browser.press("s")
+        browser.wait_for(GROUP)
+        browser.point_at(".answer")
+        browser.wait_for("document.querySelector('.mark.faded')")
+        browser.point_at("#head h1")
+        browser.wait_for("!document.querySelector('.mark.faded')")
+        browser.press("c")
+        browser.wait_for(LINE)
+        assert text_of(browser, ".toolbar .soft") == ""
+        assert browser.evaluate("document.querySelectorAll('.plot .pointed').length") == 0
+
+
+def test_boxes_and_points_lie_where_they_belong(browser: Browser, tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        open_page(browser, f"{address}#samples?step=4&group=0", "document.querySelector('.images .mark.box')")
+        browser.wait_for("document.querySelector('.images img').naturalWidth")
+        numbers = "((each) => (({ x, y, width, height }) => [x, y, width, height])(each.getBoundingClientRect()))"
+        both = "['.images img', '.images .mark.box'].map((each) => document.querySelector(each))"
+        image, box = browser.evaluate(f"{both}.map({numbers})")
+        corner = [(box[axis] - image[axis]) / image[axis + 2] for axis in (0, 1)]
+        size = [box[axis] / image[axis] for axis in (2, 3)]
+        assert [*corner, *size] == pytest.approx([0.1, 0.2, 0.4, 0.4], abs=0.01)
+        assert browser.evaluate("document.querySelectorAll('.images .mark.point').length") == 1
+
+
+def test_filters_leave_what_they_name(browser: Browser, tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        open_page(browser, f"{address}#samples?kind=count&to=2", GROUP)
+        assert text_of(browser, ".columns nav p") == "2 of 6 groups"
+        browser.evaluate("document.querySelector('#kind').value = 'colour'")
+        browser.evaluate("document.querySelector('#kind').dispatchEvent(new Event('change'))")
+        browser.wait_for("document.querySelector('.place').textContent.includes('step 2 · colour')")
+        open_page(browser, f"{address}#samples?low=0.9", "document.querySelector('.group.text-only')")
+        assert "No group passes the filter." in text_of(browser, ".group")
+
+
+def test_a_long_list_has_elements_for_the_rows_in_view(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", recorded=tuple(range(1, 151)))
+    first = "document.querySelector('.list li:first-child')"
+    with served(folder) as address:
+        open_page(browser, f"{address}#samples", GROUP)
+        assert text_of(browser, ".columns nav p") == "300 of 300 groups"
+        assert browser.evaluate("document.querySelectorAll('.list li').length") < 60
+        box = "document.querySelector('.list a[aria-current]').getBoundingClientRect()"
+        frame = "document.querySelector('.list').getBoundingClientRect()"
+        assert browser.evaluate(f"{box}.top >= {frame}.top && {box}.bottom <= {frame}.bottom"), "the newest is in view"
+        browser.evaluate("document.querySelector('.list').scrollTop = 0")
+        browser.wait_for(f"{first}.ariaPosInSet === '1'")
+        assert browser.evaluate(f"{first}.ariaSetSize") == "300"
+        browser.evaluate(f"{first}.querySelector('a').click()")
+        browser.wait_for("document.querySelector('.place').textContent.includes('step 1 · colour')")
+        assert browser.problems == []
+
+
+def test_two_runs_stand_side_by_side_on_the_same_row(browser: Browser, tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", recorded=(1, 5))
+    with served(one, other) as address:
+        both = "document.querySelectorAll('.group .question').length === 2"
+        open_page(browser, f"{address}#samples?step=4&group=1", both)
+        places = browser.evaluate("[...document.querySelectorAll('.group .place')].map((place) => place.textContent)")
+        assert places == ["one · step 4 · count · train/1", "other · step 5 · count · train/1"]
+
+
+def test_one_scale_of_colours_for_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
+    (image,) = (other / "samples" / "images").iterdir()
+    write_samples(other, 4, [group(image.stem, 0, "\\boxed{3}", trainer_logprob=-0.75)])
+    with served(one, other) as address:
+        tokens = "[...document.querySelectorAll('.token.below')]"
+        open_page(browser, f"{address}#samples?step=4&group=0&heat=gap", f"{tokens}.length === 2")
+        heats = browser.evaluate(f"{tokens}.map((token) => token.style.getPropertyValue('--heat'))")
+        assert heats == ["100%", "50%"], "gaps of 1 and of 0.5"
+
+
+def test_what_others_wrote_stays_text(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", text=HOSTILE)
+    write_samples(folder, 5, [group("0123456789abcdef", place, HOSTILE) for place in (2, 3)])
+    page = export([ViewedRun(folder)], tmp_path / "out")
+    with served(folder) as address:
+        for start in (address, page.as_uri()):
+            for heat in ("none", "advantage"):
+                open_page(browser, f"{start}#samples?step=5&group=1&heat={heat}", GROUP)
+                assert text_of(browser, ".question") == f"{HOSTILE} 3?"
+                assert HOSTILE in text_of(browser, ".answer")
+                assert browser.evaluate("document.title") == "run · Fovea"
+                made = "document.querySelectorAll('body script, .group a, [onload], [onerror]').length"
+                assert browser.evaluate(made) == 0
+                # nothing may push the page wider than the window
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            open_page(browser, f"{start}#curves", "document.querySelector('.plot polyline')")
+            assert browser.evaluate("document.title") == "run · Fovea"
+
+
+def test_the_policy_alone_stops_a_script(browser: Browser, tmp_path: Path) -> None:
+    page = export([ViewedRun(write_run(tmp_path / "run"))], tmp_path / "out")
+    inject = "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">'); 1"
+    with served(tmp_path / "run") as address:
+        for start in (address, page.as_uri()):
+            open_page(browser, start, "document.querySelector('.plot polyline')")
+            browser.evaluate(inject)
+            browser.wait_for("document.querySelector('img[src=x]').complete")
+            assert browser.evaluate("document.title") == "run · Fovea"
+            assert any("Content Security Policy" in problem for problem in browser.problems)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_narrow_screen_and_the_dark(browser: Browser, tmp_path: Path, dark: bool) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        open_page(browser, f"{address}#samples?step=4&group=0", GROUP, width=390, height=800, dark=dark)
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        red, green, blue = map(
+            int, browser.evaluate("getComputedStyle(document.body).backgroundColor").strip("rgb()").split(",")
+        )
+        assert (max(red, green, blue) < 64) == dark
+
+
+def test_a_run_that_was_trained_and_exported(browser: Browser, tmp_path: Path) -> None:
+    """From the tiny model's tokens to the page, by way of file://."""
+    config = load_config([ROOT / "recipes" / "shapes_zoom.yaml"], [f"run_dir={tmp_path / 'run'}", *TRAINING])
+    train(build(config))
+    page = export([ViewedRun(tmp_path / "run")], tmp_path / "out")
+    open_page(browser, page.as_uri(), "document.querySelectorAll('.plot polyline').length > 5")
+    assert "step 2 of 2, finished" in text_of(browser, ".runs")
+    open_page(browser, f"{page.as_uri()}#samples?step=2&group=0&heat=gap", "document.querySelector('.token')")
+    browser.wait_for("document.querySelector('.images img').naturalWidth")
+    assert browser.evaluate("document.querySelectorAll('.answer').length") == 4
+    gaps = browser.evaluate("[...document.querySelectorAll('.token')].map((token) => token.dataset.place).length")
+    assert gaps >= 4
+    assert browser.problems == []

@@ -1,0 +1,51 @@
+"""The command `fovea view`."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from fovea.cli.main import app
+from tests.view.folders import write_run
+
+
+def view(*words: str) -> Result:
+    return CliRunner().invoke(app, ["view", *words])
+
+
+def test_an_export_says_where_its_page_is(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run"), tmp_path / "out"
+    result = view(str(run), "--export", str(out))
+    assert (result.exit_code, result.stdout) == (0, f"{out / 'index.html'}\n")
+    again = view(str(run), "--export", str(out))
+    assert again.exit_code == 2
+    assert again.stderr == f"error: --export {out}: it is not empty; give a new folder\n"
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    result = view(str(tmp_path))
+    assert result.exit_code == 2
+    assert "no run folder, since it holds no config.yaml" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = view(str(run), "--port", str(port))
+    assert result.exit_code == 2
+    assert f"error: --port {port}: " in result.stderr
+    assert "give another one, or 0 for any that is free" in result.stderr
+
+
+def test_the_page_needs_no_torch() -> None:
+    """Its import takes seconds and hundreds of megabytes, beside a run that needs them."""
+    code = "import sys, fovea.view.server, fovea.view.export; print({'torch', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
