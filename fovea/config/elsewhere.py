@@ -1,0 +1,171 @@
+"""Settings, commands and metrics of other systems, and what they are here; elsewhere.yaml has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from fovea.config.recipes import read_yaml
+
+FILE = Path(__file__).with_suffix(".yaml")
+BELOW = ".*"
+"""The end of a key that stands for all keys below it."""
+GENERIC_NAMES = frozenset({"device", "enable", "len", "metric", "mode", "name", "path", "strategy", "tool", "type"})
+"""Last names that say nothing by themselves of what is meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterpart:
+    """One setting of another system: the keys that it sets here, or why there is none."""
+
+    theirs: str
+    """Its key; behind `.*` all keys below."""
+    ours: tuple[str, ...] = ()
+    """The keys here: all of them get its value, but behind a rule they are those that the rule may set."""
+    has_default: bool = False
+    default: Any = None
+    """Its value where it is left out, if `has_default`."""
+    values: Mapping[Any, Any] | None = None
+    """Its values, and ours for each; others have no counterpart."""
+    special: Mapping[Any, Any] | None = None
+    """Values that are others here; the rest are the same."""
+    rule: str = ""
+    """Name of the function of the importer that reads it with others, or changes its unit."""
+    none: str = ""
+    """Reason why it has no counterpart."""
+    harmless: tuple[Any, ...] | Literal["any"] = ()
+    """Values with which nothing is lost by having no counterpart."""
+    note: str = ""
+    """Difference between the two, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A command or a metric of another system, and ours."""
+
+    theirs: str
+    ours: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """Another system, as far as its users need it."""
+
+    name: str
+    title: str
+    about: str
+    """What differs most, in a paragraph."""
+    seen: str
+    """The version that was read."""
+    commands: tuple[Pair, ...]
+    chapters: Mapping[str, tuple[Counterpart, ...]]
+    """Its settings, by subject."""
+    by_key: Mapping[str, Counterpart]
+    """All settings of the chapters."""
+    metrics: tuple[Pair, ...]
+
+    @property
+    def settings(self) -> Iterable[Counterpart]:
+        return self.by_key.values()
+
+    def find(self, key: str) -> Counterpart | None:
+        """The setting of a key, or the nearest around it that stands for all below; None for an unknown key."""
+        if key in self.by_key:
+            return self.by_key[key]
+        *sections, _ = key.split(".")
+        around = [".".join(sections[:depth]) for depth in range(len(sections), 0, -1)]
+        return next((self.by_key[f"{each}{BELOW}"] for each in around if f"{each}{BELOW}" in self.by_key), None)
+
+
+@cache
+def systems() -> Mapping[str, System]:
+    """The systems of elsewhere.yaml by name."""
+    content = read_yaml(FILE.read_bytes(), str(FILE))
+    return {name: _system(name, entry) for name, entry in content.items()}
+
+
+def _system(name: str, entry: dict[str, Any]) -> System:
+    commands, metrics = (tuple(Pair(**pair) for pair in entry.pop(kind)) for kind in ("commands", "metrics"))
+    chapters = {
+        title: tuple(_counterpart(key, row) for key, row in rows.items())
+        for title, rows in entry.pop("settings").items()
+    }
+    by_key = {setting.theirs: setting for chapter in chapters.values() for setting in chapter}
+    return System(name=name, commands=commands, chapters=chapters, by_key=by_key, metrics=metrics, **entry)
+
+
+def _counterpart(key: str, row: dict[str, Any]) -> Counterpart:
+    ours, harmless = row.pop("ours", ()), row.pop("harmless", ())
+    return Counterpart(
+        theirs=key,
+        ours=(ours,) if isinstance(ours, str) else tuple(ours),
+        harmless=harmless if harmless == "any" else tuple(harmless),
+        has_default="default" in row,
+        **row,
+    )
+
+
+def hint_for(key: str) -> str | None:
+    """What a key of another system is here, whole or without its first sections; None where that is no news.
+
+    No news is a key whose counterpart has its last name: the table of our own settings has that too.
+    """
+    if told := _section_of_another_system(key):
+        return told
+    found = _meant(key)
+    renamed = [setting for _, setting in found if setting.none or _last(key) not in map(_last, setting.ours)]
+    return _message(key, found) if renamed else None
+
+
+def hint_for_last_name(key: str) -> str | None:
+    """What a setting of another system with the last name of a key is here; None if there is no such setting."""
+    name = _last(key)
+    found = [(system, each) for system, each in _all() if _last(each.theirs) == name and name not in GENERIC_NAMES]
+    return _message(key, found) if found else None
+
+
+def hint_for_section(key: str) -> str | None:
+    """Why there is nothing here for all keys of the section of another system that a key is in; None for others."""
+    around = [(system, system.find(key)) for system in systems().values()]
+    found = [(system, each) for system, each in around if each is not None and each.theirs.endswith(BELOW)]
+    return _message(key, found) if found else None
+
+
+def _section_of_another_system(key: str) -> str | None:
+    titles = dict.fromkeys(system.title for system, each in _all() if each.theirs.startswith(f"{key}."))
+    if not titles or any(each.theirs == key for _, each in _all()):
+        return None
+    return f"{key}: a section of {' and '.join(titles)}; `fovea import-config FILE` makes a recipe of such settings"
+
+
+def _meant(key: str) -> list[tuple[System, Counterpart]]:
+    """The settings of other systems that a key names, in full where there is one, else by its last sections."""
+    exact = [(system, each) for system, each in _all() if each.theirs == key]
+    return exact or [(system, each) for system, each in _all() if each.theirs.endswith(f".{key}")]
+
+
+def _all() -> Iterator[tuple[System, Counterpart]]:
+    return ((system, setting) for system in systems().values() for setting in system.settings)
+
+
+def _message(key: str, found: list[tuple[System, Counterpart]]) -> str:
+    with_ours = [(system, each) for system, each in found if each.ours]
+    if not with_ours:
+        return f"{key} is no setting here: {found[0][1].none}; remove it"
+    distinct = {each.ours: (system, each) for system, each in reversed(with_ours)}
+    told = [_told(key, system, each) for system, each in reversed(distinct.values())]
+    return f"{key}: no such setting; {'; '.join(told)}"
+
+
+def _told(key: str, system: System, setting: Counterpart) -> str:
+    name = "" if setting.theirs == key else f" {setting.theirs}"
+    note = f" ({setting.note})" if setting.note else ""
+    return f"{system.title}'s{name} is {' and '.join(setting.ours)} here{note}"
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,62 @@
+"""References in the values of OmegaConf: `${runner.seq_length}`, `${subtract:${a.b}, 1}`, `${oc.select:a.b,512}`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fovea.config.recipes import read_yaml
+from fovea.errors import ConfigError
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_MOST_REFERENCES = 100
+"""More in one value go in a circle."""
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "multiply": lambda first, second: first * second,
+    "int_div": lambda first, second: first // second,
+    "divide": lambda first, second: first / second,
+    "subtract": lambda first, second: first - second,
+    "add": lambda first, second: first + second,
+    "not": lambda value: not value,
+    "oc.env": lambda name, default=None: os.environ.get(name, default),
+}
+"""OmegaConf's own function for the environment, and those that RLinf adds."""
+
+
+def resolve(value: Any, key: str, lookup: Callable[[str], Any]) -> Any:
+    """The value of a setting with its references replaced by what `lookup` has for their keys.
+
+    ConfigError for a function that is not known here, and for references in a circle.
+    """
+    for _ in range(_MOST_REFERENCES):
+        found = _INNERMOST.search(value) if isinstance(value, str) else None
+        if found is None:
+            return value
+        inner = _evaluate(found[1], key, lookup)
+        whole = found.span() == (0, len(value))
+        value = inner if whole else f"{value[: found.start()]}{inner}{value[found.end() :]}"
+    raise ConfigError(f"{key}: its references lead in a circle; write its value")
+
+
+def _evaluate(inner: str, key: str, lookup: Callable[[str], Any]) -> Any:
+    name, is_call, rest = inner.partition(":")
+    if not is_call:
+        return lookup(_absolute(inner, key))
+    arguments = [part.strip() for part in rest.split(",")]
+    if name == "oc.select":
+        chosen = lookup(_absolute(arguments[0], key))
+        return chosen if chosen is not None or len(arguments) == 1 else read_yaml(arguments[1], key)
+    if name not in _FUNCTIONS:
+        raise ConfigError(f"{key}: ${{{name}:...}} is a function that is not known here; write its value")
+    try:
+        return _FUNCTIONS[name](*(read_yaml(argument, key) for argument in arguments))
+    except (TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{key}: ${{{inner}}} has no value ({error}); write its value") from None
+
+
+def _absolute(reference: str, key: str) -> str:
+    """The key that a reference names; one dot at its start is the section of `key`, two the one around that."""
+    dots = len(reference) - len(reference.lstrip("."))
+    return reference if dots == 0 else ".".join([*key.split(".")[:-dots], reference[dots:]])

@@ -1,0 +1,95 @@
+"""From settings of another system to those of a recipe: each known one mapped, nothing guessed, nothing forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fovea.config.elsewhere import System
+from fovea.config.listing import settings
+from fovea.config.type_text import show
+from fovea.errors import ConfigError
+from fovea.importer import rlinf, verl
+from fovea.importer.given import Given
+from fovea.importer.theirs import EnvironmentName, Left, Line, Rule, Theirs, plain
+
+RULES: Mapping[str, Mapping[str, Rule]] = {"verl": verl.RULES, "rlinf": rlinf.RULES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """What became of the settings that were given: each of them is in one of the four."""
+
+    system: System
+    lines: tuple[Line, ...]
+    """The settings of the recipe, one for each key."""
+    left: tuple[Left, ...]
+    """Settings without a counterpart, whose loss matters."""
+    needless: tuple[Left, ...]
+    """Settings that need none."""
+    unknown: tuple[Given, ...]
+
+
+def translate(system: System, given: Mapping[str, Given], environment: EnvironmentName | None = None) -> Translation:
+    """The settings of a recipe for those of a run of another system, its defaults included.
+
+    ConfigError for values that contradict each other, that cannot be known, or without which there is no recipe.
+    """
+    theirs = Theirs(system=system, given=given, environment=environment)
+    found = list(_found(theirs))
+    lines = tuple(_one_for_each_key(each for each in found if isinstance(each, Line)))
+    left = [each for each in found if isinstance(each, Left)]
+    told = {key for line in lines for key in line.read} | {each.key for each in left}
+    silent = [key for key in given if key not in told and system.find(key) is not None]
+    left += [Left(key=key, reason="without effect beside the other settings", matters=False) for key in silent]
+    unknown = {key: each for key, each in given.items() if system.find(key) is None}
+    empty = [key for key, each in unknown.items() if each.value in (None, {}, [])]
+    left += [Left(key=key, reason="nothing is set there", matters=False) for key in empty]
+    return Translation(
+        system=system,
+        lines=lines,
+        left=tuple(each for each in left if each.matters),
+        needless=tuple(each for each in left if not each.matters),
+        unknown=tuple(each for key, each in unknown.items() if key not in empty),
+    )
+
+
+def _found(theirs: Theirs) -> Iterator[Line | Left]:
+    """What becomes of each setting, in the order of the table; a rule comes where its first setting stands."""
+    done = set()
+    for setting in theirs.system.settings:
+        if not setting.rule:
+            yield from plain(theirs, setting)
+        elif setting.rule not in done:
+            done.add(setting.rule)
+            yield from RULES[theirs.system.name][setting.rule](theirs)
+
+
+def _one_for_each_key(lines: Iterable[Line]) -> Iterator[Line]:
+    """The line of each key; what is given goes before a default, and two that are given must agree."""
+    by_key: dict[str, Line] = {}
+    lists = {setting.key for setting in settings() if setting.type.startswith("list")}
+    for line in (_as_list(line) if line.key in lists else line for line in lines):
+        other = by_key.setdefault(line.key, line)
+        if line.value == other.value or (other.is_given and not line.is_given):
+            if line.is_given and other is not line:
+                by_key[line.key] = _joined(other, line)
+        elif other.is_given:
+            raise ConfigError(
+                f"{other.source} is {line.key}={show(other.value)}, but {line.source} is {line.key}="
+                f"{show(line.value)}; a run of Fovea has one value: leave one of them out"
+            )
+        else:
+            by_key[line.key] = line
+    yield from by_key.values()
+
+
+def _joined(first: Line, second: Line) -> Line:
+    if not first.is_given:
+        return second
+    return replace(first, source=f"{first.source}; {second.source}", read=(*first.read, *second.read))
+
+
+def _as_list(line: Line) -> Line:
+    """The line with a list of one for a text."""
+    return replace(line, value=[line.value]) if isinstance(line.value, str) else line
