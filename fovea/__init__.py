@@ -1,3 +1,51 @@
-"""Fovea: reinforcement learning for vision-language models."""
+"""Fovea: reinforcement learning for vision-language models.
+
+The public names below are imported when the first of them is used, since torch takes seconds (docs/python.md).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "GRPO",
+    "PPO",
+    "Exported",
+    "FoveaError",
+    "Score",
+    "TargetMetrics",
+    "Task",
+    "TrainedRun",
+    "__version__",
+    "evaluate",
+    "export",
+    "load_run",
+]
+
+if TYPE_CHECKING:
+    # for type checkers, which would take every name that `__getattr__` may give for one that there is
+    from fovea.api import (
+        GRPO,
+        PPO,
+        Exported,
+        FoveaError,
+        Score,
+        TargetMetrics,
+        Task,
+        TrainedRun,
+        evaluate,
+        export,
+        load_run,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("fovea.api"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

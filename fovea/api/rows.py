@@ -1,0 +1,51 @@
+"""Rows in memory as arguments: which settings they replace, and what is held out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fovea.api.settings import is_set
+from fovea.build.given import Frames
+from fovea.data.rows import InMemory
+from fovea.environments.base import Split
+from fovea.errors import ConfigError
+
+TEST_SHARE = 0.1
+"""Share of the rows that is held out for the final figures where no test rows are given."""
+
+
+ASKED: Mapping[str, object] = {"environment.test_files": [], "environment.test_share": 0.0}
+"""Settings that make room for test rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsArguments:
+    """The rows of the splits, where they are given."""
+
+    rows: InMemory | None = None
+    test_rows: InMemory | None = None
+    dev_rows: InMemory | None = None
+
+    @property
+    def frames(self) -> Frames:
+        given: dict[Split, InMemory | None] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
+        return {split: rows for split, rows in given.items() if rows is not None}
+
+    def settings(self, *others: Mapping[str, object]) -> dict[str, object]:
+        """The settings that make room for the rows; `others` are those that the user has given beside them.
+
+        Rows replace the files of a recipe in all splits: what is not given is held out of `rows`.
+        """
+        if self.rows is None:
+            if self.frames:
+                raise ConfigError("test_rows and dev_rows are given, but no rows to train on; give rows, too")
+            return {}
+        made: dict[str, object] = {"environment.train_files": []}
+        if self.test_rows is not None:
+            made |= ASKED
+        elif not is_set("environment.test_files", *others) and not is_set("environment.test_share", *others):
+            made |= {"environment.test_files": None, "environment.test_share": TEST_SHARE}
+        if not is_set("environment.dev_files", *others):
+            made["environment.dev_files"] = None
+        return made

@@ -1,0 +1,46 @@
+"""A run as its folder tells of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fovea.errors import DataError
+from fovea.metrics.log import read_metrics
+from fovea.report.about import SUMMARY_FILE
+from fovea.report.summary import SummaryJson, read_summary
+from fovea.run.folder import CONFIG_FILE
+from fovea.types import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A run: `train()` returns one, and `load_run` reads one from its folder, which may be of a run that goes on."""
+
+    folder: Path
+    """The run folder, with its settings, samples, checkpoints and report (docs/runs.md)."""
+    metrics: list[Metrics]
+    """The metrics of every step by name (docs/metrics.md), `step` included: `pandas.DataFrame(run.metrics)`."""
+    summary: SummaryJson | None
+    """Figures of the evaluations on the test rows before and after training; None for a run that has not ended."""
+    model: Path | None = None
+    """The folder that the model was exported to at the end of training; None where that was not asked for."""
+
+    @property
+    def config_file(self) -> Path:
+        """All settings of the run, as a recipe."""
+        return self.folder / CONFIG_FILE
+
+
+def load_run(folder: str | os.PathLike[str]) -> TrainedRun:
+    """Read a run from its folder; DataError where there is none."""
+    path = Path(folder)
+    if not (path / CONFIG_FILE).is_file():
+        raise DataError(f"{path}: no run folder, since it holds no {CONFIG_FILE}; give the `folder` of a run")
+    summary = path / SUMMARY_FILE
+    return TrainedRun(
+        folder=path,
+        metrics=read_metrics(path),
+        summary=read_summary(summary) if summary.is_file() else None,
+    )

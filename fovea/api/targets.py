@@ -1,0 +1,104 @@
+"""`fovea.evaluate` and `fovea.export`: the commands of these names, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from fovea.api.objects import RewardArgument, code_settings, given_code
+from fovea.api.rows import ASKED
+from fovea.api.runs import TrainedRun
+from fovea.api.settings import overrides_of
+from fovea.config.recipes import find_recipe
+from fovea.data.rows import InMemory
+from fovea.environments.base import Split
+from fovea.errors import ConfigError
+from fovea.eval_targets import OutputFiles, evaluate_targets
+from fovea.evaluation.comparison import TargetMetrics
+from fovea.exporting.export import Exported
+from fovea.exporting.export import export as export_model
+
+Target: TypeAlias = str | os.PathLike[str] | TrainedRun
+
+
+@contextmanager
+def restored_threads() -> Iterator[None]:
+    """Put the number of torch's threads, which the setting `threads` changes, back at the end of the block."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def evaluate(  # noqa: PLR0913 (each is an option of the command)
+    *targets: Target,
+    recipe: str | os.PathLike[str] | None = None,
+    split: Split = "test",
+    rows: InMemory | None = None,
+    reward: RewardArgument = None,
+    environment: Any = None,
+    settings: Mapping[str, object] | None = None,
+    json_file: str | os.PathLike[str] | None = None,
+    html_file: str | os.PathLike[str] | None = None,
+    api_key_env: str | None = None,
+    trust: bool = False,
+    quiet: bool = False,
+) -> list[TargetMetrics]:
+    """Evaluate targets side by side, on the same rows with one grader; prints tables and returns what is in them.
+
+    A target is a run, one of its checkpoints, a model folder or hub id, the address of a server, or one of the
+    baselines `majority`, `gold` and `constant:TEXT`. Rows and grader are those of the recipe, else of the first target
+    that is a run. A run that was trained with a function or an object needs the same one again, as `reward` or
+    `environment`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) are asked in place of the
+    test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run. `settings` are those
+    of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` lets code run that a run's own settings name as a
+    file (docs/evaluation.md). Raises FoveaError.
+    """
+    if rows is not None and split != "test":
+        raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
+    named = (code_settings(environment, reward), settings or {})
+    made = {} if rows is None else ASKED
+    with restored_threads():
+        return evaluate_targets(
+            [_word(target) for target in targets],
+            overrides_of(*named, made),
+            recipe=None if recipe is None else find_recipe(recipe),
+            split=split,
+            output_files=OutputFiles(json_file=_path(json_file), html_file=_path(html_file)),
+            trust=trust,
+            api_key_env=api_key_env,
+            quiet=quiet,
+            given=given_code(environment, reward),
+            rows=rows,
+        )
+
+
+def export(
+    source: str | os.PathLike[str] | TrainedRun,
+    folder: str | os.PathLike[str],
+    *,
+    adapter_only: bool = False,
+    settings: Mapping[str, object] | None = None,
+    trust: bool = False,
+) -> Exported:
+    """Write the model of a run or checkpoint to a new folder, as transformers loads it, load it again and compare.
+
+    `adapter_only` writes a LoRA adapter in peft's format in place of the merged model (docs/export.md). Raises
+    FoveaError.
+    """
+    overrides = overrides_of(settings or {})
+    return export_model(Path(_word(source)), Path(folder), adapter_only=adapter_only, overrides=overrides, trust=trust)
+
+
+def _word(target: Target) -> str:
+    return str(target.folder) if isinstance(target, TrainedRun) else os.fspath(target)
+
+
+def _path(file: str | os.PathLike[str] | None) -> Path | None:
+    return None if file is None else Path(file)

@@ -1,0 +1,195 @@
+"""`fovea.GRPO` and `fovea.PPO`: a run from Python, with the settings of a recipe as arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from typing_extensions import Unpack
+
+from fovea import loop, loop_async
+from fovea.api.objects import RewardArgument, code_settings, given_code, model_settings
+from fovea.api.rows import RowsArguments
+from fovea.api.runs import TrainedRun, load_run
+from fovea.api.settings import Settings, is_set, overrides_of
+from fovea.api.targets import Target, evaluate, export, restored_threads
+from fovea.build.run import build
+from fovea.build.workers import serve_driver
+from fovea.config.loading import load_run_config
+from fovea.config.recipes import find_recipe
+from fovea.config.run import Config
+from fovea.data.rows import InMemory
+from fovea.environments.base import Split
+from fovea.errors import ConfigError
+from fovea.evaluation.comparison import TargetMetrics
+from fovea.exporting.export import Exported
+from fovea.run.context import Run
+from fovea.run.run_dir import has_checkpoint
+from fovea.utils.launch import is_worker
+
+Recipe: TypeAlias = str | os.PathLike[str]
+
+
+class Trainer:
+    """A run that is described but not begun: `GRPO` or `PPO`.
+
+    All settings are checked here, before anything is loaded. Raises ConfigError, a FoveaError, with what was set, why
+    it fails and the fix.
+    """
+
+    _name: ClassVar[str]
+
+    def __init__(  # noqa: PLR0913 (each is a part of a run that has a name of its own)
+        self,
+        *,
+        model: str | os.PathLike[str] | Mapping[str, object] | None = None,
+        recipe: Recipe | None = None,
+        environment: Any = None,
+        rows: InMemory | None = None,
+        test_rows: InMemory | None = None,
+        dev_rows: InMemory | None = None,
+        reward: RewardArgument = None,
+        settings: Mapping[str, object] | None = None,
+        **more: Unpack[Settings],
+    ) -> None:
+        """Describe a run.
+
+        * `model`: a path or hub id, or the section `model` of a recipe, such as `{"tiny": {}}`.
+        * `recipe`: a YAML file to start from, or a name that `fovea recipes` lists; the arguments win over it.
+        * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
+        * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings or a mapping of columns, to train on.
+          With a reward of your own the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
+          `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). The rows are
+          written into the run folder.
+        * `test_rows`, `dev_rows`: rows held out; without them, shares of `rows`, by image.
+        * `reward`: a function of a task, a text and images, plain or async, or `path/to/file.py:function`.
+        * `settings` and all further arguments: settings by their names in a recipe, dotted (in `settings`) or nested.
+        """
+        described = {**model_settings(model), **code_settings(environment, reward)}
+        further = settings or {}
+        rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
+        others = (described, further, more)
+        made = {**rows_given.settings(*others), **_grader(rows, recipe, reward, others)}
+        self._frames = rows_given.frames
+        self._code = given_code(environment, reward)
+        self._recipes = [] if recipe is None else [find_recipe(recipe)]
+        self._overrides = [*self._algorithm(), *overrides_of(described, further, more, made)]
+        self._folder: Path | None = None
+        self.config: Config = self._checked(load_run_config(self._recipes, self._overrides))
+
+    def train(self, *, export_to: str | os.PathLike[str] | None = None) -> TrainedRun:
+        """Train from the start, or with `resume="auto"` from the newest checkpoint, to the end.
+
+        Works in a script and in a notebook. Ctrl-C, or the stop button, lets the running step end, saves it and raises
+        KeyboardInterrupt; a second one ends at once. `export_to` exports the model to that folder at the end. In
+        the processes of torchrun but the first, it works for that one and then ends the process. Raises FoveaError.
+        """
+        if is_worker():
+            serve_driver()
+            raise SystemExit(0)
+        with restored_threads():
+            run = build(self.config, self._code.environment, self._frames, self._code.reward)
+            self._folder = run.folder
+            _run_steps(run)
+        trained = load_run(run.folder)
+        return trained if export_to is None else replace(trained, model=export(run.folder, export_to).folder)
+
+    def evaluate(
+        self,
+        *others: Target,
+        split: Split = "test",
+        rows: InMemory | None = None,
+        settings: Mapping[str, object] | None = None,
+        html_file: str | os.PathLike[str] | None = None,
+        quiet: bool = False,
+    ) -> list[TargetMetrics]:
+        """Evaluate the newest checkpoint of the run beside other targets, as `fovea.evaluate` does."""
+        return evaluate(
+            self.folder,
+            *others,
+            split=split,
+            rows=rows,
+            reward=self._code.reward,
+            environment=self._code.environment,
+            settings=settings,
+            html_file=html_file,
+            trust=True,
+            quiet=quiet,
+        )
+
+    def export(self, folder: str | os.PathLike[str], *, adapter_only: bool = False) -> Exported:
+        """Export the newest checkpoint of the run to a new folder, as `fovea.export` does."""
+        return export(self.folder, folder, adapter_only=adapter_only, trust=True)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run; ConfigError before it has one."""
+        folder = self._folder or Path(self.config.run_dir)
+        if not has_checkpoint(folder):
+            raise ConfigError("nothing has been trained yet; call train(), or set run_dir to the folder of a run")
+        return folder
+
+    def _algorithm(self) -> list[dict[str, object]]:
+        """Overrides that choose the algorithm, below those of the user."""
+        return []
+
+    def _checked(self, config: Config) -> Config:
+        has_critic = config.algorithm.critic is not None
+        if has_critic != (self._name == "PPO"):
+            has, other = ("a value function", "PPO") if has_critic else ("no value function", "GRPO")
+            raise ConfigError(
+                f"algorithm.name={config.algorithm.name} with advantage={config.algorithm.advantage.name} has {has}; "
+                f"use fovea.{other}, or set another algorithm.name"
+            )
+        if config.max_restarts:
+            raise ConfigError(
+                f"max_restarts={config.max_restarts} has the command `fovea train` start again, and this is another "
+                "program; set max_restarts=0, or use the command"
+            )
+        return config
+
+
+class GRPO(Trainer):
+    """Group-relative policy optimisation, or one of its variants (`algorithm={"name": "dapo"}`, docs/algorithms.md).
+
+    `fovea.GRPO(model="Qwen/Qwen3-VL-2B-Instruct", rows=frame, reward=score, max_steps=100).train()`
+    """
+
+    _name = "GRPO"
+
+
+class PPO(Trainer):
+    """Proximal policy optimisation with a value function (docs/algorithms.md), otherwise as `GRPO`."""
+
+    _name = "PPO"
+
+    def _algorithm(self) -> list[dict[str, object]]:
+        return [{"algorithm": {"name": "ppo"}}]
+
+
+def _run_steps(run: Run) -> None:
+    """Run the loop that the settings call for to its end, or to the time limit of the settings."""
+    steps = loop_async if run.config.rollout.max_staleness_steps else loop
+    try:
+        steps.train(run)
+    except SystemExit as end:
+        if end.code:  # a signal
+            raise
+
+
+def _grader(
+    rows: InMemory | None, recipe: Recipe | None, reward: RewardArgument, others: tuple[Mapping[str, object], ...]
+) -> dict[str, object]:
+    """The environment of rows for which none is named."""
+    named = is_set("environment.name", *others) or any(isinstance(each.get("environment"), str) for each in others)
+    if rows is None or recipe is not None or named:
+        return {}
+    if reward is None and not is_set("reward", *others):
+        raise ConfigError(
+            "rows are given, but nothing that grades their answers; give reward=function, or environment='vqa', "
+            "'geo3k', 'caption' or 'geospot', which grade by themselves (docs/environments.md)"
+        )
+    return {"environment.name": "rows"}

@@ -1,0 +1,138 @@
+"""The workflows vlm-rl-training and vlm-rl-eval as MixFlow classes of the mixtrain SDK (extra: mixtrain).
+
+A file for `mixtrain workflow create` needs one line: `from fovea.integrations.mixtrain import VLMRLTraining`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from mixtrain import Dataset, Eval, MixFlow, Sandbox
+
+from fovea.config.base import Section
+from fovea.metrics.log import read_metrics
+from fovea.workflows.evaluation import evaluate
+from fovea.workflows.inputs import EvaluationInputs, TrainingInputs, check_names, checked
+from fovea.workflows.training import TrainingOutputs, train
+
+Run = TypeVar("Run", bound=Callable[..., dict[str, Any]])
+Flow = TypeVar("Flow", bound=type[MixFlow])
+
+SAVE_RESULTS = inspect.Parameter("save_results", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
+"""An input of the training here alone: save the metrics and the evaluation in the workspace."""
+IMAGE = "nvcr.io/nvidia/pytorch:25.01-py3"
+MAX_NAME_LENGTH = 63
+"""Of the names in a workspace."""
+
+
+def takes(record: type[Section], *own: inspect.Parameter, **other_types: object) -> Callable[[Run], Run]:
+    """Give `run` the inputs of a record as its parameters, where the SDK looks for their names, types and defaults."""
+
+    def with_signature(run: Run) -> Run:
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.is_required() else field.get_default(),
+                annotation=other_types.get(name, field.annotation),
+            )
+            for name, field in record.model_fields.items()
+        ]
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([me, *parameters, *own])  # type: ignore[attr-defined]
+        return run
+
+    return with_signature
+
+
+def names_checked(record: type[Section], *own: str) -> Callable[[Flow], Flow]:
+    """Check the names of inputs before the SDK does, whose error does not tell which one may be meant."""
+
+    def with_check(flow: Flow) -> Flow:
+        run_of_sdk = flow.run
+
+        @functools.wraps(run_of_sdk)
+        def run(self: MixFlow, inputs: Mapping[str, Any] | None = None, **more: Any) -> Any:
+            given = {**(inputs or {}), **more}
+            check_names(record, given, own)
+            return run_of_sdk(self, given)
+
+        flow.run = run
+        return flow
+
+    return with_check
+
+
+@names_checked(TrainingInputs, "save_results")
+class VLMRLTraining(MixFlow):  # type: ignore[misc]
+    """Train a vision-language model by PPO in an environment with verifiable rewards."""
+
+    _sandbox = Sandbox(image=IMAGE, gpu="A100", gpu_per_node=4, timeout=14400)
+
+    def setup(self, save_results: bool = True) -> None:
+        """Find out before the training whether its results can be saved."""
+        if save_results:
+            _ = self.mix.workspace_name
+
+    @takes(TrainingInputs, SAVE_RESULTS, env_dataset=Dataset | str | None)
+    def run(self, *, save_results: bool, env_dataset: Dataset | str | None, **given: Any) -> dict[str, Any]:
+        """Train, and return the outputs of the workflow.
+
+        `env_dataset` is a Dataset, or the name of one in the workspace. With `save_results` the metrics become a
+        Dataset of the workspace and the evaluation an Eval; without, a local Dataset and the figures.
+        """
+        inputs = checked(TrainingInputs, _given(given))
+        outputs = train(_on_all_gpus(inputs, torch.cuda.device_count()), self._rows(env_dataset))
+        results = outputs.to_json()
+        metrics: Any = Dataset.from_pylist(read_metrics(outputs.run), name=_name("metrics", outputs))
+        if save_results:
+            metrics = metrics.save(_name("metrics", outputs), client=self.mix)
+            results["evaluation"] = Eval.from_dataset(
+                metrics, _name("eval", outputs), columns=metrics.schema.names, client=self.mix
+            )
+        return results | {"metrics_dataset": metrics}
+
+    def _rows(self, env_dataset: Dataset | str | None) -> list[dict[str, Any]] | None:
+        if env_dataset is None:
+            return None
+        dataset = Dataset(env_dataset, client=self.mix) if isinstance(env_dataset, str) else env_dataset
+        rows: list[dict[str, Any]] = dataset.to_pylist(load_files="bytes")
+        return rows
+
+
+@names_checked(EvaluationInputs)
+class VLMRLEval(MixFlow):  # type: ignore[misc]
+    """Evaluate a trained vision-language model beside a baseline on the same rows."""
+
+    _sandbox = Sandbox(image=IMAGE, gpu="A100", timeout=14400)
+
+    @takes(EvaluationInputs)
+    def run(self, **given: Any) -> dict[str, Any]:
+        """Evaluate, and return the outputs of the workflow."""
+        return evaluate(checked(EvaluationInputs, _given(given))).to_json()
+
+
+def _given(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs but for those that the SDK filled in: None stands for one that is left out."""
+    return {name: value for name, value in inputs.items() if value is not None}
+
+
+def _on_all_gpus(inputs: TrainingInputs, num_gpus: int) -> TrainingInputs:
+    """The inputs with all GPUs of the sandbox, whose one process would otherwise train on the first of them."""
+    placed = any(key.partition(".")[0] == "cluster" for key in inputs.settings)
+    if num_gpus < 2 or placed:
+        return inputs
+    given = inputs.model_dump(exclude_unset=True)
+    return TrainingInputs(**{**given, "settings": {**inputs.settings, "cluster.gpus_per_node": num_gpus}})
+
+
+def _name(kind: str, outputs: TrainingOutputs) -> str:
+    """A name for the workspace that tells the run, whose folder ends with the time of its start."""
+    start = f"vlm-rl-{kind}-step-{outputs.total_steps}-"
+    run = re.sub(r"[^a-z0-9_-]+", "-", outputs.run.name.lower())
+    return start + run[len(start) - MAX_NAME_LENGTH :]

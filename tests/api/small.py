@@ -1,0 +1,56 @@
+"""The smallest runs from Python: settings, rows and a reward."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+import fovea
+
+SETTINGS: Mapping[str, object] = {
+    "model.tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300, "vision_depth": 1},
+    "max_steps": 2,
+    "warmup": None,
+    "log": {"progress": False, "tensorboard": False},
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
+    "evaluate": {"test_size": 2, "dev_size": 2, "image_controls": False, "shared_images": "ignore"},
+    "parity": {"prompts": 1, "max_new_tokens": 2},
+    "data.cache_dir": "cache",
+}
+COLOURS = ("red", "green", "blue", "white", "yellow", "purple", "orange", "pink", "brown", "cyan")
+
+
+def picture(colour: str) -> Image.Image:
+    return Image.new("RGB", (32, 32), colour)
+
+
+def png(colour: str) -> bytes:
+    file = io.BytesIO()
+    picture(colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def base64_png(colour: str) -> str:
+    return base64.b64encode(png(colour)).decode()
+
+
+def rows(size: int = 8) -> list[dict[str, Any]]:
+    """Pictures of one colour each, under a column name of their own."""
+    colours = [COLOURS[index % len(COLOURS)] for index in range(size)]
+    return [
+        {"photo": picture(colour), "question": f"{index}: which colour?", "answer": colour}
+        for index, colour in enumerate(colours)
+    ]
+
+
+PHOTOS = {"image_key": "photo"}
+
+
+def score(task: fovea.Task, text: str, images: Sequence[Image.Image]) -> dict[str, float]:
+    """Many letters, and whether the picture is the one of the row."""
+    shown = images[0].getpixel((0, 0)) == Image.new("RGB", (1, 1), task.answer).getpixel((0, 0))
+    return {"reward": len(text) / 10, "accuracy": float(task.answer in text), "shown": float(shown)}

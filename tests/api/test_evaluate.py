@@ -1,0 +1,104 @@
+"""`fovea.evaluate` on rows in memory, and what wrong arguments of Python functions are told in terms of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+
+import fovea
+from tests.api.small import PHOTOS, SETTINGS, rows, score
+
+FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "DataFrame": pd.DataFrame,
+    "Dataset": datasets.Dataset.from_list,
+    "list": list,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_asked_without_a_recipe_or_a_run(form: str) -> None:
+    seen = []
+
+    def look(task: fovea.Task, text: str, images: Any) -> float:
+        seen.append((task.question, task.answer, images[0].getpixel((0, 0))))
+        return float(text == "red")
+
+    before = set(Path().iterdir())
+    (metrics,) = fovea.evaluate(
+        "constant:red",
+        rows=FORMS[form](rows(6)),
+        reward=look,
+        environment=PHOTOS,
+        settings={"data.cache_dir": "cache"},
+        quiet=True,
+    )
+    assert (metrics.accuracy.n, metrics.accuracy.mean) == (6, 1)
+    wanted = [(row["question"], row["answer"], row["photo"].getpixel((0, 0))) for row in rows(6)]
+    assert [each for each in seen if each in wanted][-6:] == wanted
+    assert set(Path().iterdir()) - before <= {Path("cache")}
+    assert [file for file in Path("cache").rglob("*") if file.is_file()] == [], "the rows do not stay behind"
+
+
+def test_rows_may_be_graded_by_an_environment() -> None:
+    gold, red = fovea.evaluate(
+        "gold",
+        "constant:red",
+        rows=rows(5),
+        environment={"name": "vqa", **PHOTOS},
+        settings={"data.cache_dir": "cache"},
+        quiet=True,
+    )
+    assert gold.accuracy.mean == 1
+    assert red.accuracy.mean == 0.2
+
+
+def test_a_run_answers_other_rows_than_its_own() -> None:
+    trainer = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings={**SETTINGS, "run_dir": "run"})
+    run = trainer.train()
+    settings = {"evaluate.test_size": None}
+    own, constant = trainer.evaluate("constant:pink", rows=rows(10)[4:], settings=settings, quiet=True)
+    assert own.accuracy.n == constant.accuracy.n == 6
+    assert constant.accuracy.mean == pytest.approx(1 / 6)
+    (again,) = fovea.evaluate(run, rows=rows(10)[4:], reward=score, settings=settings, quiet=True)
+    assert again.accuracy.mean == own.accuracy.mean
+
+
+def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path) -> None:
+    run = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings={**SETTINGS, "run_dir": "run"}).train()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with (tmp_path / "stranger.py").open("w") as file:
+        file.write("def score(task, text, images):\n    return 1.0\n")
+    with pytest.raises(fovea.FoveaError, match=r"reward=python:tests\.api\.small\.score .* give it again from Python"):
+        fovea.evaluate("run")
+    own = run.config_file.read_text().replace("python:tests.api.small.score", "stranger.py:score")
+    run.config_file.write_text(own)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: fovea.evaluate("majority"), "no target says which rows to ask; give a recipe that does"),
+        (lambda: fovea.evaluate("gold", rows=rows(3), environment=PHOTOS), "grades no answers; set reward to"),
+        (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, and rows"),
+        (lambda: fovea.evaluate("run"), "trust it, by the option of that name"),
+        (
+            lambda: fovea.evaluate("http://127.0.0.1:9#x", recipe="recipe.yaml", api_key_env="NO_KEY"),
+            "api_key_env=NO_KEY",
+        ),
+        (lambda: fovea.export(run, "full"), "full: it exists and is not an empty folder"),
+        (lambda: fovea.export(run, "new", adapter_only=True), "trained no adapter"),
+        (lambda: fovea.export("nowhere", "new"), "nowhere: neither a run"),
+    ]
+    Path("recipe.yaml").write_text("model: {tiny: {}}\n")
+    for call, message in wrong:
+        with pytest.raises(fovea.FoveaError) as error:
+            call()
+        assert message in str(error.value)
+        assert "--" not in str(error.value)

@@ -1,0 +1,187 @@
+"""Rows in every form train from Python, and are read again from the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+import fovea
+from fovea.build.data import make_opener
+from fovea.build.environment import make_environment
+from fovea.build.given import rows_as_files
+from fovea.metrics.log import read_metrics
+from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, png, rows, score
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def as_paths(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    Path("photos").mkdir()
+    for index, row in enumerate(given):
+        row["photo"].save(f"photos/{index}.png")
+    return [{**row, "photo": Path(f"photos/{index}.png")} for index, row in enumerate(given)]
+
+
+FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "DataFrame": pd.DataFrame,
+    "Dataset": datasets.Dataset.from_list,
+    "list": list,
+    "columns": lambda given: {key: [row[key] for row in given] for key in given[0]},
+    "paths": as_paths,
+    "bytes": lambda given: [{**row, "photo": png(row["answer"])} for row in given],
+    "base64": lambda given: pd.DataFrame([{**row, "photo": base64_png(row["answer"])} for row in given]),
+    "arrays": lambda given: [{**row, "photo": np.asarray(row["photo"])} for row in given],
+    "lists of images": lambda given: [{**row, "photo": [row["photo"]]} for row in given],
+}
+
+
+def trained(given: Any, **more: object) -> fovea.TrainedRun:
+    settings = {**SETTINGS, "run_dir": "run", **more}
+    return fovea.GRPO(rows=given, reward=score, environment=PHOTOS, settings=settings).train()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_rows_gives_the_same_tasks(form: str) -> None:
+    settings = {**SETTINGS, "run_dir": "run"}
+    config = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings=settings).config
+    with rows_as_files(config, {"train": FORMS[form](rows())}) as written:
+        written.move_into(Path("run"))
+    open_image = make_opener(written.config.data, Path("run"))
+    tasks = make_environment(written.config, reward=score).environment.tasks("train")
+    assert len(tasks) == 6
+    for task in tasks:
+        (ref,) = task.images
+        assert open_image(ref).tobytes() == picture(task.answer).tobytes()
+
+
+@pytest.mark.parametrize("form", ["DataFrame", "Dataset", "paths"])
+def test_rows_train(form: str) -> None:
+    run = trained(FORMS[form](rows()))
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert all(row["reward/shown"] == 1 for row in run.metrics), "the reward sees the picture of the row"
+    (file,) = (run.folder / "rows").iterdir()
+    assert pq.read_table(file).num_rows == 8
+    assert run.summary is not None
+    assert run.summary["test"]["final"]["accuracy"]["n"] == 1, "a tenth of the rows is held out"
+
+
+def test_equal_rows_in_memory_resume_and_other_rows_are_refused() -> None:
+    trained(rows())
+    resumed = trained(rows(), max_steps=3, resume="auto")
+    assert len(resumed.metrics) == 3
+    changed = rows()
+    changed[5]["photo"] = picture("black")
+    with pytest.raises(
+        fovea.FoveaError, match=r"environment\.train_files=.*rows-\w+\.parquet.*but the run in run began"
+    ):
+        trained(changed, max_steps=4, resume="auto")
+
+
+def test_a_run_resumes_from_its_own_rows_without_their_being_given_again() -> None:
+    first = trained(rows())
+    again = fovea.GRPO(recipe=first.config_file, reward=score, resume="auto", max_steps=3).train()
+    assert len(again.metrics) == 3
+
+
+def test_the_settings_of_a_run_are_a_recipe_for_another_on_its_rows() -> None:
+    first = trained(rows())
+    config = fovea.GRPO(recipe=first.config_file, reward=score, run_dir="other", seed=1).config
+    tasks = make_environment(config, reward=score).environment.tasks("train")
+    assert len(tasks) == 6
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_was_moved_evaluates_on_its_own_rows() -> None:
+    run = trained(rows())
+    moved = run.folder.rename("elsewhere")
+    (metrics,) = fovea.evaluate(moved, reward=score, quiet=True)
+    assert metrics.accuracy.n == 1
+
+
+def test_rows_without_an_answer_and_with_nested_cells_reach_the_reward_as_they_are() -> None:
+    seen: list[Any] = []
+
+    def look(task: fovea.Task, text: str, images: Any) -> float:
+        seen.append((task.answer, dict(task.row)))
+        return 1.0
+
+    given = [
+        {"image": row["photo"], "prompt": "Where?", "boxes": [[index, 2], [3, 4]]} for index, row in enumerate(rows())
+    ]
+    fovea.GRPO(rows=given, reward=look, settings=SETTINGS, run_dir="run").train()
+    assert {answer for answer, _ in seen} == {""}
+    assert all(row["boxes"][1] == [3, 4] for _, row in seen)
+
+
+@pytest.mark.slow
+def test_rows_may_have_a_grader_of_fovea() -> None:
+    run = fovea.GRPO(
+        rows=rows(), test_rows=rows(3), environment={"name": "vqa", **PHOTOS}, settings=SETTINGS, run_dir="run"
+    ).train()
+    assert {row["reward/answer"] for row in read_metrics(run.folder)} <= {0.0}
+    assert run.summary is not None
+    assert run.summary["test"]["final"]["accuracy"]["n"] == 2, "evaluate.test_size"
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no rows": ([], r"rows holds no rows; give some"),
+    "no table": (3, r"rows: an object of type int holds no rows that can be read; give a pandas DataFrame"),
+    "a row that is none": ([{"photo": png("red")}, 3], r"rows row 1 is of type int, not a mapping of columns"),
+    "no such column": (
+        [{"picture": png("red"), "question": "?"}],
+        r"rows: there is no column photo, which environment\.image_key or image_keys names; the columns are picture",
+    ),
+    "no question": (
+        [{"photo": png("red"), "text": "?"}] * 4,
+        r"environment\.train_files: no column is called problem, prompt, question.*set environment\.prompt_key",
+    ),
+    "no image": (
+        [{"photo": png("red"), "question": "?"}, {"photo": 3.5, "question": "?"}],
+        r"rows row 1, image 1: a value of type float is no image; store encoded bytes",
+    ),
+    "an array of floats": (
+        [{"photo": np.zeros((4, 4, 3)), "question": "?"}],
+        r"rows row 0, image 1: an array of float64 .* is no RGB picture; give uint8",
+    ),
+    "a cell that no file holds": (
+        [{"photo": png("red"), "question": "?", "extra": extra} for extra in (1, object())],
+        r"rows row 1, column extra: a value of type object cannot be kept in a file; make it text",
+    ),
+    "pictures in another column": (
+        [{"photo": png("red"), "question": "?", "second": picture("red")}],
+        r"rows row 0, column second: .* cannot be kept .* set environment\.image_key=second",
+    ),
+    "mixed types": (
+        [{"photo": png("red"), "question": "?", "answer": answer} for answer in (3, "three")],
+        r"rows, column answer holds int \(row 0\), str \(row 1\); make all of its values one type",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_broken_rows_are_told(case: str) -> None:
+    given, message = BROKEN[case]
+    with pytest.raises(fovea.FoveaError, match=message):
+        trained(given)
+    assert not Path("run").exists(), "a folder was made for a run that never began"
+
+
+def test_rows_without_a_column_for_pictures_say_so() -> None:
+    with pytest.raises(fovea.FoveaError, match=r"rows: no column is called images or image, so where are the pictures"):
+        fovea.GRPO(rows=rows(), reward=score, settings=SETTINGS, run_dir="run").train()
+
+
+def test_a_row_that_holds_no_image_may_be_skipped_and_is_counted() -> None:
+    given = [*rows(), {"photo": 3, "question": "?", "answer": "red"}]
+    run = trained(given, **{"data.on_bad_row": "skip", "max_epochs": 1, "max_steps": 9})
+    assert (run.folder / "bad_rows.jsonl").read_text().count("image_kind") == 1

@@ -1,0 +1,272 @@
+"""Runs from Python: the same as the command's, with functions and objects, one after the other in one process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+import fovea
+from fovea.api.settings import Settings
+from fovea.cli.main import app
+from fovea.config.run import Config
+from fovea.types import ImageRef, Message, Score, Task
+from tests.api.small import SETTINGS
+from tests.saved import saved_bytes
+
+SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
+TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/", "gib/")
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def of_shapes(**more: Any) -> fovea.TrainedRun:
+    return fovea.GRPO(settings={**SETTINGS, **SHAPES, **more}).train()
+
+
+def untimed(run: fovea.TrainedRun) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in run.metrics]
+
+
+def weights(run: fovea.TrainedRun) -> dict[str, bytes]:
+    return saved_bytes(run.folder / "checkpoints" / "step-2" / "trainable")
+
+
+def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, fovea; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)), 'GRPO' in dir(fovea))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] True\n"
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert all(getattr(fovea, name) is not None for name in fovea.__all__)
+    with pytest.raises(AttributeError, match="module 'fovea' has no attribute 'GRPOTrainer'"):
+        fovea.GRPOTrainer  # noqa: B018
+
+
+def test_a_run_from_python_equals_the_commands_bit_for_bit() -> None:
+    recipe = Path("recipe.yaml")
+    tree = fovea.GRPO(settings={**SETTINGS, **SHAPES}).config.model_dump(mode="json")
+    recipe.write_text(yaml.safe_dump(tree))
+    done = CliRunner().invoke(app, ["train", str(recipe), "run_dir=command", "seed=3", "algorithm.name=dapo"])
+    assert done.exit_code == 0, done.output
+    command = fovea.load_run("command")
+    python = fovea.GRPO(recipe=recipe, run_dir="python", seed=3, algorithm={"name": "dapo"}).train()
+    assert len(python.metrics) == 2
+    assert untimed(python) == untimed(command)
+    assert weights(python) == weights(command)
+    saved = [yaml.safe_load(run.config_file.read_text()) for run in (python, command)]
+    assert saved[0] | {"run_dir": ""} == saved[1] | {"run_dir": ""}
+
+
+@pytest.mark.slow
+def test_ppo_trains_a_value_function() -> None:
+    settings = {**SETTINGS, **SHAPES, "run_dir": "run", "algorithm.advantage.critic.warmup_steps": 0}
+    run = fovea.PPO(settings=settings).train()
+    assert "critic/loss" in run.metrics[-1] or any(key.startswith("value") for key in run.metrics[-1])
+
+
+def test_a_run_is_evaluated_compared_and_exported() -> None:
+    trainer = fovea.GRPO(settings={**SETTINGS, **SHAPES, "run_dir": "first"})
+    with pytest.raises(fovea.FoveaError, match="nothing has been trained yet; call train"):
+        trainer.evaluate()
+    run = trainer.train(export_to="model")
+    assert run.model == Path("model")
+    assert (run.model / "model.safetensors").is_file()
+    other = of_shapes(run_dir="second", seed=1)
+    mine, theirs, gold = trainer.evaluate(other, "gold", quiet=True)
+    assert mine.accuracy.n == theirs.accuracy.n == 2
+    assert gold.accuracy.mean == 1
+    assert [each.target for each in fovea.evaluate(run, "model", quiet=True)] == ["first step 2", "model"]
+    assert fovea.export(other, "other", settings={"model.device": "cpu"}).max_logprob_difference < 1e-3
+    assert trainer.export("again").folder == Path("again")
+
+
+@pytest.mark.slow
+def test_nothing_of_a_run_stays_behind_in_the_process() -> None:
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    threads, states = torch.get_num_threads(), (torch.get_rng_state(), np.random.get_state()[1])
+    torch.set_num_threads(2)
+    try:
+        first = of_shapes(run_dir="first", threads=1)
+        second = of_shapes(run_dir="second", threads=1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert untimed(first) == untimed(second)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert {each: signal.getsignal(each) for each in handlers} == handlers
+
+
+@pytest.mark.slow
+def test_a_time_limit_gives_the_run_so_far() -> None:
+    run = of_shapes(run_dir="run", max_steps=50, max_hours=1e-6)
+    assert (len(run.metrics), run.summary) == (1, None)
+
+
+# ------------------------------------------------------------------------------------------ functions and objects
+
+
+class Half:
+    """A reward with a state of its own."""
+
+    def __init__(self, worth: float) -> None:
+        self.worth = worth
+
+    def __call__(self, task: Task, text: str, images: Sequence[Image.Image]) -> float:
+        return self.worth
+
+    def method(self, task: Task, text: str, images: Sequence[Image.Image]) -> float:
+        return self.worth
+
+
+class Late:
+    async def __call__(self, task: Task, text: str, images: Sequence[Image.Image]) -> float:
+        return 0.5
+
+
+async def later(task: Task, text: str, images: Sequence[Image.Image]) -> float:
+    return 0.5
+
+
+def weighed(task: Task, text: str, images: Sequence[Image.Image], worth: float) -> float:
+    return worth
+
+
+@pytest.mark.parametrize(
+    ("reward", "name"),
+    [
+        (Half(0.5), "Half"),
+        (Half(0.5).method, "Half.method"),
+        (later, "later"),
+        (Late(), "Late"),
+        (partial(weighed, worth=0.5), "weighed"),
+        (lambda task, text, images: 0.5, "<lambda>"),
+    ],
+)
+def test_whatever_can_be_called_is_a_reward(reward: Callable[..., Any], name: str) -> None:
+    run = fovea.GRPO(settings={**SETTINGS, **SHAPES}, reward=reward, run_dir="run", max_epochs=1).train()
+    assert [row["reward"] for row in run.metrics] == [0.5, 0.5]
+    assert f"reward: python:{__name__}.{name}" in run.config_file.read_text()
+
+
+def pays(worth: float) -> Callable[..., float]:
+    return lambda task, text, images: worth
+
+
+def test_a_reward_that_was_changed_is_told_on_resume() -> None:
+    settings = {**SETTINGS, **SHAPES, "run_dir": "run"}
+    fovea.GRPO(settings=settings, reward=pays(0.5)).train()
+    again = {**settings, "max_steps": 3, "resume": "auto"}
+    with pytest.raises(fovea.FoveaError, match=r"code of the reward python:.*pays\.<locals>\.<lambda> was \w+ and is"):
+        fovea.GRPO(settings=again, reward=pays(0.7)).train()
+    assert len(fovea.GRPO(settings=again, reward=pays(0.5)).train().metrics) == 3
+    with pytest.raises(fovea.FoveaError, match=r"reward=python:.* is an object that Python code has given"):
+        fovea.evaluate("run", trust=True)
+
+
+class DarkOrLight:
+    def tasks(self, split: str) -> list[Task]:
+        return [self.task(split, grey) for grey in range(["train", "dev", "test"].index(split), 256, 48)]
+
+    def task(self, split: str, grey: int) -> Task:
+        image = ImageRef(source=np.full((48, 48, 3), grey, np.uint8))
+        return Task(id=f"{split}/{grey}", question="Dark?", answer="yes" if grey < 128 else "no", images=(image,))
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message(role="user", parts=(*task.images, task.question))]
+
+    def target(self, task: Task) -> str:
+        return task.answer
+
+    def score(self, task: Task, turns: Any) -> Score:
+        right = float(turns[-1].text.strip() == task.answer)
+        return Score(reward=right, accuracy=right)
+
+
+def test_an_environment_may_be_an_object() -> None:
+    trainer = fovea.GRPO(settings=SETTINGS, environment=DarkOrLight(), run_dir="run")
+    run = trainer.train()
+    assert len(run.metrics) == 2
+    assert f"file: python:{__name__}.DarkOrLight" in run.config_file.read_text()
+    assert trainer.evaluate("gold", quiet=True)[1].accuracy.mean == 1
+
+
+# ------------------------------------------------------------------------------------------ settings
+
+
+def test_settings_are_one_tree_however_they_are_written() -> None:
+    dotted = fovea.GRPO(settings={"model.tiny": {}, "rollout.top_p": 0.9, "algorithm.loss": "sapo"}).config
+    nested = fovea.GRPO(model={"tiny": {}}, rollout={"top_p": 0.9}, algorithm={"loss": {"name": "sapo"}}).config
+    assert dotted == nested
+    assert dotted.rollout.top_p == 0.9
+
+
+def test_the_arguments_are_the_settings_of_a_recipe() -> None:
+    assert Settings.__annotations__.keys() == Config.model_fields.keys() - {"model", "environment", "reward"}
+
+
+def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
+    Path("tiny.yaml").write_text("model: {tiny: {}}\n")
+    model = fovea.GRPO(recipe="tiny.yaml", model=Path("folder")).config.model
+    assert (model.path, model.tiny) == ("folder", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rollout": {"top_q": 1}}, r"arguments: rollout\.top_q: no such setting; did you mean rollout\.top_k|top_p"),
+        ({"settings": {"rollout.top_p": 2.0}}, r"arguments: rollout\.top_p: 2\.0 does not fit; allowed: "),
+        ({"seed": 1, "settings": {"seed": 2}}, r"arguments: seed is given twice; give it once"),
+        ({"seed": np.int64(1)}, r"arguments: seed: 1 does not fit; a value is text, a finite number"),
+        ({"algorithm": {"name": "ppo"}}, r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"),
+        ({"max_restarts": 3}, r"max_restarts=3 has the command `fovea train` start again"),
+        ({"reward": 3}, r"reward=3 is of type int, no function"),
+        ({"environment": DarkOrLight}, r"environment=DarkOrLight is a class; give an object of it, DarkOrLight"),
+        (
+            {"rows": [{"image": b""}]},
+            r"rows are given, but nothing that grades their answers; give reward=function, or",
+        ),
+        ({"test_rows": [{"image": b""}]}, r"no rows to train on; give rows, too"),
+    ],
+)
+def test_what_wrong_arguments_are_told(arguments: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(fovea.FoveaError, match=message):
+        fovea.GRPO(**{"model": {"tiny": {}}, **arguments})
+
+
+def test_ppo_refuses_an_algorithm_without_a_value_function() -> None:
+    with pytest.raises(fovea.FoveaError, match=r"algorithm\.name=grpo .* has no value function; use fovea\.GRPO"):
+        fovea.PPO(model={"tiny": {}}, algorithm={"name": "grpo"})
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (
+            lambda completions, **kwargs: [1.0],
+            r"takes \(completions, \*\*kwargs\), but is called as .*task, text, images",
+        ),
+        (lambda task, text, images: task.anwser, r"raised AttributeError: .*anwser"),
+        (lambda task, text, images: [1.0, 2.0], r"returned \[1\.0, 2\.0\], which is no number"),
+    ],
+)
+def test_what_a_wrong_reward_is_told_before_the_model_is_loaded(reward: Callable[..., Any], message: str) -> None:
+    with pytest.raises(fovea.FoveaError, match=message):
+        fovea.GRPO(settings={**SETTINGS, **SHAPES}, reward=reward, run_dir="run").train()
+    assert not Path("run").exists()

@@ -1,0 +1,46 @@
+"""The notebooks of notebooks/ run from top to bottom, each in an empty folder, in a real kernel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+CELL_SECONDS = 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_reward", "look_at_a_run"])
+def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    done = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert all(cell.outputs for cell in done.cells if cell.cell_type == "code" and not cell.source.endswith("train()"))
+    said = [output["text"] for output in shown if output.get("name") == "stderr"]
+    # tqdm, which transformers imports, misses a package for bars
+    assert [text for text in said if "IProgress not found" not in text] == []
+    assert (tmp_path / "runs").is_dir()
+    for cell in done.cells:
+        if cell.cell_type == "code" and "trainer.train()" in cell.source:
+            check_progress(cell.outputs)
+
+
+def check_progress(outputs: list[nbformat.NotebookNode]) -> None:
+    """One display, which was updated in place to the last step, and few lines beside it."""
+    (display,) = (html for out in outputs if "<progress" in (html := out.get("data", {}).get("text/html", "")))
+    assert re.search(r'<progress [^>]*max="(\d+)" value="\1">', display)
+    assert "<polyline" in display
+    lines = "".join(out.get("text", "") for out in outputs if out.output_type == "stream").splitlines()
+    assert len(outputs) + len(lines) < 20
+
+
+def test_notebooks_hold_no_outputs_of_a_machine() -> None:
+    for file in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = nbformat.read(file, as_version=4).cells
+        assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells), file.name
