@@ -17,6 +17,7 @@ class Endpoint:
         self.replies = list(replies)
         self.requests: list[dict[str, object]] = []
         self.headers: list[dict[str, str]] = []
+        self.models = ["tiny"]
         self.running = self.most_running = 0
         self.delay_seconds = 0.0
         self.lock = threading.Lock()
@@ -27,7 +28,7 @@ class Endpoint:
     def _handler(endpoint) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
                 with endpoint.lock:
                     endpoint.running += 1
                     endpoint.most_running = max(endpoint.most_running, endpoint.running)
@@ -38,6 +39,13 @@ class Endpoint:
                 with endpoint.lock:
                     endpoint.running -= 1
                 self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def do_GET(self) -> None:
+                content = json.dumps({"data": [{"id": name} for name in endpoint.models]}).encode()
+                self.send_response(200)
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
@@ -13,7 +14,7 @@ from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.evaluation.figures import parts_of
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
-from fovea.types import Evaluation, Sampling, Task
+from fovea.types import Episode, Evaluation, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,35 @@ def image_type_of(task: Task, key: str | None) -> str | None:
             "set one that all rows have"
         )
     return None if key is None else str(task.row[key])
+
+
+def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
+    """A row of a source with its finished episodes."""
+    return AnsweredRow(
+        id=task.id,
+        index=index,
+        kind=task.kind,
+        truth=task.answer,
+        image_type=image_type_of(task, image_type_key),
+        answers=tuple(map(sampled_answer, episodes)),
+    )
+
+
+class AnswersRows(Protocol):
+    """A model that answers the rows of a source, wherever it runs."""
+
+    async def answers(
+        self,
+        source: PromptSource,
+        size: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        n: int = 1,
+        seed: int = 0,
+        unscored: list[str] | None = None,
+    ) -> list[AnsweredRow]:
+        """`n` scored answers to each of the first `size` rows (`Evaluator.answers`)."""
+        ...
 
 
 class Evaluator:
@@ -130,15 +160,8 @@ class Evaluator:
             )
             index_of = {row.task.id: index for index, row in usable.items()}
             for group in groups:
-                task, answers = group.episodes[0].task, tuple(map(sampled_answer, group.episodes))
-                yield AnsweredRow(
-                    id=task.id,
-                    index=index_of[task.id],
-                    kind=task.kind,
-                    truth=task.answer,
-                    image_type=image_type_of(task, self._image_type_key),
-                    answers=answers,
-                )
+                task = group.episodes[0].task
+                yield answered_row(task, index_of[task.id], group.episodes, self._image_type_key)
 
 
 def _accuracies_by(

@@ -31,7 +31,7 @@ def write_json(
         "settings": settings,
     }
     # ASCII, because text of a data set may hold lone surrogates, which UTF-8 cannot encode and an escape can
-    write_atomically(path, (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode("ascii"))
+    write_atomically(path, (json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n").encode("ascii"))
 
 
 def _row(row: EvalRow, targets: Sequence[TargetAnswers]) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def _skipped(target: TargetAnswers) -> list[dict[str, Any]]:
     return [{"index": index, "reason": reason} for index, reason in sorted(target.skipped.items())]
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
     """The tree with null for non-finite numbers, and keys as strings."""
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
+        return {str(key): finite_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite_json(each) for each in value]
     return value

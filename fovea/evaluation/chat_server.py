@@ -1,0 +1,227 @@
+"""Answers of a model behind an OpenAI-compatible server, to the rows of a prompt source.
+
+The server applies its own chat template and image processor: rows reach it as messages with pictures, not as token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from fovea.data.images import OpenImage
+from fovea.environments.base import Environment
+from fovea.environments.graders.grading import Grading
+from fovea.environments.prompt_source import PromptSource
+from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
+from fovea.evaluation.evaluator import AnsweredRow, answered_row
+from fovea.rollout.collect import request_seed
+from fovea.types import Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, Turn
+from fovea.utils.event_loop import gather_or_cancel
+from fovea.utils.http_json import CallError, JsonServer
+
+Chat: TypeAlias = list[dict[str, Any]]
+"""Messages as OpenAI's interface has them."""
+SEEDS = 1 << 31
+"""Seeds below this, which every server takes."""
+REFUSES_REQUEST = frozenset({400, 413, 422})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer of a server."""
+
+    text: str
+    finish: FinishReason
+
+
+class ChatModel:
+    """One model of a server."""
+
+    def __init__(self, server: JsonServer, name: str) -> None:
+        self._server = server
+        self.name = name
+
+    @staticmethod
+    async def of(server: JsonServer, name: str | None) -> ChatModel:
+        """The model of this name, or the only one; ConfigError where no server answers, or not for such a model."""
+        try:
+            listed = await server.get("/v1/models")
+            names = [str(each["id"]) for each in listed["data"]]
+        except (CallError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{server.url}: no OpenAI-compatible server answers there ({error}); start it (fovea serve), or "
+                "correct the address, or the key (api_key_env)"
+            ) from error
+        if name is None and len(names) == 1:
+            return ChatModel(server, names[0])
+        if not names:
+            raise ConfigError(f"{server.url} serves no model; start it on one (fovea serve)")
+        if name not in names:
+            raise ConfigError(f"{server.url} serves {', '.join(names)}; name one of them: {server.url}#{names[0]}")
+        return ChatModel(server, name)
+
+    async def answer(self, chat: Chat, sampling: Sampling, *, n: int, seed: int) -> list[Reply]:
+        """n answers; BadRowError for a request that the server refuses, EngineError where it gives no answer."""
+        body = {"model": self.name, "messages": chat, "n": n, "seed": seed % SEEDS, **_sampled(sampling)}
+        try:
+            answered = await self._server.post("/v1/chat/completions", body)
+        except CallError as error:
+            if error.status in REFUSES_REQUEST:
+                raise BadRowError(f"the server refuses it: {error}", "server_refuses") from error
+            raise EngineError(f"{self._server.url} gives no answer: {error}; see its own messages") from error
+        with named(lambda error: EngineError(f"{self._server.url} gives no chat completion: {first_line(error)}")):
+            replies = [_reply(choice) for choice in sorted(answered["choices"], key=lambda choice: choice["index"])]
+        if len(replies) != n:
+            raise EngineError(f"{self._server.url} gave {len(replies)} answers where {n} were asked for")
+        return replies
+
+
+class ServerEvaluator:
+    """Has a server answer all prompts of a source, by greedy decoding unless sampling is given."""
+
+    def __init__(
+        self,
+        model: ChatModel,
+        environment: Environment,
+        grading: Grading,
+        open_image: OpenImage,
+        *,
+        greedy: Sampling,
+        batch_size: int,
+        image_type_key: str | None = None,
+    ) -> None:
+        self._model = model
+        self._environment = environment
+        self._grading = grading
+        self._open_image = open_image
+        self._greedy = greedy
+        self._batch_size = batch_size
+        self._image_type_key = image_type_key
+
+    async def answers(
+        self,
+        source: PromptSource,
+        size: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        n: int = 1,
+        seed: int = 0,
+        unscored: list[str] | None = None,
+    ) -> list[AnsweredRow]:
+        """As `Evaluator.answers`; a row that the server refuses is a bad row of the source."""
+        found: list[AnsweredRow] = []
+        size = min(size or len(source), len(source))
+        # pictures are encoded one chunk at a time, so that those of a whole split are never in memory
+        for start in range(0, size, self._batch_size):
+            indices = range(start, min(start + self._batch_size, size))
+            rows = {index: row.task for index in indices if (row := source.get(index)) is not None}
+            episodes = await gather_or_cancel(
+                self._episodes(task, sampling or self._greedy, n, request_seed(seed, index))
+                for index, task in rows.items()
+            )
+            for (index, task), answered in zip(rows.items(), episodes, strict=True):
+                if isinstance(answered, BadRowError):
+                    source.read(index, partial(_raise, answered))
+                elif isinstance(answered, UnscoredError):
+                    if unscored is None:
+                        raise answered
+                    unscored.append(str(answered))
+                else:
+                    found.append(answered_row(task, index, answered, self._image_type_key))
+        return found
+
+    async def _episodes(
+        self, task: Task, sampling: Sampling, n: int, seed: int
+    ) -> list[Episode] | BadRowError | UnscoredError:
+        """The n scored episodes of a task, or why there are none."""
+        try:
+            asked = tuple(self._environment.prompt(task))
+            chat = await self._chat(asked)
+            replies = await self._model.answer(chat, sampling, n=n, seed=seed)
+            firsts = [Turn(messages=asked, text=reply.text, finish=reply.finish) for reply in replies]
+            turns = await gather_or_cancel(
+                self._later_turns(task, chat, (first,), sampling, request_seed(seed, number))
+                for number, first in enumerate(firsts)
+            )
+            scores = await self._grading.scores(task, turns)
+        except BadRowError as error:
+            return BadRowError(f"{task.id}: {error}", error.reason)
+        except UnscoredError as error:
+            return error
+        return [Episode(task=task, turns=each, score=score) for each, score in zip(turns, scores, strict=True)]
+
+    async def _later_turns(
+        self, task: Task, chat: Chat, turns: tuple[Turn, ...], sampling: Sampling, seed: int
+    ) -> tuple[Turn, ...]:
+        """Continue an episode to its end and return all turns."""
+        while len(turns) < self._environment.max_turns:
+            messages = self._environment.reply(task, turns)
+            if messages is None:
+                break
+            chat = [*chat, {"role": "assistant", "content": turns[-1].text}, *await self._chat(messages)]
+            (reply,) = await self._model.answer(chat, sampling, n=1, seed=request_seed(seed, len(turns)))
+            turns = (*turns, Turn(messages=tuple(messages), text=reply.text, finish=reply.finish))
+        return turns
+
+    async def _chat(self, messages: Sequence[Message]) -> Chat:
+        # on a thread: decoding and encoding pictures must not hold up the server's answers
+        return await asyncio.to_thread(as_chat, messages, self._open_image)
+
+
+class EmptyPrompts:
+    """Stands in for the renderer of a source that a server answers, which renders messages itself."""
+
+    def fewest_tokens(self, _messages: Sequence[Message]) -> int:
+        return 0
+
+    def prompt(self, _messages: Sequence[Message], where: str = "") -> Prompt:
+        none = np.zeros(0, dtype=np.int64)
+        return Prompt(token_ids_L=none, unexpanded_ids_U=none)
+
+    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
+        raise AssertionError(f"servers take messages, but {where} asked for {len(messages)} after token {after}")
+
+
+def as_chat(messages: Sequence[Message], open_image: OpenImage) -> Chat:
+    """Messages with their pictures inside, as PNG; BadRowError for one that cannot be opened."""
+    return [
+        {"role": message.role, "content": [_part(part, open_image) for part in message.parts]} for message in messages
+    ]
+
+
+def _part(part: str | ImageRef, open_image: OpenImage) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    file = io.BytesIO()
+    open_image(part).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode("ascii")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def _sampled(sampling: Sampling) -> dict[str, Any]:
+    """Sampling parameters; those that OpenAI's interface lacks are sent only where they do something."""
+    beyond = {"top_k": sampling.top_k or None, "min_p": sampling.min_p or None, "stop": list(sampling.stop) or None}
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        **{name: value for name, value in beyond.items() if value is not None},
+    }
+
+
+def _reply(choice: Mapping[str, Any]) -> Reply:
+    text = choice["message"].get("content")
+    return Reply(
+        text=text if isinstance(text, str) else "", finish="length" if choice["finish_reason"] == "length" else "stop"
+    )
+
+
+def _raise(error: BadRowError) -> NoReturn:
+    raise error

@@ -1,0 +1,132 @@
+"""`fovea serve`: the OpenAI-compatible server of an engine on a model that was trained here."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from fovea.config.run import Model
+from fovea.errors import ConfigError, EngineError
+from fovea.models.processor import load_processor
+from fovea.rollout.server import LaunchesServers, ModelServer
+from fovea.serve.folder import served_folder
+from fovea.serve.process import running, wait_until_healthy
+from fovea.utils.loopback import is_loopback
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens, and who may call it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_env: str | None = None
+    """Environment variable with the key that every request must bring."""
+
+    @property
+    def url(self) -> str:
+        """The address for calls from this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def api_key(self) -> str | None:
+        """The key. ConfigError where the variable is empty, or where others could call a server without a key."""
+        if self.api_key_env is None:
+            if not is_loopback(self.host):
+                raise ConfigError(
+                    f"--host {self.host}: other machines reach the server, and anyone there could use it; add "
+                    "--api-key-env VARIABLE with the name of an environment variable that holds a key"
+                )
+            return None
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise ConfigError(f"--api-key-env {self.api_key_env}: there is no such environment variable; export it")
+        return key
+
+    def check_free(self) -> None:
+        """ConfigError where something listens at the port, or the host is no address of this machine."""
+        try:
+            family, _, _, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind(place)
+        except OSError as error:
+            raise ConfigError(
+                f"--host {self.host} --port {self.port}: cannot be listened at ({error.strerror}); give another port"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model to serve."""
+
+    source: str
+    """A run, a checkpoint, or the folder of a model."""
+    name: str | None = None
+    """The model's name in requests; default: that of its folder, or of its run."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine, under its own names."""
+    weights_dir: Path | None = None
+    """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    trust: bool = False
+
+
+def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
+    """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
+    api_key = address.api_key()
+    address.check_free()
+    folder = served_folder(served.source, say, trust=served.trust)
+    server = ModelServer(
+        folder=folder,
+        name=served.name or Path(served.source).resolve().name,
+        dtype=_dtype(folder),
+        host=address.host,
+        port=address.port,
+        api_key=api_key,
+        banned_ids=load_processor(Model(path=str(folder))).banned_ids,
+        weights_dir=served.weights_dir,
+        arguments=served.arguments,
+    )
+    process = launch(server)
+    say(f"starting a server on {folder}")
+    with running(process) as child:
+        wait_until_healthy(child, address.url, start_seconds)
+        say(f"{server.name} is served at {address.url}/v1; Ctrl-C ends it. {_next(server, address)}")
+        code = child.wait()
+    raise EngineError(f"the server ended by itself, with code {code}; its own messages say why")
+
+
+def _dtype(folder: Path) -> str:
+    """The type that a model's folder names, such as float32; `auto` where it names none."""
+    dtype = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).dtype
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _next(server: ModelServer, address: Address) -> str:
+    """What the user does with a server that is ready."""
+    if server.weights_dir is None:
+        return f"Ask it:\n{example(address, server.name)}"
+    key = f" rollout.engine.api_key_env={address.api_key_env}" if address.api_key_env else ""
+    return (
+        f"Train with it:\nfovea train RECIPE rollout.engine=vllm_servers 'rollout.engine.servers=[{address.url}]' "
+        f"rollout.engine.weights_dir={server.weights_dir}{key}"
+    )
+
+
+def example(address: Address, name: str) -> str:
+    """A command that asks the server about an image."""
+    key = f' -H "Authorization: Bearer ${address.api_key_env}"' if address.api_key_env else ""
+    return (
+        f"curl {address.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{{\n"
+        f'  "model": "{name}", "max_tokens": 256, "messages": [{{"role": "user", "content": [\n'
+        """    {"type": "image_url", "image_url": {"url": "data:image/png;base64,'$(base64 -w0 image.png)'"}},\n"""
+        """    {"type": "text", "text": "What is in the image?"}]}]}'"""
+    )

@@ -1,0 +1,1 @@
+"""SmolVL: a vision-language model of 136 million weights that answers in words, made offline from two packages."""

@@ -1,0 +1,154 @@
+"""The alignment of SmolVL's vision tower: it learns to write what a picture shows in the language model's own words.
+
+For every picture of which the training questions tell colour and shape, the visual token is regressed to the sum of the
+embeddings of both words. The language model is frozen and none of its layers is run: a step takes a tenth of a second
+on one core. What the language model makes of such a token is its own, and is what RL improves on.
+
+Axes: `B` pictures, `N` descriptions, `D` width of the language model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+from fovea.environments.data_sets.easy_vqa import Contents, Picture
+from fovea.models.vision.attention import run_in_segments
+from fovea.smolvl.language import load_embedding, load_tokenizer
+from fovea.smolvl.network import GRID, build_image_processor, new_tower
+
+REPORT_EVERY_STEPS = 50
+WARMUP_STEPS = 50
+GAIN = 1.4
+WEIGHT_DECAY = 0.05
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """Settings of an alignment; equal settings give an equal tower on the same machine."""
+
+    steps: int = 2500
+    batch_size: int = 64
+    learning_rate: float = 1.5e-3
+    """Peak of AdamW's learning rate, which rises linearly and falls as a cosine to 0."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Examples:
+    pixels: Tensor
+    """Patches of the pictures, float32 [B, patches, values]."""
+    descriptions_B: Tensor
+    """Indices of their descriptions."""
+
+
+def align(
+    train: Sequence[Picture],
+    dev: Sequence[Picture],
+    settings: Alignment,
+    report: Callable[[str], None],
+) -> dict[str, Tensor]:
+    """Train a vision tower from random weights and return them in float16; `report` gets a line of every 50th step.
+
+    A line's last figure is the share of dev pictures whose visual token is nearest to their own description.
+    Pictures whose contents are not known are left out.
+    """
+    described = sorted({picture.contents for picture in (*train, *dev) if picture.contents is not None})
+    targets_ND = description_embeddings(described)
+    examples, unseen = _examples(train, described, mirrored=True), _examples(dev, described)
+    tower = starting_tower(targets_ND, settings.seed)
+    optimizer = torch.optim.AdamW(tower.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.steps))
+    rng = np.random.default_rng(settings.seed)
+    for step in range(1, settings.steps + 1):
+        batch_B = torch.from_numpy(rng.integers(len(examples.descriptions_B), size=settings.batch_size))
+        seen_BD = _visual_tokens(tower, examples.pixels[batch_B])
+        wanted_BD = targets_ND[examples.descriptions_B[batch_B]]
+        loss = F.mse_loss(seen_BD, wanted_BD) / targets_ND.var()
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(tower.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        if step % REPORT_EVERY_STEPS == 0:
+            read_right = _accuracy(tower, unseen, targets_ND)
+            report(f"step {step}/{settings.steps}  loss {loss.item():.3f}  dev pictures read right {read_right:.3f}")
+    return {name: weight.half() for name, weight in tower.state_dict().items()}
+
+
+def read_share(weights: Mapping[str, Tensor], pictures: Sequence[Picture]) -> float:
+    """The share of the pictures whose contents are known that a tower with these weights reads right."""
+    described = sorted({picture.contents for picture in pictures if picture.contents is not None})
+    tower = new_tower()
+    tower.load_state_dict(dict(weights))
+    return _accuracy(tower, _examples(pictures, described), description_embeddings(described))
+
+
+def description_embeddings(described: Sequence[Contents]) -> Tensor:
+    """Sums of the word embeddings of colour and shape, [N, D]."""
+    embedding, tokenizer = load_embedding(), load_tokenizer()
+    texts = [f" {colour} {shape}" for colour, shape in described]
+    return torch.stack([embedding[ids].sum(0) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
+
+
+def starting_tower(targets_ND: Tensor, seed: int) -> Qwen2VisionTransformerPretrainedModel:
+    """A tower with random weights whose output is the mean target, whatever the picture.
+
+    Weights have variance GAIN^2 over their number of inputs (LeCun et al., Efficient BackProp, 1998, section 4.6), so
+    that layers as narrow as these begin away from the linear part of their activation.
+    """
+    tower = new_tower()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in tower.modules():
+            if isinstance(module, nn.Linear | nn.Conv3d):
+                module.weight.normal_(std=GAIN / math.sqrt(module.weight[0].numel()), generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+        head: Any = tower.merger.mlp[-1]
+        head.weight.zero_()
+        head.bias.copy_(targets_ND.mean(0))
+    run_in_segments(tower)
+    return tower
+
+
+def _examples(pictures: Sequence[Picture], described: Sequence[Contents], *, mirrored: bool = False) -> _Examples:
+    """The pictures whose contents are known, and with `mirrored` each of them from left to right as well."""
+    processor, pixels, descriptions = build_image_processor(), [], []
+    for picture in pictures:
+        if picture.contents is None:
+            continue
+        with Image.open(picture.file) as file:
+            image = file.convert("RGB")
+        for each in (image, ImageOps.mirror(image)) if mirrored else (image,):
+            pixels.append(processor(images=[each], return_tensors="np")["pixel_values"])
+            descriptions.append(described.index(picture.contents))
+    return _Examples(pixels=torch.from_numpy(np.stack(pixels)), descriptions_B=torch.tensor(descriptions))
+
+
+def _visual_tokens(tower: Qwen2VisionTransformerPretrainedModel, pixels: Tensor) -> Tensor:
+    """The visual token of each picture, [B, D]."""
+    out: Tensor = tower(pixels.flatten(0, 1), grid_thw=torch.tensor([GRID]).expand(len(pixels), 3)).pooler_output
+    return out
+
+
+@torch.no_grad()
+def _accuracy(tower: Qwen2VisionTransformerPretrainedModel, examples: _Examples, targets_ND: Tensor) -> float:
+    nearest_B = torch.cdist(_visual_tokens(tower, examples.pixels), targets_ND).argmin(dim=1)
+    return float((nearest_B == examples.descriptions_B).float().mean())
+
+
+def _rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate."""
+    rising = min(1.0, (step + 1) / WARMUP_STEPS)
+    return rising * (1 + math.cos(math.pi * step / steps)) / 2

@@ -1,0 +1,198 @@
+"""Answers of a server: what it is asked, what is asked again, and what is an error. A real one is asked elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fovea.build.targets import ServerTarget, parse_target, parse_targets
+from fovea.environments.base import Environment
+from fovea.environments.prompt_source import PromptSource
+from fovea.errors import BadRowError, ConfigError, EngineError
+from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
+from fovea.evaluation.evaluator import AnsweredRow
+from fovea.types import ImageRef, Message, Sampling, Task, Turn
+from fovea.utils import http_json
+from fovea.utils.event_loop import wait_for
+from fovea.utils.http_json import CallBounds, JsonServer, bearer
+from tests.chat_server import Endpoint, endpoints
+from tests.fakes import BanditEnvironment, graded
+from tests.tiny_models import from_array
+
+BOUNDS = CallBounds(timeout_seconds=20.0, calls_at_once=3, max_retries=2)
+GREEDY = Sampling(max_new_tokens=4, temperature=0.0, stop=("END",))
+Answers = Callable[..., Awaitable[list[AnsweredRow]]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
+    monkeypatch.setattr(http_json, "FIRST_PAUSE_SECONDS", 0.01)
+    with endpoints() as start:
+        yield start
+
+
+def says(*texts: str, finish: str = "stop") -> tuple[int, bytes]:
+    choices = [
+        {"index": index, "message": {"content": text}, "finish_reason": finish} for index, text in enumerate(texts)
+    ]
+    return 200, json.dumps({"choices": choices[::-1]}).encode()  # any order
+
+
+def ask(
+    endpoint: Endpoint,
+    environment: Environment,
+    bounds: CallBounds = BOUNDS,
+    headers: dict[str, str] | None = None,
+    model: str | None = None,
+    **asked: object,
+) -> list[AnsweredRow]:
+    """The answers of an endpoint to the first rows of an environment."""
+
+    async def answers() -> list[AnsweredRow]:
+        server = JsonServer(endpoint.url.removesuffix("/v1"), bounds, headers)
+        try:
+            evaluator = ServerEvaluator(
+                await ChatModel.of(server, model),
+                environment,
+                graded(BanditEnvironment()),
+                from_array,
+                greedy=GREEDY,
+                batch_size=3,
+            )
+            source = PromptSource(
+                environment.tasks("test"),
+                environment,
+                EmptyPrompts(),
+                max_prompt_tokens=10,
+                on_bad_row="error",
+                cache_gib=0.0,
+            )
+            return await evaluator.answers(source, **asked)  # type: ignore[arg-type]
+        finally:
+            await server.close()
+
+    return wait_for(answers())
+
+
+def test_rows_come_back_in_order_with_their_scores_and_calls_are_bounded(started: Callable[..., Endpoint]) -> None:
+    endpoint = started(says("b"))
+    endpoint.delay_seconds = 0.02
+    rows = ask(endpoint, BanditEnvironment())
+    assert [row.id for row in rows] == [f"test/{index}" for index in range(16)]
+    assert [row.answers[0].accuracy for row in rows] == [0, 1, 0, 0] * 4
+    assert 1 < endpoint.most_running <= BOUNDS.calls_at_once
+    sent = endpoint.requests[0]
+    assert (sent["path"], sent["model"], sent["temperature"]) == ("/v1/chat/completions", "tiny", 0.0)
+    assert (sent["max_tokens"], sent["stop"], sent["n"]) == (4, ["END"], 1)
+    assert "top_k" not in sent, "OpenAI's own interface lacks it"
+
+
+def test_a_busy_server_is_asked_again_and_a_row_counts_once(started: Callable[..., Endpoint]) -> None:
+    endpoint = started((429, b"slow down"), (503, b"starting"), says("a"))
+    rows = ask(endpoint, BanditEnvironment(), size=2)
+    assert [row.answers[0].text for row in rows] == ["a", "a"]
+    assert len(endpoint.requests) == 4
+
+
+def test_a_server_that_stays_busy_is_an_error_after_the_last_try(started: Callable[..., Endpoint]) -> None:
+    endpoint = started((500, b"out of luck"))
+    with pytest.raises(EngineError, match=r"gives no answer: status 500 \('out of luck'\)"):
+        ask(endpoint, BanditEnvironment(), size=1)
+    assert len(endpoint.requests) == 1 + BOUNDS.max_retries
+
+
+def test_a_server_that_hangs_is_asked_again(started: Callable[..., Endpoint]) -> None:
+    endpoint = started(says("a"))
+    endpoint.delay_seconds = 1.0
+    with pytest.raises(EngineError, match=r"no answer within 0\.05 s"):
+        ask(endpoint, BanditEnvironment(), CallBounds(timeout_seconds=0.05, calls_at_once=1, max_retries=1), size=1)
+
+
+def test_a_refused_request_is_a_bad_row_and_is_not_repeated(started: Callable[..., Endpoint]) -> None:
+    endpoint = started((400, b"too long"))
+    with pytest.raises(BadRowError, match="test/0: the server refuses it: status 400"):
+        ask(endpoint, BanditEnvironment(), size=1)
+    assert len(endpoint.requests) == 1
+
+
+def test_several_answers_are_sampled_and_seeded_row_by_row(started: Callable[..., Endpoint]) -> None:
+    endpoint = started(says("a", "b", "c"))
+    sampling = Sampling(max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
+    rows = ask(endpoint, BanditEnvironment(), size=2, sampling=sampling, n=3, seed=1)
+    assert [answer.text for answer in rows[0].answers] == ["a", "b", "c"]
+    assert {(sent["n"], sent["temperature"], sent["top_p"], sent["top_k"]) for sent in endpoint.requests} == {
+        (3, 0.7, 0.9, 5)
+    }
+    assert len({sent["seed"] for sent in endpoint.requests}) == 2
+    with pytest.raises(EngineError, match="gave 3 answers where 2 were asked for"):
+        ask(endpoint, BanditEnvironment(), size=1, sampling=sampling, n=2)
+
+
+class TwoTurns(BanditEnvironment):
+    """A picture, then a second look at another one."""
+
+    max_turns = 2
+    pictures = tuple(np.full((4, 5, 3), shade, dtype=np.uint8) for shade in (10, 200))
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message(role="user", parts=(ImageRef(source=self.pictures[0]), "What is it?"))]
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message] | None:
+        return [Message(role="user", parts=("And here?", ImageRef(source=self.pictures[1])))]
+
+
+def pixels(part: dict[str, dict[str, str]]) -> np.ndarray:
+    data = part["image_url"]["url"].removeprefix("data:image/png;base64,")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Callable[..., Endpoint]) -> None:
+    endpoint = started(says("closer"), says("a", finish="length"))
+    (row,) = ask(endpoint, TwoTurns(), size=1)
+    assert (row.answers[0].text, row.answers[0].finish, row.answers[0].accuracy) == ("a", "length", 1.0)
+    first, second = (json.loads(json.dumps(sent["messages"])) for sent in endpoint.requests)
+    assert second[:1] == first
+    assert second[1] == {"role": "assistant", "content": "closer"}
+    assert [part["type"] for part in first[0]["content"]] == ["image_url", "text"]
+    assert [part["type"] for part in second[2]["content"]] == ["text", "image_url"]
+    assert np.array_equal(pixels(first[0]["content"][0]), TwoTurns.pictures[0])
+    assert np.array_equal(pixels(second[2]["content"][1]), TwoTurns.pictures[1])
+
+
+def test_the_key_comes_from_the_environment(started: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = started(says("a"))
+    with pytest.raises(ConfigError, match="--api-key-env=MY_KEY, but there is no such environment variable"):
+        bearer("MY_KEY", "--api-key-env")
+    monkeypatch.setenv("MY_KEY", "secret")
+    ask(endpoint, BanditEnvironment(), size=1, headers=bearer("MY_KEY", "--api-key-env"))
+    assert endpoint.headers[0]["authorization"] == "Bearer secret"
+
+
+def test_no_row_is_read_where_no_server_answers_or_not_for_the_model(started: Callable[..., Endpoint]) -> None:
+    endpoint = started(says("a"))
+    endpoint.models = ["small", "large"]
+    for model in (None, "huge"):
+        with pytest.raises(ConfigError, match=r"serves small, large; name one of them: http://.*#small"):
+            ask(endpoint, BanditEnvironment(), model=model)
+    assert len(ask(endpoint, BanditEnvironment(), size=1, model="large")) == 1
+    endpoint.server.shutdown()
+    endpoint.server.server_close()
+    with pytest.raises(ConfigError, match="no OpenAI-compatible server answers there"):
+        ask(endpoint, BanditEnvironment())
+
+
+def test_an_address_is_a_target_and_holds_no_key() -> None:
+    word = "http://127.0.0.1:8000/v1/#tiny"
+    assert parse_target(word) == ServerTarget(name=word, url="http://127.0.0.1:8000", model="tiny")
+    (named,) = parse_targets(["https://host/base"], "MY_KEY")
+    assert named == ServerTarget(name="https://host/base", url="https://host/base", model=None, api_key_env="MY_KEY")
+    for word in ("http://me:secret@host", "http://host?key=secret", "http://"):
+        with pytest.raises(ConfigError, match="a server's address is http://HOST:PORT") as raised:
+            parse_target(word)
+        assert "secret" not in str(raised.value)
