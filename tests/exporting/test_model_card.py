@@ -7,7 +7,7 @@ import re
 import yaml
 
 from fovea.config.run import Config
-from fovea.export.model_card import Card, model_card
+from fovea.exporting.model_card import Card, model_card
 from fovea.report.summary import SummaryJson
 
 NASTY = "a | b\n```\n<script>alert(1)</script> [x](javascript:1)\n---"

@@ -24,16 +24,18 @@ from fovea.build.targets import (
     open_checkpoint,
 )
 from fovea.config.loading import dump_config
+from fovea.config.recipes import Override
 from fovea.config.run import Model
 from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
-from fovea.export.check import Reloaded, check, make_probe
-from fovea.export.model_card import REPOSITORY_ID, Card, model_card
+from fovea.exporting.check import Reloaded, check, make_probe
+from fovea.exporting.model_card import REPOSITORY_ID, Card, model_card
 from fovea.models.adapter_files import ADAPTER_WEIGHTS, PARTS, tensor_name
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.save import save_network
 from fovea.models.trainable import ADAPTER, lora_layers
-from fovea.report.summary import SUMMARY_FILE, read_summary
+from fovea.report.about import SUMMARY_FILE
+from fovea.report.summary import read_summary
 from fovea.run.checkpoint import STATE
 from fovea.utils.files import atomic_folder
 
@@ -51,11 +53,11 @@ class Exported:
     max_logprob_difference: float
     """Largest log-prob difference between the checkpoint and the reloaded folder, on a probe."""
     left_out: tuple[str, ...]
-    """Files and tensors of the checkpoint that are not exported: those of a value function."""
+    """Folders and tensors of the checkpoint that are not exported: those of a value function."""
 
 
 def export(
-    source: Path, out: Path, *, adapter_only: bool = False, overrides: Sequence[str] = (), trust: bool = False
+    source: Path, out: Path, *, adapter_only: bool = False, overrides: Sequence[Override] = (), trust: bool = False
 ) -> Exported:
     """Write the model of a run or checkpoint to the folder `out`.
 
@@ -104,18 +106,18 @@ def check_repo(repo: str) -> None:
 
 def _check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: it exists and is not an empty folder; use another one")
+        raise ConfigError(f"{out}: it exists and is not an empty folder; export to another one")
 
 
 def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
     if model.config.model.lora is None:
         raise ConfigError(
-            f"--adapter-only, but {target.name} trained no adapter (model.lora); leave --adapter-only out"
+            f"{target.name} trained no adapter (model.lora) that could be exported alone; export the whole model"
         )
     if model.config.model.tiny is not None:
         raise ConfigError(
-            f"--adapter-only, but the model under the adapter of {target.name} was created by model.tiny and is in "
-            "no folder that an adapter could refer to; leave --adapter-only out"
+            f"the model under the adapter of {target.name} was created by model.tiny and is in no folder that an "
+            "adapter alone could refer to; export the whole model"
         )
 
 

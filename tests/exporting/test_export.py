@@ -23,17 +23,18 @@ from fovea.build.targets import find_checkpoint, open_checkpoint, parse_target, 
 from fovea.cli.main import app
 from fovea.config.run import Config
 from fovea.errors import ConfigError, ModelError
-from fovea.evaluate import EvalSet, compare
+from fovea.eval_targets import EvalSet, compare
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
-from fovea.export import export as export_module
-from fovea.export.check import check, make_probe
-from fovea.export.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
+from fovea.exporting import export as export_module
+from fovea.exporting.check import check, make_probe
+from fovea.exporting.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.tiny import TinyParts
 from fovea.run.context import Run
 from fovea.types import Sampling
 from tests.reference import model_inputs, reference_logprobs
+from tests.saved import saved_tensors
 from tests.tiny_models import image, renderer, tiny, user
 
 SETTINGS: dict[str, Any] = {
@@ -181,7 +182,7 @@ def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) 
     export(full.folder, out)
     plain = AutoModelForImageTextToText.from_pretrained(out, dtype="auto")
     assert (type(plain).__name__, plain.dtype) == ("Qwen2_5_VLForConditionalGeneration", torch.bfloat16)
-    saved = load_file(full.folder / "checkpoints" / "step-4" / "trainable.safetensors")
+    saved = saved_tensors(full.folder / "checkpoints" / "step-4" / "trainable")
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, saved[f"network.{name}"].bfloat16()), name
     parts = full.run
@@ -251,8 +252,8 @@ def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
     run = build(Config.model_validate(settings))
     train(run)
     done = export(tmp_path / "run", tmp_path / "out")
-    assert done.left_out == ("value.safetensors",)
-    assert "value function (value.safetensors)" in (tmp_path / "out" / "README.md").read_text()
+    assert done.left_out == ("value",)
+    assert "value function (value)" in (tmp_path / "out" / "README.md").read_text()
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert not [name for name in saved if "value" in name]
     trained = dict(run.policy.worker.weights())
@@ -298,9 +299,9 @@ def test_nothing_is_left_when_the_check_fails(lora: Trained, tmp_path: Path, mon
 
 def test_what_cannot_be_exported_is_said_in_a_line(lora: Trained, full: Trained, tmp_path: Path) -> None:
     (tmp_path / "something").touch()
-    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; use another one"):
+    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; export to another one"):
         export(lora.folder, tmp_path)
-    with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\); leave --adapter-only out"):
+    with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\) that could be exported alone"):
         export(full.folder, tmp_path / "out", adapter_only=True)
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
         export(lora.base.parent, tmp_path / "out")
@@ -357,5 +358,5 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     assert "data:image/png;base64," in files[1].read_text()
     taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])
     assert taken.exit_code == 2
-    assert taken.stderr.startswith(f"error: --out {merged}: it exists and is not an empty folder")
+    assert taken.stderr.startswith(f"error: {merged}: it exists and is not an empty folder")
     assert taken.stderr.count("\n") == 1

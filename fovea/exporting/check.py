@@ -65,7 +65,7 @@ def make_probe(processor: Processor, settings: Model) -> Probe:
 @torch.no_grad()
 def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
     """Log-probs [T] of the probe's answer by the trainer's forward pass."""
-    device = next(model.vlm.parameters()).device
+    device = model.vlm.device
     row = pack_row(model.vlm.family, [probe.prompt], [[probe.token_ids_T]], device)
     return model.vlm(row, temperature=1.0, chunk_tokens=row.num_actions).logprobs_A.cpu()  # type: ignore[no-any-return]
 
@@ -98,7 +98,7 @@ def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool)
         different = _different_bans(model.vlm.banned_ids, reloaded)
     difference = 0.0
     if different is None:
-        device = next(model.vlm.parameters()).device
+        device = model.vlm.device
         difference = float((our_logprobs(model, probe) - reloaded_logprobs(reloaded, probe, device)).abs().max())
         # `not <=` and not `>`: a NaN is a difference
         if not difference <= MAX_LOGPROB_DIFFERENCE[DTYPES[model.config.model.dtype]]:
