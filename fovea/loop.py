@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fovea.advantages import with_advantages
+from fovea.errors import ConfigError
 from fovea.report.summary import Summary
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, begin_stage, closing, finish, record, save_and_say
-from fovea.run.rollout_step import record_unscored, roll_out
-from fovea.run.signals import ending_signals
+from fovea.run.draw import draw
+from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, stopping
+from fovea.run.recorded import record_samples
+from fovea.run.rollout_step import Rollout, record_unscored
+from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.samples import episode_metrics, make_batch
 from fovea.train.base import Needs
@@ -20,46 +23,67 @@ from fovea.utils.event_loop import wait_for
 def train(run: Run) -> Summary:
     """Train a run from start or resume to its end: warm-up, steps, evaluation, and the files of the run folder.
 
-    Works in a script and in a cell of a notebook alike.
+    Works in a script and in a cell of a notebook alike, whose loop runs in the main thread: only there can signals be
+    handled.
     """
-    return wait_for(train_in_loop(run))
+    with stopping(run) as stop:
+        return wait_for(_train(run, stop))
 
 
 async def train_in_loop(run: Run) -> Summary:
     """Train as `train` does, on the event loop of an asynchronous program."""
+    with stopping(run) as stop:
+        return await _train(run, stop)
+
+
+async def _train(run: Run, stop: Stop) -> Summary:
     async with closing(run):
-        with ending_signals() as stop:
-            state = await begin(run)
-            with stop.after_step():
-                while state.step < run.config.max_steps and run.stream.has_more:
-                    with run.profile(state.step), run.phases("step"):
-                        groups, metrics = await take_step(run, state)
-                    state = await record(run, state, groups, metrics)
-                    if stop.received is not None:
-                        await save_and_say(run, state)
-                        break
-            return await finish(run, state)
+        _refuse_overlap(run.config.rollout.max_staleness_steps)
+        state = await begin(run)
+        with stop.after_step():
+            while state.step < run.config.max_steps and run.stream.has_more:
+                with run.profile(state.step), run.phases("step"):
+                    groups, metrics = await take_step(run, state)
+                state = await record(run, state, groups, metrics)
+                if reason := stop.reason:
+                    await save_and_say(run, state, reason)
+                    stop.end()
+        return await finish(run, state)
 
 
 async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:
     """Take one step, from rows to new weights. `state.step`, from 0, is the version of the policy that samples."""
+    rollout = await draw(run, state.step, run.phases)
+    await run.engine.sleep()
+    metrics = await learn(run, state, rollout)
+    with run.phases("sync"):
+        await run.weight_sync.push(state.step + 1)
+        await run.engine.wake()
+    return rollout.groups, metrics | run.weight_sync.metrics
+
+
+async def learn(run: Run, state: TrainState, rollout: Rollout) -> Metrics:
+    """Train on a rollout, from scored groups to new weights in the policy; returns the metrics of both."""
     config, phases = run.config, run.phases
-    begin_stage(run, state.step)
-    rollout = await roll_out(run.engine, run.stream, config, step=state.step, phases=phases)
     record_unscored(run.folder, state.step, rollout)
     with phases("samples"):
         max_new_tokens = config.rollout.max_new_tokens
         batch, counts = make_batch(
             rollout.to_train, config.algorithm, max_new_tokens=max_new_tokens, dropped=rollout.dropped
         )
-    await run.engine.sleep()
     with phases("logprobs"):
         batch = await run.policy.annotate(batch, Needs.of(config.algorithm, dropout=config.model.has_dropout))
     with phases("advantages"):
         batch, advantages = with_advantages(batch, config.algorithm, state.kl_coef)
+    await record_samples(run, state.step + 1, rollout.groups, batch)
     with phases("update"):
         update = await run.policy.update(batch)
-    with phases("sync"):
-        await run.weight_sync.push(state.step + 1)
-        await run.engine.wake()
-    return rollout.groups, episode_metrics(rollout.groups) | rollout.metrics | counts | advantages | update
+    return episode_metrics(rollout.groups) | rollout.metrics | counts | advantages | update
+
+
+def _refuse_overlap(max_staleness_steps: int) -> None:
+    if max_staleness_steps:
+        raise ConfigError(
+            f"rollout.max_staleness_steps={max_staleness_steps} draws during updates, but fovea.loop.train draws "
+            "between them; call fovea.loop_async.train, or set rollout.max_staleness_steps=0"
+        )

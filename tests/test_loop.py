@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +41,19 @@ def test_a_bandit_learns(tmp_path: Path) -> None:
     assert summary.before is not None
     assert summary.before.accuracy < summary.final.accuracy == 1.0
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 30
+
+
+def test_the_time_limit_counts_earlier_attempts_and_is_named_as_it_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a supervisor starts it after an hour; the setting was replaced by what was left of it."""
+    run = replace(bandit_run(tmp_path, max_hours=1.0), spent_seconds=3600.0)
+    said: list[str] = []
+    monkeypatch.setattr(run.progress, "print", said.append)
+    with pytest.raises(SystemExit) as ended:
+        train(run)
+    assert ended.value.code == 0
+    assert said[-1].startswith("max_hours=1 are over: saved at step 1;")
 
 
 def test_each_step_has_the_promised_metrics(tmp_path: Path) -> None:

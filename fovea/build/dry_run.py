@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -9,14 +10,17 @@ from tempfile import TemporaryDirectory
 
 from fovea.build.data import make_opener, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
+from fovea.build.trackers import chosen_trackers
 from fovea.build.trial_score import try_reward
+from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
 from fovea.config.run import Config
 from fovea.environments.base import Split
 from fovea.errors import ModelError
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
-from fovea.run.folder import check_run, has_checkpoint
+from fovea.run.folder import check_run
+from fovea.run.run_dir import has_checkpoint
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,9 +34,11 @@ def plan(config: Config) -> list[str]:
     """
     folder = Path(config.run_dir)
     check_run(folder, config)
+    chosen_trackers(config.log)
+    _check_engine(config)
     with TemporaryDirectory(prefix="fovea-dry-run-") as scratch:
         # images are fetched into the run folder
-        elsewhere = config.model_copy(update={"run_dir": scratch})
+        elsewhere = config.with_own_files.model_copy(update={"run_dir": scratch})
         graded = make_environment(elsewhere)
         try:
             lines = [_model(config), *(_rows(elsewhere, graded, split) for split in SPLITS)]
@@ -44,6 +50,21 @@ def plan(config: Config) -> list[str]:
     lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]
     config = within_epochs(config, partial(graded.environment.tasks, "train"))
     return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
+
+
+def _check_engine(config: Config) -> None:
+    """Raises MissingExtraError where the engine is not installed."""
+    # the machines of a Ray cluster have environments of their own
+    if config.cluster.num_ray_workers:
+        return
+    # the import says what has to be installed
+    match config.rollout.engine:
+        case VllmEngine() | VllmServersEngine():
+            importlib.import_module("fovea.rollout.vllm")
+        case SglangEngine():
+            importlib.import_module("fovea.rollout.sglang")
+        case EmbeddedEngine():
+            pass
 
 
 def _model(config: Config) -> str:

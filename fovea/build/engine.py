@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-import torch
-
-from fovea.config.run import Config
+from fovea.cluster.engine_stream import StreamTarget
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import SglangEngine as SglangSettings
+from fovea.config.backends import VllmEngine as VllmSettings
+from fovea.config.backends import VllmServersEngine
+from fovea.config.run import Config, Model
+from fovea.data.images import OpenImage
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError
+from fovea.evaluation.chat_server import ChatModel, ServerEvaluator
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
@@ -20,18 +26,57 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Sampling
+from fovea.utils.http_json import CallBounds
 
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
-def make_engine(
-    config: Config, processor: Processor, vlm: PolicyNetwork, tape: Tape | None = None
-) -> EmbeddedEngine | PlainEngine:
-    """Make the engine that samples with the policy's network in this process: embedded, else plain."""
+class StreamedEngine(Engine, StreamTarget, Protocol):
+    """An engine in this process, or started by it, with weights of its own, which pushes stream into."""
+
+
+def has_own_weights(config: Config) -> bool:
+    """Whether the engine of the settings has weights of its own, instead of sampling with a network of Fovea's."""
+    return not isinstance(config.rollout.engine, EmbeddedSettings)
+
+
+def takes_adapters(config: Config) -> bool:
+    """Whether pushes to the engine bring adapters beside the weights that they add to, instead of merged weights."""
     settings = config.rollout.engine
+    return isinstance(settings, EmbeddedSettings) or (isinstance(settings, VllmSettings) and settings.enable_lora)
+
+
+def make_streamed(
+    config: Config, settings: VllmSettings | VllmServersEngine | SglangSettings, model: Model, processor: Processor
+) -> StreamedEngine:
+    """Make an engine with weights of its own; `model` has a path."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    made: StreamedEngine
+    # each an optional extra
+    if isinstance(settings, VllmServersEngine):
+        from fovea.rollout.vllm.connect import connect
+
+        made = connect(settings, model, processor, max_model_len=longest)
+        return made
+    longest = settings.max_model_len or longest
+    if isinstance(settings, VllmSettings):
+        from fovea.rollout.vllm.arguments import make_engine as make_vllm
+
+        made = make_vllm(settings, model, processor, max_model_len=longest, seed=config.seed)
+    else:
+        from fovea.rollout.sglang.arguments import make_engine as make_sglang
+
+        made = make_sglang(settings, model, processor, max_model_len=longest, seed=config.seed)
+    return made
+
+
+def make_embedded(
+    settings: EmbeddedSettings, processor: Processor, vlm: PolicyNetwork, tape: Tape | None = None
+) -> EmbeddedEngine | PlainEngine:
+    """Make the engine that samples with this network in this process: embedded, else plain."""
     int8 = settings.decode_weights == "int8"
-    device = next(vlm.parameters()).device
+    device = vlm.device
     if int8 and device.type != "cpu":
         raise ConfigError(
             f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
@@ -58,15 +103,33 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
 
     It records the vision graph alone where linear outputs do not pay, or differ from those of the update.
     """
-    device, settings = next(vlm.parameters()).device, config.rollout.engine
-    if not isinstance(vlm, VLM):
+    settings = config.rollout.engine
+    if not isinstance(settings, EmbeddedSettings) or not isinstance(vlm, VLM):
         return None
+    if vlm.device.type != "cpu" or not records_rollouts(config):
+        return None
+    widths = vlm.linear_widths if records_linears(config, vlm.text_config.hidden_size) else []
+    return Tape(widths, settings.reuse_gib * 2**30, vlm.dtype)
+
+
+def records_rollouts(config: Config) -> bool:
+    """Whether an update may reuse activations of its rollout, where both are on one CPU."""
+    engine = config.rollout.engine
+    recomputes = config.train.gradient_checkpointing != "none"
     # outputs of a rollout are without dropout
-    off = settings.reuse_gib == 0 or config.train.gradient_checkpointing or config.model.has_dropout
-    if off or device.type != "cpu":
-        return None
-    narrow = vlm.text_config.hidden_size < MIN_RECORDED_WIDTH
-    inexact = settings.decode_weights != "exact"
+    return (
+        isinstance(engine, EmbeddedSettings)
+        and engine.reuse_gib > 0
+        and not recomputes
+        and not config.model.has_dropout
+    )
+
+
+def records_linears(config: Config, hidden_size: int) -> bool:
+    """Whether the outputs of linear layers are among these activations, in a language model of this width."""
+    narrow = hidden_size < MIN_RECORDED_WIDTH
+    engine = config.rollout.engine
+    inexact = not isinstance(engine, EmbeddedSettings) or engine.decode_weights != "exact"
     padded = not config.train.variable_seq_lengths
     # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
     # importance ratios would contain that difference
@@ -74,10 +137,8 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     critic = algorithm.critic
     scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
     again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
-    mixed = vlm.dtype != torch.float32 and again
-    return Tape(
-        [] if narrow or inexact or padded or mixed else vlm.linear_widths, settings.reuse_gib * 2**30, vlm.dtype
-    )
+    mixed = config.model.dtype != "float32" and again
+    return not (narrow or inexact or padded or mixed)
 
 
 def make_evaluator(
@@ -92,8 +153,35 @@ def make_evaluator(
         engine,
         environment,
         grading,
-        greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, stop=config.rollout.stop),
+        greedy=_greedy(config),
         batch_size=config.evaluate.batch_size,
         image_type_key=config.evaluate.image_type_key,
         note_unscored=note_unscored,
     )
+
+
+def make_server_evaluator(
+    config: Config, model: ChatModel, environment: Environment, grading: Grading, open_image: OpenImage
+) -> ServerEvaluator:
+    """Make the evaluator of a model behind a server."""
+    return ServerEvaluator(
+        model,
+        environment,
+        grading,
+        open_image,
+        greedy=_greedy(config),
+        batch_size=config.evaluate.batch_size,
+        image_type_key=config.evaluate.image_type_key,
+    )
+
+
+def server_bounds(config: Config) -> CallBounds:
+    """The limits of the calls of a server that `fovea eval` asks."""
+    server = config.evaluate.server
+    return CallBounds(
+        timeout_seconds=server.timeout_seconds, calls_at_once=server.max_concurrency, max_retries=server.max_retries
+    )
+
+
+def _greedy(config: Config) -> Sampling:
+    return Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, stop=config.rollout.stop)

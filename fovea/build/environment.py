@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from fovea.build.data import make_access, make_opener
 from fovea.build.opinions import with_opinions
@@ -13,25 +13,31 @@ from fovea.config.mixture import MixturePart
 from fovea.config.run import (
     CaptionEnvironment,
     Config,
-    FileEnvironment,
     Geo3kEnvironment,
     GeoSpotEnvironment,
     MixtureEnvironment,
     OwnEnvironment,
+    RowsEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
-from fovea.environments.base import Environment, Split
+from fovea.environments.base import Environment
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
 from fovea.environments.custom.grader import UserGrader, score_function
-from fovea.environments.custom.loading import checked_environment, load_environment, load_reward
-from fovea.environments.file_splits import Frames
+from fovea.environments.custom.loading import (
+    RewardFunction,
+    checked_environment,
+    checked_reward,
+    load_environment,
+    load_reward,
+)
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import CallThreads
 from fovea.environments.mixture import Mixture, Part, errors_of_part
+from fovea.environments.rows import OwnRows
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.zoom import ShapesZoom
 from fovea.environments.vqa import Vqa
@@ -50,16 +56,14 @@ class GradedEnvironment:
     """Those of a mixture, by name, while they grade their own answers."""
 
 
-def make_environment(config: Config, given: Any = None, frames: Frames | None = None) -> GradedEnvironment:
+def make_environment(config: Config, given: Any = None, reward: RewardFunction | None = None) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; `reward`, if set, replaces its graders.
 
     A GradedEnvironment is taken as it is from here, an object with `graders` is an environment of Fovea, and
-    any other is treated like a user's class from a file. `frames` replaces the files of the settings.
+    any other is treated like a user's class from a file. The function `reward` is the one that the setting describes.
     """
-    if frames is not None:
-        _check_frames(config, given, frames)
     if given is None:
-        made = named_environment(config, frames)
+        made = named_environment(config.with_own_files)
     elif isinstance(given, GradedEnvironment):
         made = given
     elif hasattr(given, "graders"):
@@ -69,30 +73,16 @@ def make_environment(config: Config, given: Any = None, frames: Frames | None = 
         made = user_environment(config, checked_environment(given, name), name)
     if config.reward is not None:
         # an environment's stages belong to its own graders
-        made = replace(made, grading=reward_grading(config, config.reward), stages=Stages(), parts={})
+        made = replace(made, grading=reward_grading(config, config.reward, reward), stages=Stages(), parts={})
     grading = with_opinions(config, made.grading)
     return replace(made, grading=replace(grading, reward_limit=config.reward_limit))
 
 
-def _check_frames(config: Config, given: Any, frames: Frames) -> None:
-    """Raise ConfigError for rows that no environment would read."""
-    if given is not None:
-        raise ConfigError("both an environment and frames were given; make the environment with the frames, or drop it")
-    if not isinstance(config.environment, FileEnvironment | GeoSpotEnvironment):
-        raise ConfigError(
-            f"frames are rows in place of data files, of which environment.name={config.environment.name} has none; "
-            "choose geo3k, vqa, caption or geospot"
-        )
-    unknown = [str(split) for split in frames if split not in get_args(Split)]
-    if unknown:
-        raise ConfigError(f"frames: no split is called {', '.join(unknown)}; name them {', '.join(get_args(Split))}")
-
-
-def named_environment(config: Config, frames: Frames | None = None) -> GradedEnvironment:
+def named_environment(config: Config) -> GradedEnvironment:
     """Make the environment of `environment.name`."""
     match config.environment:
         case CaptionEnvironment() as settings:
-            return make_caption(config, settings, frames)
+            return make_caption(config, settings)
         case MixtureEnvironment() as settings:
             return make_mixture(config, settings)
         case OwnEnvironment() as settings:
@@ -102,11 +92,13 @@ def named_environment(config: Config, frames: Frames | None = None) -> GradedEnv
                 GeoSpot,  # an optional extra; the module reports its absence
             )
 
-            made: Environment = GeoSpot(settings, make_access(config.data), frames)
+            made: Environment = GeoSpot(settings, make_access(config.data))
         case Geo3kEnvironment() as settings:
-            made = Geo3k(settings, make_access(config.data), frames)
+            made = Geo3k(settings, make_access(config.data))
         case VqaEnvironment() as settings:
-            made = Vqa(settings, make_access(config.data), frames)
+            made = Vqa(settings, make_access(config.data))
+        case RowsEnvironment() as settings:
+            made = OwnRows(settings, make_access(config.data), imitated=config.warmup is not None)
         case ShapesZoomEnvironment() as settings:
             made = ShapesZoom(settings, config.seed)
         case settings:
@@ -164,11 +156,12 @@ def stages_of(environment: Any) -> Stages:
     return Stages(stages=tuple(environment.stages), default_starts=tuple(environment.default_starts))
 
 
-def reward_grading(config: Config, reward: str) -> Grading:
-    """Grading by the user's reward function in all stages."""
-    function = score_function(load_reward(reward), make_opener(config.data, Path(config.run_dir)))
-    calls = LimitedCalls(reward_limits(config, reward))
-    return Grading(graders=(UserGrader(function, CallThreads(reward)),), calls=calls)
+def reward_grading(config: Config, name: str, given: RewardFunction | None = None) -> Grading:
+    """Grading by the user's reward function in all stages: the `given` one, or that of a file."""
+    reward = load_reward(name) if given is None else checked_reward(given, name)
+    function = score_function(reward, make_opener(config.data, Path(config.run_dir)))
+    calls = LimitedCalls(reward_limits(config, name))
+    return Grading(graders=(UserGrader(function, CallThreads(name)),), calls=calls)
 
 
 def reward_limits(config: Config, name: str) -> CallLimits:
@@ -181,7 +174,7 @@ def reward_limits(config: Config, name: str) -> CallLimits:
     )
 
 
-def make_caption(config: Config, settings: CaptionEnvironment, frames: Frames | None = None) -> GradedEnvironment:
+def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
     """Make the caption environment, with reward model and judge where they are set."""
     from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 
@@ -190,7 +183,7 @@ def make_caption(config: Config, settings: CaptionEnvironment, frames: Frames | 
         from fovea.environments.graders.reward_model import RewardScorer
 
         reward_model = RewardScorer(settings.reward_model)
-    caption = Caption(settings, make_access(config.data), frames)
+    caption = Caption(settings, make_access(config.data))
     metrics = CaptionGrader(settings, caption.tasks, reward_model)
     if settings.judge is None:
         return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))

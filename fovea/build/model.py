@@ -18,13 +18,14 @@ from fovea.models.load import load_network, pick_device
 from fovea.models.modules import config_of, family_of_network
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.recompute import recompute_activations, recompute_plainly
 from fovea.models.tiny import make_tiny, save_tiny
-from fovea.models.trainable import choose_trainable, recompute_activations, recompute_plainly
+from fovea.models.trainable import choose_trainable
 from fovea.models.value_head import ValueHead
 from fovea.models.vision.disk_cache import SpillFolder
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
-from fovea.run.folder import has_checkpoint
+from fovea.run.run_dir import has_checkpoint
 from fovea.utils.launch import num_processes, rank
 
 CORPUS_ROWS = 2000
@@ -69,8 +70,7 @@ def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]
 def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
     settings = config.model
     kernels = _liger_kernels(device) if config.train.backend.liger_kernels else TORCH_KERNELS
-    if config.train.gradient_checkpointing:
-        recompute_activations(network)
+    recompute_activations(network, config.train.gradient_checkpointing)
     _check_attention(settings, device)
     return VLM(
         network,
@@ -84,8 +84,7 @@ def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int
 
 def _plain_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PlainVLM:
     _check_plain(config)
-    if config.train.gradient_checkpointing:
-        recompute_plainly(network)
+    recompute_plainly(network, config.train.gradient_checkpointing)
     return PlainVLM(network, banned_ids, make_value_head(config, network))
 
 
@@ -116,9 +115,10 @@ def _check_attention(settings: Model, device: torch.device) -> None:
     """ConfigError for an attention kernel that the device or dtype does not support."""
     if settings.attention == "merged" and device.type != "cpu":
         raise ConfigError(f"model.attention=merged is for CPUs, but the model is on {device.type}; set it to auto")
-    if settings.attention == "varlen" and device.type == "cuda" and settings.dtype != "bfloat16":
+    varlen = settings.attention in ("varlen", "varlen_gathered")
+    if varlen and device.type == "cuda" and settings.dtype != "bfloat16":
         raise ConfigError(
-            f"model.attention=varlen takes 16-bit numbers on CUDA, but model.dtype={settings.dtype}; set "
+            f"model.attention={settings.attention} takes 16-bit numbers on CUDA, but model.dtype={settings.dtype}; set "
             "model.dtype=bfloat16, or model.attention=auto"
         )
 

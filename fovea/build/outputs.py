@@ -1,4 +1,4 @@
-"""Builders of a run's outputs: metric sinks, profile, and the table of parameters."""
+"""Builders of a run's outputs: profile, and the table of parameters."""
 
 from __future__ import annotations
 
@@ -8,32 +8,11 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from fovea.config.loading import public_settings
 from fovea.config.run import Config, Log
-from fovea.metrics.log import JsonlSink, Sink, TensorBoardSink
 from fovea.metrics.profile import StepProfile
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.train.base import ModelFacts
-
-
-def make_sinks(config: Config, folder: Path, start_step: int) -> list[Sink]:
-    """Make the sinks that metrics are written to."""
-    sinks: list[Sink] = [JsonlSink(folder, resume_step=start_step)]
-    if config.log.tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard", resume_step=start_step))
-    if config.log.wandb_project is not None:
-        from fovea.metrics.wandb import WandbSink  # an optional extra; the module reports its absence
-
-        sinks.append(
-            WandbSink(
-                folder,
-                project=config.log.wandb_project,
-                settings=public_settings(config),
-                resume_step=start_step,
-            )
-        )
-    return sinks
 
 
 def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:

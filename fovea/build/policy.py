@@ -16,10 +16,10 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_parameters
 from fovea.run.warmup import Warmup
+from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
-from fovea.train.torch.ranks import ALONE, Ranks
 from fovea.train.torch.sharding import shard
 
 CRITIC_RATE_OVER_POLICY = 20
@@ -32,17 +32,13 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
 
     On several `ranks` every process calls this with the same model, which is sharded in place.
     """
-    # with LoRA, switching the adapters off gives the reference, unless they did something before RL began
-    lora = config.model.lora
-    adapters_off_is_the_start = lora is not None and lora.adapter is None and config.warmup is None
-    needs_copy = config.algorithm.kl is not None and not adapters_off_is_the_start
     critic = config.algorithm.critic
-    reference = copy.deepcopy(vlm).requires_grad_(False) if needs_copy else None
+    reference = copy.deepcopy(vlm).requires_grad_(False) if config.copies_reference else None
     value_model = make_value_model(vlm) if critic is not None and critic.trunk == "separate" else None
     # after the copies and before the optimizers, which keep references to the sharded parameters
     for model in (vlm, reference, value_model):
         if model is not None:
-            shard(model, ranks)
+            shard(model, ranks, cpu_offload=config.train.backend.cpu_offload)
     return TorchPolicy(
         vlm,
         train=config.train,
@@ -59,7 +55,7 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
 
 def make_value_model(vlm: PolicyNetwork) -> ValueModel:
     """Copy the policy's model and add a value head."""
-    model = ValueModel(copy.deepcopy(vlm)).to(next(vlm.parameters()).device)
+    model = ValueModel(copy.deepcopy(vlm)).to(vlm.device)
     freeze_lm_head(model.trunk.network)
     return model
 

@@ -8,55 +8,64 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from fovea.build.backends import open_backends
 from fovea.build.data import make_opener, make_order, make_sources, within_epochs
 from fovea.build.engine import make_evaluator
 from fovea.build.environment import GradedEnvironment, make_environment
+from fovea.build.given import Frames, rows_as_files
 from fovea.build.model import locate_model
-from fovea.build.outputs import make_profile, make_sinks, model_table, peak_tflops
+from fovea.build.outputs import make_profile, model_table, peak_tflops
 from fovea.build.policy import make_warmup
+from fovea.build.trackers import chosen_trackers, make_trackers
 from fovea.build.trial_score import try_reward
-from fovea.build.workers import open_backends
+from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
-from fovea.environments.file_splits import Frames
-from fovea.metrics.log import MetricsLog, Phases
+from fovea.environments.custom.loading import RewardFunction
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.rollout.embedded.plain import PlainEngine
-from fovea.run.checkpoint import Checkpoints
+from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.context import Run
 from fovea.run.fingerprint import check_unchanged
 from fovea.run.folder import open_run_folder
-from fovea.run.inputs import take_fingerprint
+from fovea.run.inputs import GivenCode, take_fingerprint
 from fovea.run.rollout_step import TaskStream, record_unscored_answer
 
 
 def build(
-    config: Config, environment: Environment | GradedEnvironment | None = None, frames: Frames | None = None
+    config: Config,
+    environment: Environment | GradedEnvironment | None = None,
+    frames: Frames | None = None,
+    reward: RewardFunction | None = None,
 ) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
-    `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`;
-    `environment` replaces the environment of the settings, for tasks that exist as Python objects (docs/own.md).
+    `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`, and
+    writes them into the run folder; `environment` replaces the environment of the settings, for tasks that exist as
+    Python objects (docs/own.md); `reward` is the function that the setting of that name describes.
     """
     started = perf_counter()
-    with ExitStack() as on_failure:
-        config = on_failure.enter_context(open_run_folder(config))
-        graded = make_environment(config, environment, frames)
+    chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
+    with rows_as_files(config, frames) as rows, ExitStack() as on_failure:
+        config = on_failure.enter_context(open_run_folder(rows.config))
+        rows.move_into(Path(config.run_dir))
+        graded = make_environment(config, environment, reward)
         user = environment.environment if isinstance(environment, GradedEnvironment) else environment
-        run = _make_services(config, graded, started, user)
+        run = _make_services(config, graded, started, GivenCode(environment=user, reward=reward))
         # from here on it is the run that closes its folder
         return replace(run, held=on_failure.pop_all())
 
 
-def _make_services(config: Config, graded: GradedEnvironment, started: float, given: Environment | None) -> Run:
+def _make_services(config: Config, graded: GradedEnvironment, started: float, given: GivenCode) -> Run:
     folder = Path(config.run_dir)
     config = within_epochs(config, partial(graded.environment.tasks, "train"))
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
-    resumed = checkpoints.resume() if config.resume == "auto" else None
+    resumed = _resumed(config, checkpoints)
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
@@ -83,11 +92,15 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         grading=graded.grading,
     )
     warmup = make_warmup(config, environment, sources.train, renderer)
-    sinks, profile = make_sinks(config, folder, start_step), make_profile(config, folder, start_step, progress)
+    sinks: list[Sink] = [JsonlSink(folder, resume_step=start_step)]
+    trackers = make_trackers(config, folder, start_step, progress.warn)
+    profile = make_profile(config, folder, start_step, progress)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     facts = backends.policy.describe()
     progress.print(model_table(config.model.name, facts))
+    for line in backends.slow_kernels:
+        progress.print(f"slow: {line}")
     if isinstance(backends.engine, PlainEngine):
         progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
     return Run(
@@ -98,7 +111,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         stream=stream,
         engine=backends.engine,
         policy=backends.policy,
-        weight_sync=backends.weight_sync,
+        weight_sync=MeasuredSync(backends.weight_sync),
         warmup=warmup,
         open_image=opener,
         evaluator=make_evaluator(
@@ -107,11 +120,19 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,
-        metrics=MetricsLog([*sinks, profile] if profile else sinks),
+        metrics=MetricsLog([*sinks, profile] if profile else sinks, trackers),
         phases=Phases(),
         progress=progress,
         started=started,
         peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
+        box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
+
+
+def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+    """The checkpoint to go on from; None: start anew."""
+    if config.resume_from is not None:
+        return checkpoints.resume_from(config.resume_from)
+    return checkpoints.resume() if config.resume == "auto" else None

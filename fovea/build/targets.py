@@ -1,28 +1,31 @@
 """Targets of evaluation and export: arguments of the command line become targets, targets become models.
 
 A target is a run folder (its newest checkpoint), one checkpoint of it, a model folder or hub id, a folder with an
-adapter alone, or a baseline. The settings of a checkpoint's model are those of its run; those of other models are
-the settings of the evaluation, with another `model.path`.
+adapter alone, a server, or a baseline. The settings of a checkpoint's model are those of its run; those of other models
+are the settings of the evaluation, with another `model.path`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from fovea.build.environment import make_environment
+from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.build.trust import check_trust
 from fovea.config.base import leaves
-from fovea.config.loading import load_config
+from fovea.config.loading import keys_of, load_config
+from fovea.config.recipes import Override, section_of
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError, ModelError
@@ -31,11 +34,12 @@ from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.models.trainable import factored_weights
-from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, read_checkpoint
+from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpoint, read_checkpoint
 from fovea.run.folder import CONFIG_FILE
-from fovea.train.torch.checkpoint import is_policy_state, load_trained
+from fovea.train.torch.checkpoint import load_trained
 from fovea.types import Weights
 from fovea.utils.local_path import is_hub_id, near_folder
+from fovea.utils.shown_text import without_secrets
 
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""
@@ -73,12 +77,26 @@ class ModelTarget:
     """A folder with a peft adapter of that model."""
 
 
-Target = Baseline | CheckpointTarget | ModelTarget
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTarget:
+    """A model behind an OpenAI-compatible server."""
+
+    name: str
+    url: str
+    """Address without `/v1`."""
+    model: str | None
+    """Its name there; None: the only one."""
+    api_key_env: str | None = None
+    """Environment variable with the key that it wants."""
 
 
-def parse_targets(words: Sequence[str]) -> list[Target]:
-    """Parse several targets; ConfigError when two of them are the same."""
+Target = Baseline | CheckpointTarget | ModelTarget | ServerTarget
+
+
+def parse_targets(words: Sequence[str], api_key_env: str | None = None) -> list[Target]:
+    """Parse several targets, of which servers get the key; ConfigError when two of them are the same."""
     targets = [parse_target(word) for word in words]
+    targets = [replace(each, api_key_env=api_key_env) if isinstance(each, ServerTarget) else each for each in targets]
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -92,6 +110,8 @@ def parse_target(word: str) -> Target:
         return Baseline(name=word, kind="constant", text=word.removeprefix(CONSTANT))
     if word in ("majority", "gold"):
         return Baseline(name=word, kind="majority" if word == "majority" else "gold")
+    if word.startswith(("http://", "https://")):
+        return _server_target(word)
     folder = Path(word)
     if folder.is_dir():
         return _folder_target(word, folder)
@@ -102,10 +122,22 @@ def parse_target(word: str) -> Target:
     fix = (
         f"did you mean {near}?"
         if near
-        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, or one of "
-        f"the baselines majority, gold and {CONSTANT}TEXT"
+        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, the "
+        f"address of a server, or one of the baselines majority, gold and {CONSTANT}TEXT"
     )
     raise ConfigError(f"{word}: no such folder; {fix}")
+
+
+def _server_target(word: str) -> ServerTarget:
+    """A server at `URL` or `URL#MODEL`; ConfigError for a URL with a password or key in it."""
+    parts = urlsplit(word)
+    if parts.username is not None or parts.query or not parts.hostname:
+        raise ConfigError(
+            f"{without_secrets(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL; a key comes "
+            "from --api-key-env"
+        )
+    url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+    return ServerTarget(name=word, url=url, model=parts.fragment or None)
 
 
 def _folder_target(word: str, folder: Path) -> Target:
@@ -118,7 +150,7 @@ def _folder_target(word: str, folder: Path) -> Target:
 
 def find_checkpoint(folder: Path) -> CheckpointTarget:
     """Find the checkpoint of a folder: the folder itself, or the newest checkpoint of a run folder."""
-    if is_policy_state(folder):
+    if is_checkpoint(folder):
         # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
         run = folder.resolve().parents[1]
         if not (run / CONFIG_FILE).is_file():
@@ -159,7 +191,7 @@ def _base_of(adapter: Path) -> str:
 
 
 def shared_settings(
-    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[str], *, trust: bool = False
+    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> Config:
     """Settings of the rows and prompts of an evaluation: those of the recipe, else of the first target with settings.
 
@@ -170,16 +202,19 @@ def shared_settings(
         return load_config([recipe], overrides)
     sources = [file for target in targets if (file := settings_file(target)) is not None]
     if not sources:
-        raise ConfigError("no target says which rows to ask; add --recipe RECIPE, such as --recipe recipes/geo3k.yaml")
+        raise ConfigError("no target says which rows to ask; give a recipe that does, such as geo3k")
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):
         if (config.environment, config.reward) != (configs[0].environment, configs[0].reward):
             raise ConfigError(
-                f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); add "
-                "--recipe RECIPE to say which rows all targets are asked"
+                f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); "
+                "give a recipe, to say which rows all targets are asked"
             )
     check_trust(configs[0], sources[0], overrides, trust=trust)
-    return configs[0]
+    run = next((target.run for target in targets if isinstance(target, CheckpointTarget)), None)
+    is_of_run = run is not None and sources[0] == run / CONFIG_FILE and "run_dir" not in keys_of(overrides)
+    # where its folder is by now, for the rows that it holds
+    return configs[0].model_copy(update={"run_dir": str(run)}) if is_of_run else configs[0]
 
 
 def settings_file(target: Target) -> Path | None:
@@ -209,7 +244,7 @@ class OpenedModel:
     processor: Processor
     vlm: PolicyNetwork
     left_out: tuple[str, ...] = ()
-    """Files and tensors of its checkpoint that do not belong to the model."""
+    """Folders and tensors of its checkpoint that do not belong to the model."""
 
     def weights(self) -> Weights:
         """All weights under their Hugging Face names, adapters beside them, as training pushes them to its engine."""
@@ -217,14 +252,14 @@ class OpenedModel:
 
 
 def open_model(
-    target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[str], *, trust: bool = False
+    target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> OpenedModel:
     """Load the model of a target; `shared` has the settings for models without any of their own.
 
-    Only those `overrides` that begin with `model.` or `train.` apply to checkpoints.
+    Only those `overrides` of the sections `model` and `train` apply to checkpoints.
     """
     if isinstance(target, CheckpointTarget):
-        own = [word for word in overrides if word.startswith(("model.", "train."))]
+        own = [each for each in overrides if section_of(each) in ("model", "train")]
         return open_checkpoint(target, own, trust=trust)
     assert shared is not None, "a plain model has no settings of its own"
     settings = _plain_model(shared.model, target)
@@ -244,6 +279,7 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
             "tiny": None,
             "lora": None,
             "freeze_vision_tower": not model.trains_vision,
+            "freeze_projector": None,
         }
     )
 
@@ -271,13 +307,20 @@ def _without_first_adapter(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = (), *, trust: bool = False) -> OpenedModel:
+def open_checkpoint(
+    target: CheckpointTarget, overrides: Sequence[Override] = (), *, trust: bool = False
+) -> OpenedModel:
     """Load the model of a run with the weights of one of its checkpoints.
 
     Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
     """
     file = target.run / CONFIG_FILE
     config = _without_first_adapter(load_config([file], overrides))
+    if trains_with_megatron(config):
+        raise ConfigError(
+            f"{target.name} is a checkpoint of train.backend=megatron, which evaluation and export do not read yet; "
+            "give them a checkpoint of the torch backend, or a model folder"
+        )
     model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
     processor = load_processor(model)
     vlm = open_vlm(config, model, processor.banned_ids)
@@ -285,6 +328,6 @@ def open_checkpoint(target: CheckpointTarget, overrides: Sequence[str] = (), *, 
     return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
 
 
-def _environment_of(config: Config, file: Path, overrides: Sequence[str], *, trust: bool) -> Environment:
+def _environment_of(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> Environment:
     check_trust(config, file, overrides, trust=trust)
     return make_environment(config).environment

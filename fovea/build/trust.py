@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fovea.config.loading import keys_of
+from fovea.config.recipes import Override
 from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
+from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
 
 
-def check_trust(config: Config, file: Path, overrides: Sequence[str], *, trust: bool) -> None:
+def check_trust(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> None:
     """ConfigError where `config`, read from a folder's `file`, would run code or send a key that the user did not name.
 
     `overrides` are the user's own settings: what they set is the user's, whatever the file says.
@@ -24,14 +26,16 @@ def check_trust(config: Config, file: Path, overrides: Sequence[str], *, trust: 
     for key, refused, instead in _powers(config):
         if key not in keys_of(overrides):
             raise ConfigError(
-                f"{file} {refused}, and what a folder says runs no code and sends no key here; add --trust if the "
-                f"folder is your own, or set {instead}"
+                f"{file} {refused}, and what a folder says runs no code and sends no key here; trust it, by the "
+                f"option of that name, if the folder is your own, or set {instead}"
             )
 
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that run code or send a key: the key that names it, what it does, and what to set instead."""
     for key, reward in config.rewards.items():
+        if reward.startswith(FROM_PYTHON):
+            continue  # no code is named; whoever loads it says that it must be given again
         yield key, f"runs the code of {key}={reward}", f"{key}=null, or {key}=FILE.py:FUNCTION of yours"
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):

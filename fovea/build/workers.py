@@ -1,58 +1,49 @@
-"""Builders of the processes that hold policy and engines: this one alone, or those that torchrun has started."""
+"""Builders of a worker: what one of several processes holds of policy and engines."""
 
 from __future__ import annotations
 
 import copy
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
-from fovea.build.engine import make_engine, make_tape
+from fovea.build.engine import has_own_weights, make_embedded, make_streamed, takes_adapters
+from fovea.build.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.build.model import open_vlm
 from fovea.build.policy import make_policy
-from fovea.cluster.connection import serve
-from fovea.cluster.local import SharedWeights
-from fovea.cluster.torchrun import connect_to_driver, connect_workers, join
-from fovea.cluster.weights import WeightSync
-from fovea.cluster.workers import Worker, Workers, WorkersEngine, WorkersPolicy, WorkersWeights
+from fovea.build.slow_kernels import slow_kernels
+from fovea.cluster.broadcast import ReceivedWeights, Sender
+from fovea.cluster.connection import DriverConnection, serve_connection
+from fovea.cluster.engine_copy import EngineCopy, WeightTaker
+from fovea.cluster.engine_stream import EngineStream
+from fovea.cluster.heartbeat import beating
+from fovea.cluster.local import Caller, CallerThread, LocalPolicy, call_here
+from fovea.cluster.placement import Placement, Role
+from fovea.cluster.streamed import StreamedWeights
+from fovea.cluster.torchrun import connect_to_driver, join
+from fovea.cluster.workers import Worker
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.run import Config, Model
+from fovea.errors import ConfigError
 from fovea.models.load import pick_device
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.rollout.base import Engine
 from fovea.run.signals import ENDING
-from fovea.train.base import Policy
-from fovea.train.torch.ranks import ALONE, Ranks
 from fovea.utils.event_loop import wait_for
-from fovea.utils.launch import num_processes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backends:
-    """Policy, engine and the weight sync between them, as the driver sees them."""
-
-    policy: Policy
-    engine: Engine
-    weight_sync: WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a worker process needs to make its worker."""
+    """Settings and place of a worker, from which its process makes it."""
 
     config: Config
     model: Model
     """With a path, which the worker can read."""
-
-
-def open_backends(config: Config, model: Model, processor: Processor) -> Backends:
-    """Open the model in this process, and in those of torchrun where it has started several."""
-    if num_processes() == 1:
-        worker = make_worker(config, model, processor)
-        return Backends(policy=worker.policy, engine=worker.engine, weight_sync=worker.weight_sync)
-    handles = connect_workers(join(), Setup(config=config, model=model))
-    workers = Workers(make_worker(config, model, processor, ranks_on_device(config)), handles)
-    return Backends(policy=WorkersPolicy(workers), engine=WorkersEngine(workers), weight_sync=WorkersWeights(workers))
+    placement: Placement
 
 
 def serve_driver() -> None:
@@ -62,24 +53,98 @@ def serve_driver() -> None:
     # torchrun and a terminal signal all processes; the driver decides when the run ends, and hangs up
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
-    processor = load_processor(setup.model)
-    worker = make_worker(setup.config, setup.model, processor, ranks_on_device(setup.config))
-    wait_for(serve(worker, connection))
+    driver = DriverConnection(connection)
+    # from here on, since loading a model takes minutes
+    with beating(driver.send, setup.config.cluster.heartbeat_timeout_seconds):
+        wait_for(serve_connection(worker_of(setup), driver))
 
 
-def make_worker(config: Config, model: Model, processor: Processor, ranks: Ranks = ALONE) -> Worker:
-    """Make this process's share of the policy, and its engine, which has a copy of the tensors of a sharded policy."""
+def worker_of(setup: Setup) -> Worker:
+    """Make the worker of this process, which all processes of the process group must do."""
+    timeout = timedelta(seconds=setup.config.cluster.collective_timeout_seconds)
+    role = Role.of(setup.placement, pick_device(setup.config.model.device).type, timeout)
+    return make_worker(setup.config, setup.model, load_processor(setup.model), role)
+
+
+def make_worker(config: Config, model: Model, processor: Processor, role: Role) -> Worker:
+    """Make this process's share of the policy, its engine, or both, as its role says."""
+    check_offload(config)
+    set_threads(config)
+    if role.learners is None:
+        assert role.receivers is not None
+        pair = next(iter(role.pairs.values()), None)
+        network = (
+            None if has_own_weights(config) else open_vlm(config, model, processor.banned_ids).requires_grad_(False)
+        )
+        engine, taker = _engine_and_taker(config, model, processor, network)
+        return Worker(
+            policy=None,
+            engine=engine,
+            weight_sync=ReceivedWeights(role.receivers, taker, pair),
+            slow_kernels=() if network is None else slow_kernels(config, network),
+        )
+    if trains_with_megatron(config):
+        return make_megatron_worker(config, model, processor)
+    vlm = open_vlm(config, model, processor.banned_ids)
+    refused = slow_kernels(config, vlm)
+    # copied before the policy's tensors are sharded in place; those of a single learner are shared
+    copied = role.has_engine and role.learners.mesh is not None and not has_own_weights(config)
+    engine_vlm = copy.deepcopy(vlm).requires_grad_(False) if copied else vlm
+    call = CallerThread("policy") if role.in_thread else call_here
+    policy = make_policy(config, vlm, ranks=role.learners)
+    beside = [_engine_and_taker(config, model, processor, engine_vlm)] if role.has_engine else []
+    takers = [taker for _, taker in beside] + ([] if role.receivers is None else [Sender(role.receivers, role.pairs)])
+    return Worker(
+        policy=LocalPolicy(policy, call),
+        engine=beside[0][0] if beside else None,
+        weight_sync=make_stream(config, policy, takers, call),
+        slow_kernels=refused,
+    )
+
+
+def make_megatron_worker(config: Config, model: Model, processor: Processor) -> Worker:
+    """Make this process's part of a policy under Megatron, and its engine, which has a network of its own."""
+    network = None if has_own_weights(config) else open_vlm(config, model, processor.banned_ids).requires_grad_(False)
+    policy = make_megatron_policy(config, model, processor.banned_ids)
+    engine, taker = _engine_and_taker(config, model, processor, network)
+    return Worker(
+        policy=LocalPolicy(policy),
+        engine=engine,
+        weight_sync=make_stream(config, policy, [taker], call_here),
+        slow_kernels=() if network is None else slow_kernels(config, network),
+    )
+
+
+def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTaker], call: Caller) -> StreamedWeights:
+    """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
+    weights = policy.outgoing if takes_adapters(config) else policy.outgoing_merged
+    return StreamedWeights(weights, policy.dtype, takers, call)
+
+
+def _engine_and_taker(
+    config: Config, model: Model, processor: Processor, vlm: PolicyNetwork | None
+) -> tuple[Engine, WeightTaker]:
+    """Make the engine of this process, and what brings it a push; one with weights of its own needs no network."""
+    settings = config.rollout.engine
+    if isinstance(settings, EmbeddedSettings):
+        assert vlm is not None, "the embedded engine samples with a network"
+        embedded = make_embedded(settings, processor, vlm)
+        return embedded, EngineCopy(embedded)
+    streamed = make_streamed(config, settings, model, processor)
+    return streamed, EngineStream(streamed)
+
+
+def check_offload(config: Config) -> None:
+    """ConfigError where there is no other memory to offload to."""
+    device = pick_device(config.model.device).type
+    if config.train.backend.cpu_offload and device != "cuda":
+        raise ConfigError(
+            f"train.backend.cpu_offload=true, but the model is on {device}, whose memory is the host's "
+            "already; set train.backend.cpu_offload=false"
+        )
+
+
+def set_threads(config: Config) -> None:
+    """Set the number of threads that the settings give torch."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    vlm = open_vlm(config, model, processor.banned_ids)
-    tape = make_tape(config, vlm) if ranks.mesh is None else None
-    # copied before the policy's tensors are sharded in place
-    engine_vlm = vlm if ranks.mesh is None else copy.deepcopy(vlm).requires_grad_(False)
-    policy = make_policy(config, vlm, tape, ranks)
-    engine = make_engine(config, processor, engine_vlm, tape)
-    return Worker.of(policy, engine, SharedWeights(policy, engine))
-
-
-def ranks_on_device(config: Config) -> Ranks:
-    """The ranks of the process group, with weights on the device of the settings."""
-    return Ranks.of_process_group(pick_device(config.model.device).type)

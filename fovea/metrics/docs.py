@@ -9,7 +9,7 @@ from fovea.metrics.names import CHAPTERS, Chapter, Metric
 HEAD = """\
 # Metrics
 
-The metrics that are logged at every step to `metrics.jsonl`, TensorBoard and W&B. This page is generated from
+The metrics that are logged at every step to `metrics.jsonl` and the trackers. This page is generated from
 [`fovea/metrics/names.yaml`](../fovea/metrics/names.yaml) by `python -m fovea.metrics.docs > docs/metrics.md`:
 change it there.
 

@@ -1,4 +1,4 @@
-"""Metric sinks (JSONL, TensorBoard), and timers and memory counters for the phases of a step.
+"""Metric sinks (JSONL, trackers), and timers and memory counters for the phases of a step.
 
 Metric names are paths: `reward`, `groups/with_signal`, `seconds/rollout`, `accuracy/dev/count`.
 """
@@ -17,37 +17,59 @@ from typing import Protocol, Self
 
 import torch
 from torch.profiler import record_function
-from torch.utils.tensorboard import SummaryWriter
 
-from fovea.errors import DataError
+from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
+from fovea.metrics.tracker import TrackedSample
 from fovea.types import Metrics
-from fovea.utils.files import from_json_number, json_number, write_atomically
+from fovea.utils.files import json_number, write_atomically
 
-METRICS_FILE = "metrics.jsonl"
 GIB = 2**30
 
 
 class Sink(Protocol):
-    """A destination of metrics, opened for a run that resumes after `resume_step` (0: a new run)."""
+    """A destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class MetricsLog:
-    """Writes the metrics of each step to every sink."""
+class SampleSink(Protocol):
+    """A destination of metrics and, in some steps, of samples."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Writes the metrics of each step to every sink, and then with the step's samples to every tracker."""
+
+    def __init__(self, sinks: Sequence[Sink], trackers: Sequence[SampleSink] = ()) -> None:
+        self._sinks, self._trackers = tuple(sinks), tuple(trackers)
+        self._samples: Sequence[TrackedSample] = ()
+
+    @property
+    def has_trackers(self) -> bool:
+        """Whether samples that are added are shown anywhere."""
+        return bool(self._trackers)
+
+    def add_samples(self, samples: Sequence[TrackedSample]) -> None:
+        """Keep samples until the metrics of their step are written."""
+        self._samples = samples
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(step, metrics)
+        samples, self._samples = self._samples, ()
+        for tracker in self._trackers:
+            tracker.write(step, metrics, samples)
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -80,21 +102,6 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
-    """Writer of TensorBoard event files."""
-
-    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
-        # TensorBoard discards events of the interrupted run from purge_step on
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else 0)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 def read_metrics(run_dir: Path) -> list[Metrics]:
     """The lines of metrics.jsonl, `step` included, with NaN for null; empty if there is no file."""
     return [row for _, row in _complete_lines(run_dir / METRICS_FILE)]
@@ -108,17 +115,11 @@ def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
         for number, line in enumerate(file, start=1):
             # a last line without newline was cut off by a crash, or is being written right now
             if line.endswith("\n"):
-                yield line, _parse(line, where=f"{path} line {number}")
+                yield line, parse_metrics(line, where=f"{path} line {number}")
 
 
-def _parse(line: str, *, where: str) -> Metrics:
-    try:
-        row = {key: from_json_number(value) for key, value in json.loads(line).items()}
-        return {"step": row.pop("step")} | row
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{where} is {line[:60]!r}, which is not a JSON object of numbers with a step; delete that line"
-        ) from error
+BESIDE_STEPS = ("checkpoint", "checkpoint_write")
+"""Names of phases that are no part of `seconds/step`."""
 
 
 class Phases:

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from fovea.metrics.log import BESIDE_STEPS
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
 
@@ -30,6 +31,8 @@ WARM_STEPS = 3
 TIMED_STEPS = 3
 TOP_OPERATORS = 20
 FILE_WIDTH = 110
+PART_OF_SYNC = "push"
+"""A time that is within that of a phase, and so is none of its own."""
 # minimum width: rich wraps a title that is wider than its table
 TABLE_WIDTH = 40
 
@@ -109,10 +112,13 @@ def timed_steps(start_step: int, traced: int) -> list[int]:
 
 def phase_times(rows: Sequence[Mapping[str, float]]) -> list[PhaseTime]:
     """Mean phase times, longest first; then the time between phases, and the whole step."""
-    seconds = _means(rows, "seconds/")
+    left_out = (*BESIDE_STEPS, PART_OF_SYNC)
+    seconds = {name: mean for name, mean in _means(rows, "seconds/").items() if name not in left_out}
     gib = _means(rows, "memory/", "_gib")
     whole = seconds.pop("step")
-    between = whole - sum(seconds.values())
+    # a rollout that is drawn ahead runs beside the update, and what of it the step waits for is idle_update
+    beside = ("data", "rollout", "idle_rollout") if "idle_update" in seconds else ()
+    between = whole - sum(value for name, value in seconds.items() if name not in beside)
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     return [
         PhaseTime(name=name, seconds=value, share=value / whole, gib=gib.get(name))

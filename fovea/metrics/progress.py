@@ -1,7 +1,8 @@
-"""The progress of a run in the terminal: a live display, or plain lines where output is no terminal."""
+"""The progress of a run: a live display in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Self
@@ -13,6 +14,7 @@ from rich.progress import Progress as Columns
 from rich.spinner import Spinner
 from rich.text import Text
 
+from fovea.metrics.notebook import NotebookDisplay, notebook_publisher
 from fovea.utils.shown_text import printable, without_secrets
 
 LINE_EVERY_S = 5.0
@@ -25,7 +27,8 @@ SMOOTHING = 0.1
 class Progress:
     """A context manager around a run: `with Progress(...) as progress: progress.step(1, metrics)`.
 
-    With `enabled=False` nothing at all is printed, not even by `print`. `clock` returns seconds.
+    With `enabled=False` nothing is printed, not even by `print`, but for the lines of `warn`, which then go to stderr.
+    `clock` returns seconds.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Progress:
         self._steps = self._bar.add_task("", total=total_steps, completed=start_step, time_left="")
         self._step_seconds: float | None = None
         self._lines = _PlainLines(self._console, clock, total_steps)
+        publisher = notebook_publisher() if enabled and console is None else None
+        self._notebook = NotebookDisplay(publisher, total_steps, clock) if publisher else None
         self._live: Live | None = None
         if enabled and self._console.is_interactive:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
@@ -59,7 +64,9 @@ class Progress:
         """Show work before, between or after the steps by a text such as `warm-up 125/800  loss 0.41`."""
         text = printable(without_secrets(text))
         self._stage = Spinner("dots", Text(text))
-        if not self._live:
+        if self._notebook:
+            self._notebook.stage(text)
+        elif not self._live:
             self._lines.stage(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +75,9 @@ class Progress:
         self._figures = self._figures | _figures(metrics)
         self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
         self._bar.update(self._steps, completed=step, time_left=self._time_left())
-        if not self._live:
+        if self._notebook:
+            self._notebook.step(step, metrics, self._figures, self._time_left())
+        elif not self._live:
             self._lines.step(step, f"step {self._count()}  {self._figures_line()}  {self._time_left()}")
 
     def print(self, renderable: RenderableType) -> None:
@@ -77,6 +86,12 @@ class Progress:
             self._console.print(Text(printable(without_secrets(renderable))), soft_wrap=True)
         else:
             self._console.print(renderable)
+
+    def warn(self, text: str) -> None:
+        """Print a line on what a run did in place of what was asked for, whether there is a display or not."""
+        self.print(text)
+        if self._console.quiet:
+            print(printable(without_secrets(text)), file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -87,6 +102,8 @@ class Progress:
         self._stage = None
         if self._live:
             self._live.stop()
+        if self._notebook:
+            self._notebook.close()
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = []

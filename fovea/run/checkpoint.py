@@ -1,26 +1,37 @@
 """Checkpoints of a run: `checkpoints/step-N/` is complete or absent, never half, and damage to one is found.
 
-What was damaged later, by a disk or by hand, does not match its manifest: a run resumes from the checkpoint before it.
+A checkpoint is written beside the steps that follow it, under a temporary name. What was damaged later, by a disk or by
+hand, does not match its manifest: a run resumes from the checkpoint before it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn
 
 from fovea.errors import DataError
 from fovea.run.disk import folder_bytes, room_for
+from fovea.run.fingerprint import library_versions
 from fovea.run.kept import Kept
-from fovea.run.manifest import damage, write_manifest
+from fovea.run.manifest import MANIFEST, damage, write_manifest
 from fovea.train.base import Policy
+from fovea.types import Metrics
+from fovea.utils.background import in_background
 from fovea.utils.files import atomic_folder
 
 STATE = "state.json"
+FORMAT = 2
+"""Version of the files of a checkpoint. Before 2, they were single files of whole tensors and a torch file."""
+WRITE_SECONDS = "seconds/checkpoint_write"
 SAVED_BYTES_PER_PARAMETER = 12
 """A float32 weight and AdamW's two moments of it."""
 
@@ -62,18 +73,56 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
+        self._writing: Future[None] | None = None
+        self._seconds: list[float] = []
 
     async def save(self, step: int, policy: Policy, state: Mapping[str, Any], kept: Kept | None = None) -> None:
-        """Write a checkpoint atomically, then delete all but the newest `keep` and those of `kept`."""
+        """Copy the state and begin to write a checkpoint of it, after the one before is written.
+
+        When it is there, all but the newest `keep` and those of `kept` are deleted.
+        """
+        await self.finish()
         final = self._root / f"step-{step}"
         if final.exists():
             return  # the last regular checkpoint is also the one at the end
         self._root.mkdir(parents=True, exist_ok=True)
-        needed_bytes = max(_estimated_bytes(policy), *map(folder_bytes, self._folders()), 0)
-        with room_for(f"the checkpoint of step {step}", self._root, needed_bytes), atomic_folder(final) as folder:
+        needed_bytes = max(estimated_bytes(policy), *map(folder_bytes, self._folders()), 0)
+        started = perf_counter()
+        with ExitStack() as opening:
+            opening.enter_context(room_for(f"the checkpoint of step {step}", self._root, needed_bytes))
+            folder = opening.enter_context(atomic_folder(final))
+            # as text, since the run goes on to change what it is made of
+            (folder / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
             await policy.save(folder)
-            (folder / STATE).write_text(json.dumps({"step": step, **state}))
-            write_manifest(folder)
+            opened = opening.pop_all()
+        loop = asyncio.get_running_loop()
+
+        def write() -> None:
+            with opened:
+                asyncio.run_coroutine_threadsafe(policy.finish_save(), loop).result()
+                write_manifest(folder)
+            self._delete_old(kept)
+            self._seconds.append(perf_counter() - started)
+
+        self._writing = in_background(write, f"checkpoint of step {step}")
+
+    async def finish(self) -> None:
+        """Wait until the checkpoint that is being written is there; TrainError where it could not be written."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await asyncio.wrap_future(writing)
+
+    async def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, without waiting for one that is being written."""
+        if self._writing is not None and self._writing.done():
+            await self.finish()
+
+    def metrics(self) -> Metrics:
+        """Seconds that the last checkpoint took, if one was finished since the last call."""
+        seconds, self._seconds = self._seconds, []
+        return {WRITE_SECONDS: seconds[-1]} if seconds else {}
+
+    def _delete_old(self, kept: Kept | None) -> None:
         folders = self._folders()
         beyond = kept.steps([_step_of(folder) for folder in folders]) if kept else set()
         for old in folders[: -self._keep]:
@@ -104,14 +153,29 @@ class Checkpoints:
         Later checkpoints, which are damaged, are renamed `step-N.damaged`; remains of interrupted saves and deletions
         are deleted. Only for the process that holds the lock of the run folder.
         """
-        for remains in (*self._root.glob(".step-*.partial"), *self._root.glob(".step-*.deleted")):
-            shutil.rmtree(remains)
+        self._clear_remains()
         found = self.latest()
         for folder in found.passed_over if found else ():
-            aside = folder.with_name(f"{folder.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            _put_aside(folder, "damaged")
         return found
+
+    def resume_from(self, folder: Path) -> Checkpoint:
+        """The checkpoint in a folder, of this or of another run, for this run to go on from.
+
+        Later checkpoints of this run are renamed `step-N.later`. DamagedCheckpointError where it is damaged.
+        """
+        self._clear_remains()
+        found = read_checkpoint(folder)
+        if folder.resolve().parent == self._root.resolve():
+            for other in self._folders():
+                if _step_of(other) > found.step:
+                    _put_aside(other, "later")
+        return found
+
+    def _clear_remains(self) -> None:
+        for remains in (*self._root.glob(".step-*.partial"), *self._root.glob(".step-*.deleted")):
+            # the thread of a save that was broken off in this process may be deleting it as well
+            shutil.rmtree(remains, onerror=_raise_unless_gone)
 
     def _folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -120,13 +184,18 @@ class Checkpoints:
         return sorted(found, key=_step_of)
 
 
+def _raise_unless_gone(_function: object, _path: str, error: tuple[Any, BaseException, Any]) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _estimated_bytes(policy: Policy) -> int:
+def estimated_bytes(policy: Policy) -> int:
     """Size of a checkpoint, from the number of trained parameters; the first ones, without moments, are smaller."""
-    return SAVED_BYTES_PER_PARAMETER * sum(part.trainable for part in policy.describe().parameters)
+    return SAVED_BYTES_PER_PARAMETER * policy.describe().num_saved
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -135,10 +204,32 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if problem is not None:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {problem}")
     state = json.loads((folder / STATE).read_text(), object_hook=partial(_Saved, folder))
+    _check_format(folder, state)
     step = state.pop("step")
-    if folder.name != f"step-{step}":
+    if folder.resolve().name != f"step-{step}":
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
     return Checkpoint(folder=folder, step=step, state=state)
+
+
+def _check_format(folder: Path, state: dict[str, Any]) -> None:
+    found = state.pop("format", 1)
+    if found != FORMAT:
+        writer = library_versions(state.get("fingerprint", {})).get("fovea", "of another version")
+        raise DataError(
+            f"{folder}: this checkpoint is of format {found}, and this version of Fovea reads format {FORMAT}; Fovea "
+            f"{writer} wrote it: resume or export it with that version, or start anew with another run_dir"
+        )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, whole or damaged, and not a run or a model."""
+    return any((folder / name).is_file() for name in (STATE, MANIFEST))
+
+
+def _put_aside(folder: Path, why: str) -> None:
+    aside = folder.with_name(f"{folder.name}.{why}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
 
 
 def _delete(folder: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fovea.cluster.weights import WeightSync
+from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import OpenImage
@@ -23,6 +23,7 @@ from fovea.run.rollout_step import TaskStream
 from fovea.run.signal_watch import SignalWatch
 from fovea.run.warmup import Warmup
 from fovea.train.base import Policy
+from fovea.types import PromptImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,11 @@ class Sources:
     """Bad rows of all three splits."""
 
 
+def no_frame(_image: PromptImage) -> None:
+    """The frame of a model that gives no coordinates."""
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One run, ready for `fovea.loop.train`."""
@@ -47,7 +53,7 @@ class Run:
     stream: TaskStream
     engine: Engine
     policy: Policy
-    weight_sync: WeightSync
+    weight_sync: MeasuredSync
     warmup: Warmup | None
     open_image: OpenImage
     evaluator: Evaluator
@@ -59,10 +65,14 @@ class Run:
     progress: Progress
     started: float
     """`perf_counter` at the start of `build`."""
+    spent_seconds: float = 0.0
+    """Seconds of the attempts before this one, which `max_hours` counts with those of this process."""
     peak_tflops: float | None = None
     """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
     token_text: Callable[[int], str] = str
     """The text of one token id, for messages."""
+    box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
+    """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
     signal_watch: SignalWatch = field(default_factory=SignalWatch)
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""

@@ -32,7 +32,7 @@ def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrainError(f"{what} could not be written ({error.strerror}): {figures}; {way_out}") from error
+        raise TrainError(f"{what} could not be written ({error.strerror or error}): {figures}; {way_out}") from error
 
 
 def _shown(num_bytes: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
-from fovea.data.bad_rows import BAD_ROWS_FILE
 from fovea.errors import ConfigError
+from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
-from fovea.run.rollout_step import UNSCORED_FILE
-from fovea.run.run_dir import make_folder
+from fovea.run.run_dir import delete_unless_begun, has_checkpoint, make_folder
 from fovea.utils.files import write_atomically
 from fovea.utils.shown_text import tree_without_secrets
 
@@ -37,7 +35,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
             config = config.model_copy(update={"run_dir": str(folder)})
             held.enter_context(locked(folder))
             if is_new:
-                held.callback(_delete_unless_begun, folder)
+                held.callback(delete_unless_begun, folder)
             check_run(folder, config)
             write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
         except OSError as error:
@@ -47,30 +45,28 @@ def open_run_folder(config: Config) -> Iterator[Config]:
         yield config
 
 
-def _delete_unless_begun(folder: Path) -> None:
-    # lists of what was wrong are kept: messages refer to them
-    if not has_checkpoint(folder) and not any((folder / name).exists() for name in (BAD_ROWS_FILE, UNSCORED_FILE)):
-        # what cannot be deleted must not take the place of the error that ended the run
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether the folder holds a run; until its first checkpoint, settings may change freely."""
-    return any(folder.glob("checkpoints/step-*"))
-
-
 def check_run(folder: Path, config: Config) -> None:
     """ConfigError unless the folder holds no run, or the one that is to be resumed."""
-    if not has_checkpoint(folder):
-        return
-    if config.resume == "never":
+    checkpoint = config.resume_from
+    run = folder if checkpoint is None else run_of(checkpoint)
+    if has_checkpoint(folder) and (config.resume == "never" or run.resolve() != folder.resolve()):
         raise ConfigError(f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir")
-    saved = folder / CONFIG_FILE
+    if not has_checkpoint(run):
+        return
+    saved = run / CONFIG_FILE
     if not saved.exists():
-        raise ConfigError(
-            f"run_dir={folder} holds checkpoints but no {CONFIG_FILE} with their settings; set another run_dir"
-        )
+        raise ConfigError(f"{run} holds checkpoints but no {CONFIG_FILE} with their settings; set another run_dir")
     _check_same(saved, config)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run folder of a checkpoint; ConfigError where there is no such checkpoint."""
+    if not is_checkpoint(checkpoint):
+        newest = Checkpoints(checkpoint, keep=1).newest
+        fix = f"set resume={newest}" if newest else "set it to never, to auto, or to the folder of a checkpoint"
+        raise ConfigError(f"resume={checkpoint} is no checkpoint, such as runs/x/checkpoints/step-100; {fix}")
+    # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
+    return checkpoint.resolve().parents[1]
 
 
 def _check_same(saved: Path, config: Config) -> None:

@@ -12,19 +12,25 @@ import glob
 import hashlib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO
+from types import CellType, CodeType, FunctionType
+from typing import Any, BinaryIO
 
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
 from PIL.Image import Image
 
+from fovea import __version__
 from fovea.config.run import CaptionEnvironment, Config, Model, OwnEnvironment
+from fovea.config.splits import RUN_DIR
 from fovea.data.images import is_url
 from fovea.data.order import place_of
 from fovea.data.rows import FORMATS
+from fovea.environments.custom.loading import FROM_PYTHON, name_of
 from fovea.errors import DataError
 from fovea.run.context import Sources
 from fovea.run.fingerprint import LIBRARY, Fingerprint
@@ -33,31 +39,40 @@ from fovea.types import ImageRef, Task
 MAX_FILE_BYTES = 2**30
 MAX_IMAGE_BYTES = 2**20
 MAX_ROWS = 1000
-LIBRARIES = ("fovea", "torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 _BLOCK_BYTES = 2**20
 _DIGITS = 12
 """Digits of a checksum that are kept: by chance, one of 2^48 changes goes unseen."""
 
 
-def take_fingerprint(config: Config, model: Model, sources: Sources, user: object | None = None) -> Fingerprint:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenCode:
+    """The user's own code that was given as objects, in place of names of files."""
+
+    environment: Any = None
+    reward: Callable[..., object] | None = None
+
+
+def take_fingerprint(config: Config, model: Model, sources: Sources, given: GivenCode | None = None) -> Fingerprint:
     """The fingerprint of what a run with these settings and sources reads.
 
-    `model` are the settings of the model with its path; `user` is an environment that was given as an object.
+    `model` are the settings of the model with its path.
     """
     splits = {"train": sources.train.tasks, "dev": sources.dev.tasks, "test": sources.test.tasks}
     return {
-        **_files({f"file {path}": path for path in _row_files(config)}),
+        **_files({f"file {_name(path, config)}": path for path in _row_files(config)}),
         **{name: text for split, tasks in splits.items() for name, text in _rows(split, tasks)},
-        **dict(_code(config, user)),
+        **dict(_code(config, given or GivenCode())),
         **_files(dict(_model_files(config, model))),
+        f"{LIBRARY}fovea": __version__,
         **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
     }
 
 
 def _row_files(config: Config) -> Iterator[Path]:
     """The files on this machine that the settings name for rows; of a folder those that may hold a table."""
-    splits = itertools.product(config.environments.values(), ("train", "dev", "test"))
+    splits = itertools.product(config.with_own_files.environments.values(), ("train", "dev", "test"))
     named = (getattr(environment, f"{split}_files", None) or () for environment, split in splits)
     for source in (source for files in named for source in files):
         path = Path(source if Path(source).expanduser().exists() else source.rpartition("@")[0] or source).expanduser()
@@ -67,6 +82,12 @@ def _row_files(config: Config) -> Iterator[Path]:
             yield from (file for file in path.rglob("*") if file.suffix in FORMATS)
         else:
             yield from [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+
+
+def _name(file: Path, config: Config) -> str:
+    """The name of a file as settings give it: one in the run folder is the same file in the folder of a resumed run."""
+    folder = Path(config.run_dir)
+    return f"{RUN_DIR}/{file.relative_to(folder)}" if file.is_relative_to(folder) else str(file)
 
 
 def _rows(split: str, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
@@ -119,20 +140,52 @@ def _image_file(path: Path) -> bytes:
         return b"a file that cannot be read"  # when the row is drawn it is a bad one
 
 
-def _code(config: Config, user: object | None) -> Iterator[tuple[str, str]]:
-    """Checksums of the files, or of the class, that the user's own reward and environment are defined in."""
+def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
+    """Checksums of the user's own reward and environment: of their files, or of the source of what was given."""
     own = {key: each.file for key, each in config.environments.items() if isinstance(each, OwnEnvironment)}
     for setting, spec in {**config.rewards, **own}.items():
-        yield f"code of {setting}={spec}", checksum(Path(spec.rpartition(":")[0]).expanduser(), MAX_FILE_BYTES)
-    if user is not None:
-        yield f"code of the environment {type(user).__name__}", _source(type(user))
+        if not spec.startswith(FROM_PYTHON):
+            yield f"code of {setting}={spec}", checksum(Path(spec.rpartition(":")[0]).expanduser(), MAX_FILE_BYTES)
+    if given.environment is not None:
+        yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
+    if given.reward is not None:
+        yield f"code of the reward {name_of(given.reward)}", _source(given.reward)
 
 
-def _source(made: type) -> str:
+def _source(given: object) -> str:
+    """Checksum of the source of a function, or of an object's class, and of the plain values that it was given."""
+    values: list[object] = []
+    while isinstance(given, partial):
+        values += [given.args, given.keywords]
+        given = given.func
+    given = getattr(given, "__func__", given)  # of a method
+    if isinstance(given, FunctionType):
+        values += [given.__defaults__, given.__kwdefaults__, [_content(cell) for cell in given.__closure__ or ()]]
+    digest = hashlib.sha256(_text_of(given).encode())
+    for part in _parts(values):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _text_of(given: object) -> str:
     try:
-        return hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:_DIGITS]
+        return inspect.getsource(given if isinstance(given, FunctionType) else type(given))
     except (OSError, TypeError):
-        return "without a source file"  # typed into an interpreter
+        # typed into an interpreter
+        return _bytecode(given.__code__) if isinstance(given, FunctionType) else "without a source file"
+
+
+def _bytecode(code: CodeType) -> str:
+    """What a function does, other than by its source."""
+    constants = [_bytecode(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return repr((code.co_code, code.co_names, constants))
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is filled later, as that of a function that calls itself
+        return None
 
 
 def _model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm_parts import KlInReward
 from fovea.config.run import Config
-from fovea.data.pixel_hashes import pixel_hashes
-from fovea.errors import ParityError, TrainError
-from fovea.evaluation.answers_file import write_answers
-from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
+from fovea.errors import FoveaError
 from fovea.evaluation.figures import dev_metrics
-from fovea.evaluation.shared_images import SharedImages, find_shared_images
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
-from fovea.report.about import write_versions
+from fovea.report.about import SUMMARY_FILE, write_versions
 from fovea.report.html import write_report
-from fovea.report.samples import sample_records, write_samples
-from fovea.report.summary import SUMMARY_FILE, Summary, tables_of, write_summary
+from fovea.report.summary import Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
-from fovea.run.parity import read_parity, summary_line, write_parity
-from fovea.run.parity_reading import ParityReading, parity_failure
+from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, search_shared_images
+from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
+from fovea.run.parity_gate import gate_reading, pass_parity_gate
+from fovea.run.parity_reading import ParityReading
+from fovea.run.position import go_to, position_of
 from fovea.run.rollout_step import cut_unscored, unscored_bytes
 from fovea.run.run_dir import link_latest
 from fovea.run.signal_watch import too_few_rows
+from fovea.run.signals import Stop, ending_signals
 from fovea.run.state import TrainState
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
+
+ENDING_SECONDS = 30.0
+"""Longest wait for the checkpoint that is being written when a run ends by an error."""
+
+
+@contextmanager
+def stopping(run: Run) -> Iterator[Stop]:
+    """Handle the signals that end a run within the block, and its time limit."""
+    with ending_signals(Stop(run.config.max_hours, run.started - run.spent_seconds)) as stop:
+        yield stop
 
 
 @asynccontextmanager
@@ -48,7 +56,17 @@ async def closing(run: Run) -> AsyncIterator[None]:
         stack.push_async_callback(run.engine.close)
         stack.enter_context(run.metrics)
         stack.enter_context(run.progress)
-        yield
+        try:
+            with leaving_limit(run.folder, run.config.train.max_tokens_per_microbatch):
+                yield
+        except Exception:
+            # an error of the run ends it, whatever becomes of the checkpoint before it: a worker that waits in a
+            # collective call, which the others have left, would never say that its part is written
+            with suppress(FoveaError, TimeoutError):
+                async with asyncio.timeout(ENDING_SECONDS):
+                    await run.checkpoints.finish()
+            raise
+        await run.checkpoints.finish()
 
 
 async def begin(run: Run) -> TrainState:
@@ -62,12 +80,13 @@ async def begin(run: Run) -> TrainState:
 
 
 async def _begun(run: Run) -> TrainState:
+    await _limit_microbatches(run, None)
     await run.weight_sync.push(0)
     await pass_parity_gate(run, version=0)
     # a forbidden overlap of the splits should fail before the hours of training, not after them
     kl = run.config.algorithm.kl
     state = TrainState(
-        kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=_search_shared_images(run)
+        kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=search_shared_images(run)
     )
     if run.config.evaluate.before_training:
         run.progress.stage("evaluating on the test rows before training")
@@ -80,20 +99,33 @@ async def _begun(run: Run) -> TrainState:
 
 async def _resumed(run: Run) -> TrainState:
     assert run.resumed is not None
-    saved, stream = run.resumed.state, run.stream
+    saved = run.resumed.state
     cut_unscored(run.folder, saved["unscored_bytes"])
     await run.policy.load(run.resumed.folder)
-    stream.order.restore(saved["order"])
-    stream.curriculum.restore(saved["curriculum"])
-    stream.order.weigh_levels(stream.curriculum.level_weights)
+    go_to(run, saved)
     state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
     for damaged in run.resumed.passed_over:
-        run.progress.print(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
+        run.progress.warn(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
     _report_changed_pace(run, saved["pace"])
+    await _limit_microbatches(run, state.microbatches)
     await run.weight_sync.push(state.step)
     await pass_parity_gate(run, version=state.step)
+    # into this folder, where the checkpoint is another run's
+    await save_checkpoint(run, state)
     return state
+
+
+async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
+    """Begin with the micro-batches that fitted the memory in an earlier process of this run."""
+    setting = run.config.train.max_tokens_per_microbatch
+    limit = limit_of(setting, saved, left_limit(run.folder))
+    if limit < setting:
+        await run.policy.limit_microbatches(limit)
+        run.progress.print(
+            f"micro-batches have {limit} tokens at most, since memory ran out with more before this resume; another "
+            f"value of train.max_tokens_per_microbatch={setting} counts from then on"
+        )
 
 
 def _pace(config: Config) -> dict[str, Any]:
@@ -115,38 +147,11 @@ def _report_changed_pace(run: Run, before: Mapping[str, Any]) -> None:
             run.progress.print(f"{key} was {before[key]} and is {value} from here on")
 
 
-async def pass_parity_gate(run: Run, version: int) -> None:
-    """Measure parity, write parity.json and print one line; ParityError beyond the limit."""
-    if run.config.parity.prompts == 0:
-        return
-    run.progress.stage("comparing the log-probs of engine and trainer")
-    reading = await gate_reading(run)
-    write_parity(run.folder, reading, version)
-    run.progress.print(summary_line(reading))
-    # a push frees the activations that the engine recorded of these completions
-    await run.weight_sync.push(version)
-    if not reading.passed:
-        raise ParityError(parity_failure(reading))
-
-
 async def measure_parity(run: Run) -> ParityReading:
     """Measure the parity of a run that was built for this alone, and close it."""
     async with closing(run):
         await run.weight_sync.push(0)
         return await gate_reading(run)
-
-
-async def gate_reading(run: Run) -> ParityReading:
-    """Compare log-probs of engine and trainer on the same tokens, at their current weights."""
-    return await read_parity(
-        run.config,
-        run.engine,
-        run.policy,
-        run.sources.train,
-        run.environment,
-        token_text=run.token_text,
-        say=run.progress.stage,
-    )
 
 
 async def _warmed_up(run: Run, state: TrainState) -> TrainState:
@@ -168,47 +173,55 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     return replace(state, after_warmup=await evaluate_test(run, "after-warmup"))
 
 
-def begin_stage(run: Run, step: int) -> None:
-    """Enter the curriculum stage of this step; print a new stage, and apply its level weights to the data order."""
-    change = run.stream.curriculum.begin_step(step)
-    if change is not None:
-        run.progress.print(f"step {step}: {change}")
-        run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
-
-
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:
-    """Write metrics, samples, dev accuracy and checkpoint of the step just taken; returns the next state."""
+    """Write metrics, dev accuracy and checkpoint of the step just taken; returns the next state."""
+    await run.checkpoints.check()
     seconds = run.phases.seconds()
     state = replace(
         state,
         step=state.step + 1,
         rl_seconds=state.rl_seconds + seconds["seconds/step"],
         kl_coef=_next_kl_coef(run.config, state.kl_coef, metrics),
+        microbatches=_microbatches(run.config, metrics),
     )
     step, settings = state.step, run.config
     metrics = metrics | seconds | run.phases.gib() | peak_memory()
+    metrics |= run.checkpoints.metrics()
     metrics |= rates(groups, metrics, run.peak_tflops)
-    metrics |= run.stream.curriculum.metrics()
-    run.stream.curriculum.end_step(metrics["reward"])
-    metrics |= run.sources.bad_rows.metrics()
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}"))
     state = replace(state, kept=state.kept.after_step(step, metrics, keep_best=settings.checkpoint.keep_best))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
-    if state.kept.skipped_since == step:
-        run.progress.print(
-            f"step {step}: the update was skipped, since something in it is not finite; the checkpoint before it, "
-            f"{run.checkpoints.newest}, is kept: to go back there, delete the later ones and set resume=auto"
-        )
-    if hint := run.signal_watch.hint(metrics, settings.rollout):
-        run.progress.print(hint)
-    if step % settings.log.samples_every_steps == 0 or step == 1:
-        write_samples(run.folder, step, sample_records(groups, run.open_image))
+    await _print_notes(run, state, metrics)
     every_steps = settings.checkpoint.every_steps
     if (every_steps and step % every_steps == 0) or state.kept.best_step == step:
         await save_checkpoint(run, state)
     return state
+
+
+async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
+    """Print what a step had that the user may want to act on, such as a skipped update or a lost engine."""
+    step, settings = state.step, run.config
+    if state.kept.skipped_since == step:
+        await run.checkpoints.finish()
+        run.progress.warn(
+            f"step {step}: the update was skipped, since something in it is not finite; the checkpoint before it, "
+            f"{run.checkpoints.newest}, is kept: to go back there, delete the later ones and set resume=auto"
+        )
+    if metrics.get("microbatch/out_of_memory"):
+        run.progress.warn(
+            f"step {step}: memory ran out in the update, which began again with smaller micro-batches: of "
+            f"{metrics['microbatch/max_tokens']:.0f} tokens at most from here on, in place of "
+            f"train.max_tokens_per_microbatch={settings.train.max_tokens_per_microbatch}"
+        )
+    if lost := metrics.get("transfer/engines_lost"):
+        run.progress.warn(
+            f"step {step}: {lost:.0f} of the engines had their process end or hang; the run goes on with those "
+            "that are left, which is slower; end it and set resume=auto to have all of them again"
+        )
+    if hint := run.signal_watch.hint(metrics, settings.rollout):
+        run.progress.print(hint)
 
 
 def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
@@ -224,12 +237,18 @@ def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
     )
 
 
+def _microbatches(config: Config, metrics: Metrics) -> MicrobatchTokens:
+    setting = config.train.max_tokens_per_microbatch
+    return MicrobatchTokens(setting=setting, limit=int(metrics.get("microbatch/max_tokens", setting)))
+
+
 async def finish(run: Run, state: TrainState) -> Summary:
     """End a run: last checkpoint, test evaluation with image ablations, summary.json, report.html, printed tables."""
     await save_checkpoint(run, state)
+    await run.checkpoints.finish()
     run.progress.stage("evaluating on the test rows after RL")
     final = await evaluate_test(run, "final")
-    shuffled, blank = await _evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
+    shuffled, blank = await evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
     summary = Summary(
         before=state.before,
         warmup=state.after_warmup,
@@ -252,65 +271,23 @@ async def finish(run: Run, state: TrainState) -> Summary:
     return summary
 
 
-async def evaluate_test(run: Run, when: str) -> Evaluation:
-    """Evaluate the engine's weights on test rows; the answers are kept as answers/test-WHEN.jsonl."""
-    keep = partial(write_answers, run.folder, f"test-{when}")
-    return await run.evaluator.evaluate(run.sources.test, run.config.evaluate.test_size, keep)
-
-
-async def _evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
-    """Image ablations: evaluate on test rows with shuffled and with blank images; None where no row has an image."""
-    source, size = run.sources.test, run.config.evaluate.test_size
-    tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
-    controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
-    shuffled, blank = [await run.evaluator.evaluate(source.with_tasks(x)) if x else None for x in controls]
-    return shuffled, blank
-
-
-async def read_dev(run: Run, when: str) -> Evaluation:
-    """Evaluate the engine's weights on dev rows; the answers are kept as answers/dev-WHEN.jsonl."""
-    keep = partial(write_answers, run.folder, f"dev-{when}")
-    return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size, keep)
-
-
 async def save_checkpoint(run: Run, state: TrainState) -> None:
-    """Write a checkpoint from which `begin` resumes exactly."""
+    """Save a checkpoint from which `begin` resumes exactly; it is written while the run goes on."""
     saved = {
-        "order": run.stream.order.state(),
-        "curriculum": run.stream.curriculum.state(),
+        **position_of(run),
         "train_state": state.to_json(),
         "pace": _pace(run.config),
-        "bad_rows": len(run.sources.bad_rows),
         "fingerprint": run.fingerprint,
         "unscored_bytes": unscored_bytes(run.folder),
     }
-    await run.checkpoints.save(state.step, run.policy, saved, state.kept)
+    with run.phases("checkpoint"):
+        await run.checkpoints.save(state.step, run.policy, saved, state.kept)
+        if not run.config.checkpoint.background:
+            await run.checkpoints.finish()
 
 
-async def save_and_say(run: Run, state: TrainState) -> None:
-    """Write a checkpoint for a run that is about to end, and print where it can go on."""
+async def save_and_say(run: Run, state: TrainState, reason: str) -> None:
+    """Write a checkpoint for a run that is about to end, and print for which reason, and where it can go on."""
     await save_checkpoint(run, state)
-    run.progress.print(f"saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
-
-
-def _search_shared_images(run: Run) -> SharedImages | None:
-    """Look for test images in the training split; TrainError where there is one and the settings forbid it."""
-    settings, data = run.config.evaluate, run.config.data
-    if settings.shared_images == "ignore":
-        return None
-    folder, salt = Path(data.cache_dir).expanduser(), " ".join(data.convert_images)
-    with pixel_hashes(folder, run.open_image, salt) as pixel_hash:
-        found = find_shared_images(
-            run.sources.test,
-            run.sources.train,
-            pixel_hash,
-            sample_rows=settings.shared_images_rows,
-            say=run.progress.stage,
-        )
-    run.progress.print(str(found))
-    if found.shared and settings.shared_images == "forbid":
-        raise TrainError(
-            f"{found.shared} held-out images are also in the training split, so that the accuracy is not held-out; "
-            "split the rows by image, or set evaluate.shared_images=count"
-        )
-    return found
+    await run.checkpoints.finish()
+    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")

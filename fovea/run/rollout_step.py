@@ -64,6 +64,12 @@ class Rollout:
     """The reason for each group that was left out because it has no score."""
     metrics: Metrics
 
+    @property
+    def reward(self) -> float:
+        """Mean reward of all episodes; there must be one."""
+        rewards = [episode.score.reward for group in self.groups for episode in group.episodes]
+        return sum(rewards) / len(rewards)
+
 
 async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
     """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.

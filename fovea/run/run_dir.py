@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -13,6 +14,7 @@ from uuid import uuid4
 
 from fovea.config.run import NAME, TIME, Config
 from fovea.errors import ConfigError
+from fovea.run.microbatches import MICROBATCHES_FILE
 
 LATEST = "latest"
 TIME_FORMAT = "%Y%m%d-%H%M%S"
@@ -48,6 +50,27 @@ def _candidates(config: Config) -> Iterator[Path]:
     filled = config.run_dir.replace(NAME, config.environment.name).replace(TIME, datetime.now().strftime(TIME_FORMAT))
     yield Path(filled)
     yield from (Path(f"{filled}-{number}") for number in count(2))
+
+
+def delete_unless_begun(folder: Path) -> None:
+    """Delete the folder of a run that has ended before its first checkpoint."""
+    # lists of what was wrong are kept: messages refer to them
+    lists = set(folder.glob("*.jsonl")) - {folder / "metrics.jsonl"}
+    # and so is the size of micro-batches for the next attempt: memory may run out before the first checkpoint
+    if not has_checkpoint(folder) and not lists and not (folder / MICROBATCHES_FILE).exists():
+        # what cannot be deleted must not take the place of the error that ended the run
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the folder holds a run; until its first checkpoint, settings may change freely."""
+    return any(folder.glob("checkpoints/step-*"))
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint in a folder, damaged or not; -1 before the first."""
+    names = (path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*"))
+    return max((int(name) for name in names if name.isdecimal()), default=-1)
 
 
 def link_latest(folder: Path) -> None:

@@ -1,9 +1,11 @@
-"""Signals that end a run: SIGTERM (Slurm, Kubernetes, spot machines), SIGINT (Ctrl-C) and SIGHUP (a closed terminal).
+"""The end of a run before its last step: by a signal, or by the time limit of the settings (`max_hours`).
+
+The signals are SIGTERM (Slurm, Kubernetes, spot machines), SIGINT (Ctrl-C) and SIGHUP (a closed terminal).
 
 During a step the first one waits: the step is finished and saved, then the run ends with exit code 128 + the signal's
 number (143, 130, 129). A second one, or one outside the steps, where nothing is to be saved, ends the run at once. A
 signal that is ignored when the run begins, as SIGHUP is under nohup, stays ignored; handlers that the program has set
-itself stay, too.
+itself stay, too. The time limit is looked at after each step, where it acts as a signal does, with exit code 0.
 
 Worker processes ignore these signals: they end when the driver hangs up.
 """
@@ -16,7 +18,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from types import FrameType
 from typing import NoReturn
 
@@ -25,16 +28,33 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(slots=True)
 class Stop:
-    """Whether a signal has asked the run to end after the running step."""
+    """Whether the run is to end after the running step, and the end itself."""
 
+    max_hours: float | None = None
+    started: float = field(default_factory=perf_counter)
+    """`perf_counter` from which the hours are counted."""
     received: signal.Signals | None = None
     _in_steps: bool = False
 
+    @property
+    def reason(self) -> str:
+        """The signal that came, or the limit that was reached; empty while the run goes on."""
+        if self.received is not None:
+            return self.received.name
+        over = self.max_hours is not None and perf_counter() - self.started >= self.max_hours * 3600
+        return f"max_hours={self.max_hours:g} are over" if over else ""
+
+    def end(self) -> NoReturn:
+        """End the run: KeyboardInterrupt for SIGINT, else SystemExit, with code 0 where the time is over."""
+        if self.received is None:
+            raise SystemExit(0)
+        _end(self.received)
+
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Context of the steps: the first signal is only noted, and the block breaks off after the running step.
+        """Context of the steps: the first signal is only noted, and the running step goes on to its end.
 
-        The run ends with the block.
+        A run that has received one ends with the block.
         """
         self._in_steps = True
         try:
@@ -53,9 +73,8 @@ class Stop:
 
 
 @contextmanager
-def ending_signals() -> Iterator[Stop]:
+def ending_signals(stop: Stop) -> Iterator[Stop]:
     """Handle the signals that end a run within the block."""
-    stop = Stop()
     # only the main thread may handle signals; in another one they are its caller's business
     in_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.getsignal(each) for each in ENDING if in_main}

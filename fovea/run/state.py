@@ -9,6 +9,7 @@ from typing import Any
 
 from fovea.evaluation.shared_images import Searched, SharedImages
 from fovea.run.kept import Kept
+from fovea.run.microbatches import MicrobatchTokens
 from fovea.types import Evaluation
 
 
@@ -25,6 +26,8 @@ class TrainState:
     warmup_seconds: float = 0.0
     rl_seconds: float = 0.0
     kept: Kept = field(default_factory=Kept)
+    microbatches: MicrobatchTokens | None = None
+    """Size of the last step's; None before the first one."""
     shared_images: SharedImages | None = None
     """Test images that are in the training split; None: not looked for."""
     started: float = field(default_factory=perf_counter)
@@ -46,6 +49,7 @@ class TrainState:
             "rl_seconds": self.rl_seconds,
             "shared_images": asdict(self.shared_images) if self.shared_images else None,
             "kept": asdict(self.kept),
+            "microbatches": asdict(self.microbatches) if self.microbatches else None,
             "total_seconds": self.total_seconds,
         }
 
@@ -61,6 +65,8 @@ class TrainState:
             rl_seconds=saved["rl_seconds"],
             shared_images=_shared_images_from_json(saved["shared_images"]),
             kept=Kept(**saved["kept"]),
+            # absent in checkpoints of before it was kept
+            microbatches=MicrobatchTokens(**saved["microbatches"]) if saved.get("microbatches") else None,
             started=started,
             earlier_seconds=saved["total_seconds"],
         )

@@ -57,6 +57,20 @@ def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path
     assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ({"cpu_offload": True}, "cpu_offload=true, but the model is on cpu, whose memory is the host's already; set"),
+        ({"replicas": 2}, "replicas=2 does not divide the number of training processes, 1; set it to 1$"),
+    ],
+)
+def test_settings_of_sharding_that_one_process_on_a_cpu_cannot_have(
+    backend: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.backend\.{message}"):
+        run_of(tmp_path, train={"backend": backend}, model={"tiny": {}, "device": "cpu"})
+
+
 def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"the model is on cpu .* CUDA only; set train\.backend\.liger_kernels=false, or"
@@ -66,7 +80,9 @@ def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
 def test_liger_kernels_need_their_package() -> None:
-    with pytest.raises(MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea\[liger\]', or set"):
+    with pytest.raises(
+        MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea-rl\[liger\]', or set"
+    ):
         _liger_kernels(torch.device("cuda"))
 
 
@@ -135,9 +151,9 @@ def test_where_metrics_go_is_opened_before_the_model(tmp_path: Path, monkeypatch
     def load(*_: object) -> None:
         raise ConfigError(f"opened before: {opened}")
 
-    monkeypatch.setattr("fovea.build.run.make_sinks", lambda *_: opened.append("sinks"))
+    monkeypatch.setattr("fovea.build.run.make_trackers", lambda *_: opened.append("trackers"))
     monkeypatch.setattr("fovea.build.run.open_backends", load)
-    with pytest.raises(ConfigError, match=r"opened before: .'sinks'"):
+    with pytest.raises(ConfigError, match=r"opened before: .'trackers'"):
         run_of(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Rows handed in from Python train in every environment that has rows, by the same settings as rows in files."""
+"""Rows given from Python train in every environment that has rows, by the same settings as rows in files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from PIL import Image
 
 from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
+from fovea.build.given import rows_as_files
 from fovea.build.run import build
 from fovea.config.run import Config
-from fovea.data.rows import Source
+from fovea.data.rows import InMemory
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
 
@@ -29,7 +30,7 @@ def config_of(name: str, **settings: object) -> Config:
     return Config.model_validate({"model": {"tiny": {}}, "environment": environment, **settings})
 
 
-def as_columns(rows: Rows) -> Source:
+def as_columns(rows: Rows) -> InMemory:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -38,13 +39,16 @@ def as_columns(rows: Rows) -> Source:
     ("name", "row"), [("geo3k", QUESTION), ("vqa", QUESTION), ("caption", QUESTION), ("geospot", PLACE)]
 )
 def test_every_environment_of_rows_takes_them_from_python(
-    name: str, row: Mapping[str, object], form: Callable[[Rows], Source], tmp_path: Path
+    name: str, row: Mapping[str, object], form: Callable[[Rows], InMemory], tmp_path: Path
 ) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "b.png")
     rows = form([{**row, "image": "a.png"}, {**row, "image": "b.png"}])
-    config = config_of(name, data={"image_root": str(tmp_path)})
-    environment = make_environment(config, frames={"train": rows, "dev": rows, "test": rows}).environment
+    data = {"image_root": str(tmp_path), "cache_dir": str(tmp_path / "cache")}
+    config = config_of(name, data=data, run_dir=str(tmp_path / "run"))
+    with rows_as_files(config, {"train": rows, "dev": rows, "test": rows}) as written:
+        written.move_into(tmp_path / "run")
+    environment = make_environment(written.config).environment
     open_image = make_opener(config.data, tmp_path)
     tasks = environment.tasks("train")
     assert len(tasks) == len(environment.tasks("dev")) == len(environment.tasks("test")) == 2
@@ -54,12 +58,13 @@ def test_every_environment_of_rows_takes_them_from_python(
 
 
 def test_a_run_of_rows_from_python(tmp_path: Path) -> None:
-    """`build` hands them on, and a file may stand for one of the splits."""
+    """`build` writes them into the run folder, and a file may stand for one of the splits."""
     rows = [{**QUESTION, "image": Image.new("RGB", (32, 32), colour)} for colour in ("red", "blue", "green")]
     Image.new("RGB", (32, 32)).save(tmp_path / "x.png")
     (tmp_path / "test.csv").write_text("question,answer,image\n<image>Which?,red,x.png\n")
     config = config_of("vqa", run_dir=str(tmp_path / "run"), log={"tensorboard": False, "progress": False})
-    run = build(config, frames={"train": pd.DataFrame(rows), "test": tmp_path / "test.csv"})
+    environment = config.environment.model_copy(update={"test_files": (str(tmp_path / "test.csv"),)})
+    run = build(config.model_copy(update={"environment": environment}), frames={"train": pd.DataFrame(rows)})
     assert [len(source) for source in (run.sources.train, run.sources.dev, run.sources.test)] == [2, 1, 1]
     prompted = run.sources.train.get(1)
     assert prompted is not None
@@ -69,10 +74,10 @@ def test_a_run_of_rows_from_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "frames", "problem"),
     [
-        ("shapes", {"train": [QUESTION]}, r"frames are rows .* which environment.name=shapes has none; choose geo3k"),
+        ("shapes", {"train": [QUESTION]}, r"rows were given, but environment.name=shapes takes none; choose rows"),
         ("vqa", {"validation": [QUESTION]}, "frames: no split is called validation; name them train, dev, test"),
     ],
 )
-def test_rows_that_nobody_would_read(name: str, frames: Mapping[Split, Source], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        make_environment(config_of(name), frames=frames)
+def test_rows_that_nobody_would_read(name: str, frames: Mapping[Split, InMemory], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem), rows_as_files(config_of(name), frames):
+        pass

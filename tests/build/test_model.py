@@ -14,7 +14,7 @@ from fovea.build.targets import find_checkpoint, open_checkpoint
 from fovea.config.run import Config
 from fovea.environments.base import Environment
 from fovea.environments.shapes.environment import Shapes
-from fovea.export.export import export
+from fovea.exporting.export import export
 from fovea.loop import train
 from fovea.models.tiny import TinyParts, make_tiny
 from tests.build.test_build import run_of

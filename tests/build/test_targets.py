@@ -23,6 +23,7 @@ from fovea.config.loading import dump_config
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError, ModelError
 from fovea.models.load import load_network
+from fovea.run.checkpoint import FORMAT
 from fovea.run.manifest import write_manifest
 from tests.tiny_models import tiny
 
@@ -34,8 +35,7 @@ def make_run(folder: Path, steps: tuple[int, ...] = (2, 10), **settings: object)
     for step in steps:
         checkpoint = folder / "checkpoints" / f"step-{step}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "trainable.safetensors").touch()
-        (checkpoint / "state.json").write_text(json.dumps({"step": step}))
+        (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": step}))
         write_manifest(checkpoint)
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(Config.model_validate(TINY | settings)))
@@ -109,19 +109,20 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     config = shared_settings(targets, None, ["evaluate.test_size=5"])
     assert (config.seed, config.evaluate.test_size) == (4, 5)
     both = [*targets, parse_target(str(hard))]
-    with pytest.raises(ConfigError, match=r"have different environments \(environment\.level: 1 and 3\); add --recipe"):
+    with pytest.raises(ConfigError, match=r"different environments \(environment\.level: 1 and 3\); give a recipe"):
         shared_settings(both, None, [])
     assert shared_settings(both, None, ["environment.level=2"]).environment.level == 2  # type: ignore[union-attr]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {tiny: {}}\nseed: 9\n")
     assert shared_settings(both, recipe, []).seed == 9
-    with pytest.raises(ConfigError, match="no target says which rows to ask; add --recipe RECIPE"):
+    with pytest.raises(ConfigError, match="no target says which rows to ask; give a recipe"):
         shared_settings(targets[:1], None, [])
 
 
 LOAD = """
 from fovea.config.run import Model
 from fovea.models.load import load_network
+from fovea.run.checkpoint import FORMAT
 from fovea.run.manifest import write_manifest
 for revision in (None, "v1"):
     network = load_network(Model(path="org/tiny", revision=revision))
@@ -162,7 +163,7 @@ def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
 def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
     targets = parse_targets([str(first), str(second)])
-    with pytest.raises(ConfigError, match=r"different environments \(reward: mine\.py:score and None\); add --recipe"):
+    with pytest.raises(ConfigError, match=r"different environments \(reward: mine\.py:score and None\); give a recipe"):
         shared_settings(targets, None, [])
     assert shared_settings(targets, second / "config.yaml", []).reward is None
     assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"

@@ -10,12 +10,14 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typer.testing import CliRunner, Result
 
 from fovea.build.run import build
@@ -23,7 +25,7 @@ from fovea.cli.main import app
 from fovea.config.loading import keys_of
 from fovea.config.run import Config
 from fovea.errors import FoveaError
-from fovea.export.export import export
+from fovea.exporting.export import export
 from fovea.loop import train
 from fovea.run.manifest import write_manifest
 from tests.tiny_models import save, tiny
@@ -40,6 +42,17 @@ SETTINGS: dict[str, Any] = {
 JINJA_ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].mkdir(%r) }}"
 
 
+PICKLES = (
+    "pytorch_model.bin",
+    "adapter_model.bin",
+    "trainable.pt",
+    "trainable_optimizer.pt",
+    "rng_state.pth",
+    "training_args.bin",
+    ".metadata",
+    "__0.metadata",
+    "__0_0.distcp",
+)
 SPRUNG = "import os; os.path.exists({0}) or os.mkdir({0})\n"
 CODE = """
 def score(task, text, images): return 1.0
@@ -103,7 +116,7 @@ def set_in(file: Path, **settings: object) -> None:
 def plant_pickles(folder: Path, marker: Path) -> None:
     """In every folder below, under the names that libraries look for, and in place of every pickle that is there."""
     for place in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        for name in ("pytorch_model.bin", "adapter_model.bin", "trainable.pt", "rng_state.pth", "training_args.bin"):
+        for name in PICKLES:
             (place / name).write_bytes(pickle.dumps(Trap(marker)))
     for file in folder.rglob("*.pt"):
         torch.save({"state": Trap(marker)}, file)
@@ -273,11 +286,18 @@ def test_pickles_in_place_of_weights_are_refused(stranger: Path, marker: Path) -
     assert not marker.exists()
 
 
-def test_a_resumed_run_loads_no_pickle(stranger: Path, made: Path, marker: Path) -> None:
+@pytest.mark.parametrize("replaced", ["", "trainable", "trainable_optimizer"])
+def test_a_resumed_run_loads_no_pickle(replaced: str, stranger: Path, marker: Path) -> None:
+    """Planted beside the shards, where torch.distributed.checkpoint looks for one, and in place of shards."""
     plant_pickles(stranger / "run", marker)
+    for checkpoint in (stranger / "run" / "checkpoints").glob("step-*"):
+        for shards in (checkpoint / replaced).glob("*.safetensors") if replaced else ():
+            shards.write_bytes(pickle.dumps(Trap(marker)))
+        # a stranger's checksums fit
+        write_manifest(checkpoint)
     settings = yaml.safe_load((stranger / "run" / "config.yaml").read_text())
     resumed = settings | {"run_dir": str(stranger / "run"), "resume": "auto", "max_steps": 2}
-    with pytest.raises(FoveaError, match="checkpoint"):
+    with pytest.raises(FoveaError, match="checkpoint cannot be read") if replaced else nullcontext():
         train(build(Config.model_validate(resumed)))
     assert not marker.exists()
 
@@ -296,4 +316,9 @@ def test_the_traps_work(marker: Path, tmp_path: Path) -> None:
     marker.rmdir()
     torch.save({"state": Trap(marker)}, tmp_path / "x.pt")
     torch.load(tmp_path / "x.pt", weights_only=False)
+    assert marker.exists()
+    marker.rmdir()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(marker)))
+    with pytest.raises(AttributeError):
+        FileSystemReader(tmp_path).read_metadata()
     assert marker.exists()

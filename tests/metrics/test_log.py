@@ -1,21 +1,15 @@
-import importlib
-import json
 import math
 import mmap
 import os
-import struct
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fovea.errors import DataError, MissingExtraError
-from fovea.metrics.log import JsonlSink, MetricsLog, Phases, TensorBoardSink, peak_memory, peak_rss_gib, read_metrics
+from fovea.errors import DataError
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases, peak_memory, peak_rss_gib, read_metrics
 from fovea.utils.files import write_atomically
 
 
@@ -106,103 +100,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(path.parent) == ["summary.json"]
-
-
-def read_events(folder: Path) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return [(event.step, event.value) for event in events.Scalars("reward")]
-
-
-@pytest.mark.parametrize("resume_step", [0, 4])
-def test_tensorboard_shows_each_step_once(tmp_path: Path, resume_step: int) -> None:
-    log_steps(TensorBoardSink(tmp_path), range(7))
-    log_steps(TensorBoardSink(tmp_path, resume_step=resume_step), range(resume_step + 1, 9))
-    first = 1 if resume_step == 0 else 0
-    assert read_events(tmp_path) == [(step, step / 8) for step in range(first, 9)]
-
-
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """The records of an offline file: 7 bytes of header, then LevelDB's log format in blocks of 32 KiB."""
-    content, position, record = path.read_bytes(), 7, b""
-    while position + 7 <= len(content):
-        left = 2**15 - position % 2**15
-        if left < 7:
-            position += left
-            continue
-        length, kind = struct.unpack_from("<HB", content, position + 4)
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
-            yield record
-            record = b""
-
-
-def read_wandb(run_dir: Path) -> list[tuple[str, float, float]]:
-    """(run id, step, reward) of everything logged, in order."""
-    protocol = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    found = []
-    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):  # folders are named by time
-        for content in wandb_records(path):
-            history = protocol.Record.FromString(content).history.item
-            values = {"/".join(entry.nested_key) or entry.key: entry.value_json for entry in history}
-            if values:
-                run_id = path.stem.removeprefix("run-")
-                found.append((run_id, json.loads(values["step"]), json.loads(values["reward"])))
-    return found
-
-
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb_sink = pytest.importorskip("fovea.metrics.wandb", exc_type=ImportError)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run_dir = tmp_path / "run"
-    log_steps(wandb_sink.WandbSink(run_dir, project="fovea", settings={"seed": 0}), [1, 2])
-    time.sleep(1.1)  # wandb names an offline folder by the second: two runs in one second would share it
-    run_id = (run_dir / "wandb_run_id.txt").read_text().strip()
-    log_steps(wandb_sink.WandbSink(run_dir, project="fovea", resume_step=1), [2, 3])
-    expected = [(run_id, step, step / 8) for step in (1, 2, 2, 3)]
-    deadline = time.monotonic() + 20  # its service is a process of its own and may still be writing
-    while (found := read_wandb(run_dir)) != expected and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert found == expected
-
-
-def test_wandb_starts_a_new_run_for_a_new_run(tmp_path: Path) -> None:
-    wandb_sink = pytest.importorskip("fovea.metrics.wandb", exc_type=ImportError)
-    path = tmp_path / "wandb_run_id.txt"
-    first = wandb_sink._run_id(path, keep=True)
-    assert wandb_sink._run_id(path, keep=True) == first
-    assert wandb_sink._run_id(path, keep=False) != first
-
-
-def test_without_a_key_for_wandb_the_fix_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("fovea.metrics.wandb", exc_type=ImportError)
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from fovea.errors import ConfigError; from fovea.metrics.wandb import WandbSink\n"
-        "try: WandbSink(Path(sys.argv[1]), project='p')\n"
-        "except ConfigError as error: print('one line:', error)"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    # a home without the keys of whoever runs this
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    done = subprocess.run(
-        command,
-        env={**environment, "HOME": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "one line: log.wandb_project=p: UsageError: No API key configured" in done.stdout, done.stderr
-    assert "set WANDB_API_KEY, or set WANDB_MODE=offline" in done.stdout
-
-
-def test_without_wandb_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "fovea.metrics.wandb", raising=False)
-    with pytest.raises(MissingExtraError, match=r"wandb is not installed; pip install wandb"):
-        importlib.import_module("fovea.metrics.wandb")
 
 
 def test_phases_add_up_and_reset() -> None:

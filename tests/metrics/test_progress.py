@@ -104,6 +104,16 @@ def test_disabled_prints_nothing(console: Console) -> None:
     assert lines(console) == []
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_warning_is_printed_once_with_a_display_and_without(
+    enabled: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(2, 0, enabled, console := plain_console()) as progress:
+        progress.warn("step-6 is damaged")
+    assert lines(console) == (["step-6 is damaged"] if enabled else [])
+    assert capsys.readouterr().err == ("" if enabled else "step-6 is damaged\n")
+
+
 def test_the_live_display_has_a_bar_and_figures() -> None:
     console = terminal()
     with Progress(100, 0, True, console) as progress:

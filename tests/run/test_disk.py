@@ -7,7 +7,7 @@ import json
 import resource
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,9 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.context import Run
 from fovea.run.disk import folder_bytes, room_for
-from fovea.train.torch.checkpoint import save_tensors
-from fovea.train.torch.ranks import ALONE
+from fovea.train.ranks import ALONE
+from fovea.train.torch.shards import StagedShards
+from fovea.types import Batch, Metrics
 from tests.fakes import BanditPolicy, bandit_run
 
 MIB = 2**20
@@ -83,6 +84,37 @@ def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> No
     assert list((small_disk / "run" / "checkpoints").iterdir()) == []
 
 
+class Filling(BanditPolicy):
+    """A policy at whose 13th update the disk of its run is full."""
+
+    ballast: Path
+
+    async def update(self, batch: Batch) -> Metrics:
+        if self.updates == 12:
+            with suppress(OSError), self.ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        return await super().update(batch)
+
+
+def test_a_disk_that_fills_up_between_saves_ends_the_run_which_goes_on_after_room_was_made(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    """The metrics of a step, or its samples, cannot be written; what was cut off is dropped by the resume."""
+    train(bandit_run(tmp_path / "whole"))
+    run, folder = bandit_run(small_disk / "run"), small_disk / "run"
+    run.policy.__class__ = Filling
+    run.policy.ballast = small_disk / "ballast"  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        train(run)
+    assert caught.value.errno == errno.ENOSPC
+    assert 10 <= len(read_metrics(folder)) < 20
+    (small_disk / "ballast").unlink()
+    train(bandit_run(folder, resume=True))
+    rewards = [[row["reward"] for row in read_metrics(place)] for place in (tmp_path / "whole", folder)]
+    assert rewards[0] == rewards[1]
+
+
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -102,15 +134,10 @@ def test_a_limit_of_file_sizes_is_one_line_too(tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize("limit", [300_000, 600_000], ids=["safetensors", "torch"])
-def test_the_writers_of_tensors_say_what_the_system_said(limit: int, tmp_path: Path) -> None:
-    """Of 400 kB of weights and 800 kB of moments."""
-    weight = torch.zeros(100_000, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight])
-    weight.sum().backward()
-    optimizer.step()
-    with files_of_at_most(limit), pytest.raises(OSError, match="File too large") as caught:
-        save_tensors(tmp_path, "trainable", {"weight": weight.detach()}, optimizer, ALONE)
+def test_the_writer_of_tensors_says_what_the_system_said(tmp_path: Path) -> None:
+    shards = StagedShards.of({"weight": torch.zeros(100_000)}, ALONE)
+    with files_of_at_most(300_000), pytest.raises(OSError, match="File too large") as caught:
+        shards.write(tmp_path / "trainable", 0)
     assert caught.value.errno == errno.EFBIG
 
 

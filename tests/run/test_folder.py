@@ -9,8 +9,9 @@ import pytest
 
 from fovea.config.describe import describe
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, MicrobatchMemoryError
 from fovea.run.folder import open_run_folder
+from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.run_dir import link_latest
 
 
@@ -46,6 +47,18 @@ def test_a_folder_that_was_made_for_a_failed_start_goes_with_it(tmp_path: Path) 
     with open_run_folder(config(run_dir=str(tmp_path / "runs" / "kept"))):
         (tmp_path / "runs" / "kept" / "bad_rows.jsonl").touch()
     assert (tmp_path / "runs" / "kept").is_dir(), "the message of the failure refers to the list"
+
+
+def test_a_size_of_micro_batches_outlives_a_start_that_ran_out_of_memory(tmp_path: Path) -> None:
+    """As in the parity gate on several ranks: torchrun's next attempt would end in the same way."""
+    folder = tmp_path / "run"
+    with (
+        pytest.raises(MicrobatchMemoryError),
+        open_run_folder(config(run_dir=str(folder))),
+        leaving_limit(folder, setting=1000),
+    ):
+        raise MicrobatchMemoryError("memory ran out on rank 1", next_max_tokens=500)
+    assert left_limit(folder) == MicrobatchTokens(setting=1000, limit=500)
 
 
 def test_a_pattern_gives_every_run_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,15 @@ from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.loop import train
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, finish, read_dev, save_checkpoint
+from fovea.run.held_out import read_dev
+from fovea.run.lifecycle import begin, finish, save_checkpoint
 from fovea.run.rollout_step import record_unscored_answer
 from fovea.run.state import TrainState
 from fovea.run.warmup import Warmup
-from fovea.types import Evaluation, Metrics
+from fovea.types import Batch, Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
 from tests.build.test_build import run_of
-from tests.fakes import ANSWERS, bandit_run
+from tests.fakes import ANSWERS, BanditPolicy, bandit_run
 
 
 def reading(value: float) -> Evaluation:
@@ -32,6 +33,18 @@ def reading(value: float) -> Evaluation:
 def replace_in(run: Run, name: str, value: object) -> None:
     """A run is frozen; a test may still look over its shoulder."""
     object.__setattr__(run, name, value)
+
+
+async def begun(run: Run) -> TrainState:
+    """The state after the start, whose checkpoint is written."""
+    state = await begin(run)
+    await run.checkpoints.finish()
+    return state
+
+
+async def saved(run: Run, state: TrainState) -> None:
+    await save_checkpoint(run, state)
+    await run.checkpoints.finish()
 
 
 def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) -> None:
@@ -101,12 +114,12 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
         run.evaluator.evaluate = noted  # type: ignore[method-assign]
         return run
 
-    state = wait_for(begin(run_with_warmup()))
+    state = wait_for(begun(run_with_warmup()))
     assert events == ["reading", "pairs", "pairs", "snapshot", "reading"]
     assert state.after_warmup is not None
     if resume:
         events.clear()
-        again = wait_for(begin(run_with_warmup()))
+        again = wait_for(begun(run_with_warmup()))
         assert events == []
         assert (again.step, again.after_warmup) == (0, state.after_warmup)
 
@@ -146,9 +159,49 @@ def test_a_resumed_run_says_what_paces_it_now(tmp_path: Path) -> None:
 def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) -> None:
     """Those from before the checkpoint stay; those after it are found again."""
     run = bandit_run(tmp_path)
-    state = wait_for(begin(run))
+    state = wait_for(begun(run))
     record_unscored_answer(tmp_path, "before")
-    wait_for(save_checkpoint(run, replace(state, step=10)))
+    wait_for(saved(run, replace(state, step=10)))
     record_unscored_answer(tmp_path, "after")
     wait_for(begin(bandit_run(tmp_path, resume=True)))
     assert [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()] == ["before"]
+
+
+class ShortOfMemory(BanditPolicy):
+    """A policy that has to halve its micro-batches in the second update."""
+
+    async def update(self, batch: Batch) -> Metrics:
+        halvings = float(self.updates == 1)
+        metrics = await super().update(batch)
+        return metrics | {"microbatch/out_of_memory": halvings, "microbatch/max_tokens": 512.0}
+
+
+def test_a_halved_micro_batch_is_said_once(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, max_steps=4)
+    run.policy.__class__ = ShortOfMemory
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    train(run)
+    said = [line for line in lines if "memory ran out" in line]
+    assert len(said) == 1
+    assert said[0].startswith("step 2: memory ran out in the update")
+    assert said[0].endswith("of 512 tokens at most from here on, in place of train.max_tokens_per_microbatch=16384")
+
+
+class WithoutAnEngine(BanditPolicy):
+    """A policy one of whose engines is lost in the second step."""
+
+    async def update(self, batch: Batch) -> Metrics:
+        lost = float(self.updates == 1)
+        return await super().update(batch) | {"transfer/engines_lost": lost}
+
+
+def test_a_lost_engine_is_said_once(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, max_steps=4)
+    run.policy.__class__ = WithoutAnEngine
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    train(run)
+    said = [line for line in lines if "of the engines" in line]
+    assert len(said) == 1
+    assert said[0].startswith("step 2: 1 of the engines had their process end or hang; the run goes on")

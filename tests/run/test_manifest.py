@@ -73,7 +73,9 @@ def test_every_damage_is_named(spoil: Callable[[Path], object], problem: str, tm
 
 
 @pytest.mark.parametrize("content", [None, '{"step": 10}', "[]", '{"step": "20", "order": 1}'])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(content: str | None, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its policy or its state; the run ends as if nothing had been."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(bandit_run(whole))
@@ -88,6 +90,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(content: str | N
     resumed.progress.print = lambda line: said.append(str(line))  # type: ignore[method-assign]
     train(resumed)
     assert said[0] == f"{spoiled} is damaged: it is passed over, and kept as step-20.damaged"
+    assert said[0] in capsys.readouterr().err, "said also where log.progress=false"
     assert "resumed at step 10" in said[1]
     rewards = [[row["reward"] for row in read_metrics(folder)] for folder in (whole, broken)]
     assert rewards[0] == rewards[1]
@@ -105,6 +108,22 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) 
     assert (found.step, found.passed_over) == (10, (checkpoints / "step-30",))
 
 
+def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
+    """Neither read nor passed over for an older one."""
+    train(bandit_run(tmp_path, max_steps=20))
+    (tmp_path / "config.yaml").touch()
+    newest = tmp_path / "checkpoints" / "step-20"
+    state = json.loads((newest / "state.json").read_text())
+    del state["format"]
+    (newest / "state.json").write_text(json.dumps(state | {"fingerprint": {"library fovea": "0.0.9"}}))
+    write_manifest(newest)
+    for read in (lambda: bandit_run(tmp_path, resume=True), lambda: find_checkpoint(newest)):
+        with pytest.raises(
+            DataError, match=r"step-20: this checkpoint is of format 1, .*; Fovea 0\.0\.9 wrote it: resume"
+        ):
+            read()
+
+
 def test_without_any_whole_checkpoint_nothing_goes_on(tmp_path: Path) -> None:
     train(bandit_run(tmp_path, max_steps=20))
     for folder in (tmp_path / "checkpoints").iterdir():
@@ -118,11 +137,11 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error_with_another_to_name(tmp
     (tmp_path / "config.yaml").touch()
     checkpoints = tmp_path / "checkpoints"
     for step in (10, 20):
-        (checkpoints / f"step-{step}" / "trainable.safetensors").write_bytes(b"weights")
+        (checkpoints / f"step-{step}" / "weights").write_bytes(b"weights")
         write_manifest(checkpoints / f"step-{step}")
     assert find_checkpoint(checkpoints / "step-20").folder.name == find_checkpoint(tmp_path).folder.name == "step-20"
-    flip(checkpoints / "step-20" / "trainable.safetensors")
-    with pytest.raises(DataError, match=r"step-20: .*trainable\.safetensors is not .*; name .*step-10 instead"):
+    flip(checkpoints / "step-20" / "weights")
+    with pytest.raises(DataError, match=r"step-20: .*weights is not .*; name .*step-10 instead"):
         find_checkpoint(checkpoints / "step-20")
     with pytest.raises(DataError, match=r"step-20 is damaged; name .*step-10 for the checkpoint before it"):
         find_checkpoint(tmp_path)

@@ -20,8 +20,9 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, gate_reading
+from fovea.run.lifecycle import begin
 from fovea.run.parity import _reading
+from fovea.run.parity_gate import gate_reading
 from fovea.run.parity_reading import DrawnToken
 from fovea.run.parity_rows import without_images
 from fovea.types import Batch, ImageRef, Message, Weights
@@ -50,7 +51,7 @@ def other_weights(run: Run) -> None:
 
 def plain_positions(run: Run) -> None:
     """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
-    own = run.policy.worker.logprobs
+    own = run.policy.worker.annotator.policy.logprobs
 
     def like_words(_self: QwenVL, ids: NDArray[np.int64], _images: object, start: int) -> tuple[NDArray[np.int64], int]:
         return np.arange(start, start + len(ids))[None].repeat(3, axis=0), start + len(ids)
@@ -60,7 +61,7 @@ def plain_positions(run: Run) -> None:
             patch.setattr(QwenVL, "positions", like_words)
             return own(batch)
 
-    run.policy.worker.logprobs = scored  # type: ignore[method-assign]
+    run.policy.worker.annotator.policy.logprobs = scored  # type: ignore[method-assign]
 
 
 def tokens(engine: Sequence[float], trainer: Sequence[float]) -> list[DrawnToken]:
@@ -81,8 +82,8 @@ def test_the_figures_are_those_of_all_tokens() -> None:
 def test_what_is_no_number_is_worst_of_all(tmp_path: Path) -> None:
     assert _reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
     run = run_of(tmp_path)
-    own = run.policy.worker.logprobs
-    run.policy.worker.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]
+    own = run.policy.worker.annotator.policy.logprobs
+    run.policy.worker.annotator.policy.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]
     with run.metrics, pytest.raises(ParityError, match="differ by nan on average"):
         wait_for(begin(run))
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from fovea.run.context import Run
-from fovea.run.lifecycle import gate_reading
+from fovea.run.parity_gate import gate_reading
 from fovea.run.parity_reading import IMAGE_FLOOR_FRAC, parity_failure
 from fovea.run.parity_rows import usable_prompts
 from fovea.train.base import Pair
 from fovea.utils.event_loop import wait_for
 from tests.build.test_build import run_of
 from tests.run.test_parity import ROUNDING, plain_positions
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import DENSE_FAMILIES
 
 STEPS = 15
 """Enough for a loss near 0.1: most tokens are certain, as in a model that has solved its task."""
@@ -32,7 +32,7 @@ def train_on_the_gates_rows(run: Run) -> float:
     return [worker.sft(pairs)["loss"] for _ in range(STEPS)][-1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_positions_of_words_fail_where_the_mean_would_let_them_pass(family: str, tmp_path: Path) -> None:
     warmup = {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12}, warmup=warmup)

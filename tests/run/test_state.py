@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from fovea.evaluation.shared_images import Searched, SharedImages
+from fovea.run.microbatches import MicrobatchTokens
 from fovea.run.state import TrainState
 from fovea.types import Evaluation
 
@@ -18,6 +19,7 @@ def test_progress_survives_its_json_form() -> None:
         after_warmup=None,
         warmup_seconds=3.0,
         rl_seconds=5.0,
+        microbatches=MicrobatchTokens(setting=1000, limit=250),
         shared_images=SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60)),
         started=0.0,
     )
@@ -25,5 +27,6 @@ def test_progress_survives_its_json_form() -> None:
     loaded = TrainState.from_json(7, saved, started=0.0)
     assert loaded.before == before
     assert loaded.after_warmup is None
+    assert loaded.microbatches == state.microbatches
     assert loaded.to_json() | {"total_seconds": 0.0} == state.to_json() | {"total_seconds": 0.0}
     assert loaded.earlier_seconds == saved["total_seconds"] > 0

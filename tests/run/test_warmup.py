@@ -94,9 +94,29 @@ def test_gradients_of_the_warm_up_are_clipped() -> None:
     parts = tiny("qwen3_vl")
     pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
     trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    norms: list[torch.Tensor] = []
+    trainer._optimizer.register_step_pre_hook(
+        lambda *_: norms.extend(p.grad.norm() for p in parts.network.parameters() if p.grad is not None)
+    )
     trainer.update(pairs)
-    norm = torch.stack([p.grad.norm() for p in parts.network.parameters() if p.grad is not None]).norm()
-    assert float(norm) == pytest.approx(1.0, rel=1e-3)
+    assert float(torch.stack(norms).norm()) == pytest.approx(1.0, rel=1e-3)
+    assert all(p.grad is None for p in parts.network.parameters()), "they are freed behind the step"
+
+
+def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> None:
+    """Its master weights and moments were on the GPU, whatever train.backend.cpu_offload said."""
+    weights = []
+    for offload in (False, True):
+        parts = tiny("qwen3_vl")
+        pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+        vlm = VLM(parts.network, parts.processor.banned_ids)
+        trainer = SupervisedTrainer(vlm, Settings(), cpu_offload=offload)
+        losses = [trainer.update(pairs) for _ in range(2)]
+        assert losses[1] != losses[0]
+        masters = {x.data_ptr() for x in trainer._masters.by_name.values()}
+        assert masters.isdisjoint(x.data_ptr() for x in vlm.parameters()) is offload
+        weights.append(list(vlm.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
 def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:

@@ -1,0 +1,57 @@
+"""The training loop in which engines draw the next steps while the policy trains: the sibling of `loop.py`.
+
+The loss corrects for the steps that the policy has taken since the weights that drew a completion, by its ratio to the
+log-probs that they drew with (`rollout.max_staleness_steps`, decision 020). Policy and engines must be in processes of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fovea.loop import learn
+from fovea.report.summary import Summary
+from fovea.run.ahead import RolloutsAhead, drawing_ahead
+from fovea.run.context import Run
+from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, stopping
+from fovea.run.signals import Stop
+from fovea.run.state import TrainState
+from fovea.samples import staleness
+from fovea.types import Group, Metrics
+from fovea.utils.event_loop import wait_for
+
+
+def train(run: Run) -> Summary:
+    """Train a run as `loop.train` does, with rollouts ahead of the policy by at most `rollout.max_staleness_steps`."""
+    with stopping(run) as stop:
+        return wait_for(_train(run, stop))
+
+
+async def train_in_loop(run: Run) -> Summary:
+    """Train as `train` does, on the event loop of an asynchronous program."""
+    with stopping(run) as stop:
+        return await _train(run, stop)
+
+
+async def _train(run: Run, stop: Stop) -> Summary:
+    async with closing(run):
+        state = await begin(run)
+        with stop.after_step():
+            async with drawing_ahead(run, state.step) as ahead:
+                while state.step < run.config.max_steps and ahead.has_more(state.step):
+                    with run.profile(state.step), run.phases("step"):
+                        groups, metrics = await take_step(run, state, ahead)
+                    state = await record(run, state, groups, metrics)
+                    if reason := stop.reason:
+                        await ahead.put_back()
+                        await save_and_say(run, state, reason)
+                        stop.end()
+        return await finish(run, state)
+
+
+async def take_step(run: Run, state: TrainState, ahead: RolloutsAhead) -> tuple[Sequence[Group], Metrics]:
+    """Take one step, from a rollout by these weights or older ones to new weights, while the next is drawn."""
+    rollout = await ahead.take(state.step)
+    metrics = await learn(run, state, rollout)
+    metrics |= await ahead.trained(state.step + 1)
+    return rollout.groups, metrics | staleness(rollout.groups, state.step)

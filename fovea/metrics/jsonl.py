@@ -1,0 +1,22 @@
+"""The lines of metrics.jsonl: one JSON object per step, null for NaN and infinity."""
+
+from __future__ import annotations
+
+import json
+
+from fovea.errors import DataError
+from fovea.types import Metrics
+from fovea.utils.files import from_json_number
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def parse_metrics(line: str, *, where: str) -> Metrics:
+    """The metrics of a line, `step` included and first; DataError, with `where`, for anything else."""
+    try:
+        row = {key: from_json_number(value) for key, value in json.loads(line).items()}
+        return {"step": row.pop("step")} | row
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{where} is {line[:60]!r}, which is not a JSON object of numbers with a step; delete that line"
+        ) from error

@@ -1,0 +1,138 @@
+"""The sink that feeds an experiment tracker, over all attempts of a run and all failures of the tracker.
+
+A tracker follows metrics.jsonl, which always has every step: what it missed is sent later, and nothing that goes wrong
+with it ends a run (docs/decisions/040-trackers.md).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fovea.errors import FoveaError, TrackerError, first_line, named
+from fovea.metrics.log import read_metrics
+from fovea.metrics.tracker import TrackedSample, Tracker, readable
+from fovea.utils.files import write_atomically
+from fovea.utils.shown_text import without_secrets
+
+PAUSE_SECONDS = 60.0
+"""Shortest pause between two attempts to reach a tracker that has failed."""
+PAUSE_PER_ATTEMPT = 10.0
+"""Length of that pause in units of the failed attempt, so that a server that times out costs a tenth of a run."""
+
+
+class TrackedRun:
+    """Id of a run at a tracker and the last step that the tracker has, kept in a file of the run folder.
+
+    A run that goes on continues them; another one begins with an id of its own and step 0. Without a file nothing is
+    kept, for trackers that take back the steps after a checkpoint by themselves.
+    """
+
+    def __init__(self, file: Path | None, *, goes_on: bool, last_step: int = 0) -> None:
+        self._file = file
+        self.id = uuid.uuid4().hex
+        self.last_step = last_step
+        if file is not None and goes_on and file.exists():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            self.id, self.last_step = str(kept["id"]), int(kept["last_step"])
+
+    def has(self, step: int) -> None:
+        """Keep that the tracker has all steps up to this one."""
+        self.last_step = step
+        if self._file is not None:
+            content = {"id": self.id, "last_step": step}
+            write_atomically(self._file, (json.dumps(content) + "\n").encode())
+
+
+class TrackerSink:
+    """Sends the steps of a run to a tracker, each once over all attempts of the run.
+
+    A tracker that fails is warned of once, and tried again after a pause that grows with what the attempt took; the
+    metrics of the steps between are then sent from metrics.jsonl, without their samples.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        setting: str,
+        run: TrackedRun,
+        connect: Callable[[], Tracker],
+        *,
+        settings: Mapping[str, object],
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`setting` names the tracker in messages, such as `log.mlflow_experiment=demo`; `clock` is in seconds."""
+        self._run_dir, self._setting, self._run = run_dir, setting, run
+        self._connect, self._settings = connect, settings
+        self._warn, self._clock = warn, clock
+        self._tracker: Tracker | None = None
+        self._failing = False
+        self._retry_at = -float("inf")
+
+    def open(self) -> Tracker:
+        """The tracker, which is connected to first if it is not yet; raises FoveaError."""
+        if self._tracker is None:
+            fix = "make it reachable, or leave that setting out"
+            with named(lambda error: TrackerError(f"{self._setting}: {first_line(error)}; {fix}")):
+                tracker = self._connect()
+                if not self._run.last_step:
+                    tracker.begin(self._settings)
+            self._tracker = tracker
+        return self._tracker
+
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample] = ()) -> None:
+        """Send a step, and what was missed before it, unless the tracker has it or has just failed."""
+        if step > self._run.last_step and self._clock() >= self._retry_at:
+            self._attempt(lambda: self._send(step, metrics, samples))
+
+    def close(self) -> None:
+        """Send what is missing, and close the tracker."""
+        self._attempt(self._finish)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        started = self._clock()
+        try:
+            with named(lambda error: TrackerError(first_line(error))):
+                call()
+        except FoveaError as error:
+            now = self._clock()
+            self._retry_at = now + max(PAUSE_SECONDS, PAUSE_PER_ATTEMPT * (now - started))
+            self._say_failed(error)
+        else:
+            if self._failing:
+                self._failing = False
+                self._warn(f"{self._setting}: works again, and has the metrics of all steps")
+
+    def _say_failed(self, error: FoveaError) -> None:
+        if not self._failing:
+            self._failing = True
+            reason = without_secrets(str(error))
+            self._warn(
+                f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run goes on, "
+                f"{self._run_dir} has all of it, and the tracker is tried again now and then, or with resume=auto"
+            )
+
+    def _send(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None:
+        tracker = self.open()
+        if self._run.last_step < step - 1:
+            self._send_missed(before=step)
+        clean = tuple(TrackedSample(image=each.image, caption=readable(each.caption)) for each in samples)
+        tracker.write(step, {readable(name): value for name, value in metrics.items()}, clean)
+        self._run.has(step)
+
+    def _send_missed(self, before: float) -> None:
+        for row in read_metrics(self._run_dir):
+            step = int(row["step"])
+            if self._run.last_step < step < before:
+                metrics = {readable(name): value for name, value in row.items() if name != "step"}
+                self.open().write(step, metrics, ())
+                self._run.has(step)
+
+    def _finish(self) -> None:
+        self._send_missed(before=float("inf"))
+        if self._tracker is not None:
+            self._tracker.close()

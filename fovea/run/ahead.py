@@ -1,0 +1,157 @@
+"""Rollouts that are drawn while the policy trains, within a bound of staleness, and the pushes of weights between them.
+
+Which version of the weights draws a step follows from the settings, not from which side is faster. With a bound of `k`
+steps, engines that took version `v` when the policy came to step `v` draw one step after another up to `v + k`; when
+the policy comes to step `v + k`, they take its weights, and draw on:
+
+    k = 1   step in training    0     1     2     3
+            steps being drawn   0 1   2     3     4
+            drawn by version    0 0   1     2     3
+
+    k = 2   step in training    0     1     2     3     4
+            steps being drawn   0 1 2       3 4         5 6
+            drawn by version    0 0 0       2 2         4 4
+
+No step is drawn ahead across a barrier: the end of the run, and the steps after which a checkpoint or a reading of dev
+rows is due. The first step after it is drawn by the newest weights, as in a run that resumes from that checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from time import perf_counter
+
+from fovea.config.run import Config
+from fovea.metrics.log import Phases
+from fovea.run.context import Run
+from fovea.run.draw import draw
+from fovea.run.position import Position, go_to, position_of
+from fovea.run.rollout_step import Rollout
+from fovea.types import Metrics
+
+
+class RolloutsAhead:
+    """The rollouts of a run in the order of its steps, drawn one after another."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        """`step` is the next one, whose weights the engines hold."""
+        self._run = run
+        self._version = step
+        """Version of the weights that the engines hold."""
+        self._ahead: dict[int, asyncio.Task[Rollout | None]] = {}
+        """Rollouts that are begun, or wait for their turn, by step."""
+        self._positions: dict[int, Position] = {}
+        """The position of the run before each rollout that is begun and not yet taken, by step."""
+        self._turn = asyncio.Lock()
+        self._in_use = BusyTime()
+        self._pushed: Metrics = {}
+        """Metrics of the last push of the present step."""
+        self._step_began = (0.0, 0.0)
+
+    def has_more(self, step: int) -> bool:
+        """Whether there are rows for this step, the next to be taken."""
+        return step in self._positions or self._run.stream.has_more
+
+    async def take(self, step: int) -> Rollout:
+        """Wait for the rollout of a step, at which the policy is, and begin those after it that may be drawn now."""
+        self._step_began = (perf_counter(), self._in_use.seconds)
+        if not self._ahead:
+            await self._draw_from(step, version=step)
+        with self._run.phases("idle_update"):
+            rollout = await self._ahead.pop(step)
+        assert rollout is not None, f"step {step} was to be taken, but has no rows"
+        del self._positions[step]
+        if not self._ahead:
+            await self._draw_from(step + 1, version=step)
+        return rollout
+
+    async def trained(self, version: int) -> Metrics:
+        """Bring the engines to this version, which the policy now has, if nothing is drawn ahead.
+
+        They then hold the newest weights for what comes after a barrier. Returns the metrics of the pushes of the step,
+        and the time that the engines idled.
+        """
+        if not self._ahead or not self.has_more(version):
+            await self._push(version)
+        began, in_use = self._step_began
+        pushed, self._pushed = self._pushed, {}
+        return pushed | {"seconds/idle_rollout": perf_counter() - began - (self._in_use.seconds - in_use)}
+
+    async def put_back(self) -> None:
+        """Drop what is drawn ahead, and go back to the position of the run before it."""
+        await self.close()
+        if self._positions:
+            go_to(self._run, self._positions[min(self._positions)])
+            self._positions.clear()
+
+    async def close(self) -> None:
+        """Cancel what is drawn ahead."""
+        ahead, self._ahead = list(self._ahead.values()), {}
+        for task in ahead:
+            task.cancel()
+        await asyncio.gather(*ahead, return_exceptions=True)
+
+    async def _draw_from(self, first: int, *, version: int) -> None:
+        """Begin the rollouts from a step on that the newest weights may draw; they wait for each other."""
+        config = self._run.config
+        last = min(version + config.rollout.max_staleness_steps, next_barrier(config, version) - 1)
+        if first <= last:
+            await self._push(version)
+        self._ahead = {step: asyncio.create_task(self._draw(step)) for step in range(first, last + 1)}
+
+    async def _draw(self, step: int) -> Rollout | None:
+        """Draw a step when those before it are drawn; None if they have left no rows."""
+        async with self._turn:  # first come, first served
+            if not self._run.stream.has_more:
+                return None
+            self._positions[step] = position_of(self._run)
+            phases = Phases()
+            with self._in_use():
+                rollout = await draw(self._run, step, phases)
+            return replace(rollout, metrics=rollout.metrics | phases.seconds() | phases.gib())
+
+    async def _push(self, version: int) -> None:
+        if version != self._version:
+            with self._run.phases("sync"), self._in_use():
+                await self._run.weight_sync.push(version)
+            self._version, self._pushed = version, self._run.weight_sync.metrics
+
+
+class BusyTime:
+    """The seconds in which something was in use, up to now."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._since is None else perf_counter() - self._since)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Count the time of the block; one block at a time."""
+        self._since = perf_counter()
+        try:
+            yield
+        finally:
+            self._before, self._since = self.seconds, None
+
+
+@asynccontextmanager
+async def drawing_ahead(run: Run, step: int) -> AsyncIterator[RolloutsAhead]:
+    """The rollouts of a run from a step on, whose weights the engines hold; what is drawn ahead ends with the block."""
+    ahead = RolloutsAhead(run, step)
+    try:
+        yield ahead
+    finally:
+        await ahead.close()
+
+
+def next_barrier(config: Config, step: int) -> int:
+    """The first step after this one that nothing before it may draw ahead."""
+    intervals = (config.checkpoint.every_steps, config.evaluate.every_steps)
+    return min([config.max_steps, *(step - step % every + every for every in intervals if every)])

@@ -1,0 +1,58 @@
+"""Evaluations of a run's held-out rows: the answers they keep, the image ablations, images that two splits share."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from fovea.data.pixel_hashes import pixel_hashes
+from fovea.errors import TrainError
+from fovea.evaluation.answers_file import write_answers
+from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.shared_images import SharedImages, find_shared_images
+from fovea.run.context import Run
+from fovea.types import Evaluation
+
+
+async def evaluate_test(run: Run, when: str) -> Evaluation:
+    """Evaluate the engine's weights on test rows; the answers are kept as answers/test-WHEN.jsonl."""
+    keep = partial(write_answers, run.folder, f"test-{when}")
+    return await run.evaluator.evaluate(run.sources.test, run.config.evaluate.test_size, keep)
+
+
+async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
+    """Image ablations: evaluate on test rows with shuffled and with blank images; None where no row has an image."""
+    source, size = run.sources.test, run.config.evaluate.test_size
+    tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
+    controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
+    shuffled, blank = [await run.evaluator.evaluate(source.with_tasks(x)) if x else None for x in controls]
+    return shuffled, blank
+
+
+async def read_dev(run: Run, when: str) -> Evaluation:
+    """Evaluate the engine's weights on dev rows; the answers are kept as answers/dev-WHEN.jsonl."""
+    keep = partial(write_answers, run.folder, f"dev-{when}")
+    return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size, keep)
+
+
+def search_shared_images(run: Run) -> SharedImages | None:
+    """Look for test images in the training split; TrainError where there is one and the settings forbid it."""
+    settings, data = run.config.evaluate, run.config.data
+    if settings.shared_images == "ignore":
+        return None
+    folder, salt = Path(data.cache_dir).expanduser(), " ".join(data.convert_images)
+    with pixel_hashes(folder, run.open_image, salt) as pixel_hash:
+        found = find_shared_images(
+            run.sources.test,
+            run.sources.train,
+            pixel_hash,
+            sample_rows=settings.shared_images_rows,
+            say=run.progress.stage,
+        )
+    run.progress.print(str(found))
+    if found.shared and settings.shared_images == "forbid":
+        raise TrainError(
+            f"{found.shared} held-out images are also in the training split, so that the accuracy is not held-out; "
+            "split the rows by image, or set evaluate.shared_images=count"
+        )
+    return found

@@ -1,0 +1,50 @@
+"""The largest micro-batches that fitted the memory, which a run keeps beyond its process.
+
+One process halves them in place and goes on, so that its next checkpoint has their size. One of several ranks cannot:
+the run ends, and leaves the size for the next attempt in a file of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fovea.errors import MicrobatchMemoryError
+from fovea.utils.files import write_atomically
+
+MICROBATCHES_FILE = "microbatches.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchTokens:
+    """The largest micro-batch in effect, in tokens."""
+
+    setting: int
+    """`train.max_tokens_per_microbatch` at that time. With another value a run begins anew, from that one."""
+    limit: int
+    """The setting, or less once memory ran out."""
+
+
+def limit_of(setting: int, *known: MicrobatchTokens | None) -> int:
+    """The limit to begin with under a setting: the smallest that is known of it."""
+    return min((each.limit for each in known if each is not None and each.setting == setting), default=setting)
+
+
+@contextmanager
+def leaving_limit(folder: Path, setting: int) -> Iterator[None]:
+    """A block of a run that leaves a smaller limit in the run's folder when memory runs out on one of several ranks."""
+    try:
+        yield
+    except MicrobatchMemoryError as error:
+        left = MicrobatchTokens(setting=setting, limit=error.next_max_tokens)
+        write_atomically(folder / MICROBATCHES_FILE, json.dumps(asdict(left)).encode())
+        raise
+
+
+def left_limit(folder: Path) -> MicrobatchTokens | None:
+    """The limit that an attempt has left in the run's folder; None if none has."""
+    file = folder / MICROBATCHES_FILE
+    return MicrobatchTokens(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None

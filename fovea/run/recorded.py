@@ -1,0 +1,156 @@
+"""Sample records of a step: its first groups with images and turns, and per token what the update makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.evaluation.answer import sampled_answer
+from fovea.report.images import png_bytes, write_image
+from fovea.report.records import (
+    RecordedAnswer,
+    RecordedImage,
+    RecordedMessage,
+    RecordedTurn,
+    SampleRecord,
+    TokenTrace,
+)
+from fovea.report.samples import write_samples
+from fovea.report.tracked import tracked_samples
+from fovea.run.context import Run
+from fovea.samples import replace_samples
+from fovea.train.base import Needs
+from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, Turn, TurnTokens
+
+DECIMALS = 4
+"""Of log-probs and advantages in a record: a gap between engine and trainer that matters is far larger than 1e-4."""
+Samples = Mapping[str, Sample]
+"""The samples of some groups, by the id of their first completion."""
+
+
+async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    """Write the records of a step, where it is one whose samples are kept; before the update of its batch.
+
+    Of a run that drew ahead of its policy, the gap between engine and trainer holds the steps between them too.
+    """
+    settings = run.config.log
+    if step > 1 and step % settings.samples_every_steps:
+        return
+    with run.phases("record"):
+        kept = groups[: settings.samples_groups]
+        samples = await _scored(run, kept, batch) if settings.samples_tokens else {}
+        records = [_record(run, group, samples) for group in kept]
+        write_samples(run.folder, step, records)
+        if run.metrics.has_trackers:
+            images, pixels = settings.tracker_images, settings.tracker_max_pixels
+            run.metrics.add_samples(tracked_samples(run.folder, records, max_images=images, max_pixels=pixels))
+
+
+async def _scored(run: Run, groups: Sequence[Group], batch: Batch) -> Samples:
+    """The samples of these groups with the trainer's log-probs as old ones, by a pass of their own.
+
+    The batch of the update stays as it is: with old log-probs in it, its loss would take its ratio to them.
+    """
+    wanted = {episode.tokens[0].completion.id for group in groups for episode in group.episodes}
+    of_groups = [each for each in (*batch.groups, *batch.left_out) if each.samples[0].completion_ids[0] in wanted]
+    # the tokens alone: groups that the update leaves out have no advantages, and a pass wants all samples alike
+    plain = replace_samples(Batch(groups=tuple(of_groups)), _tokens_alone)
+    scored = await run.policy.annotate(plain, Needs(old_logprobs=True))
+    samples = (sample for group in of_groups for sample in group.samples)
+    return {
+        sample.completion_ids[0]: replace(sample, old_logprobs_T=now.old_logprobs_T)
+        for sample, now in zip(samples, scored.samples, strict=True)
+    }
+
+
+def _tokens_alone(sample: Sample) -> Sample:
+    return replace(
+        sample,
+        old_logprobs_T=None,
+        reference_logprobs_T=None,
+        values_T=None,
+        returns_T=None,
+        advantages_T=None,
+    )
+
+
+def _record(run: Run, group: Group, samples: Samples) -> SampleRecord:
+    first = group.episodes[0]
+    return SampleRecord(
+        id=first.task.id,
+        prompt=first.task.question,
+        truth=first.task.answer,
+        kind=first.task.kind,
+        messages=_messages(run, first.turns[0].messages, group.prompt.images),
+        answers=tuple(_answer(run, episode, samples) for episode in group.episodes),
+    )
+
+
+def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
+    sample = samples.get(episode.tokens[0].completion.id)
+    places = _places(episode.tokens)
+    return RecordedAnswer(
+        score=sampled_answer(episode),
+        turns=tuple(
+            RecordedTurn(
+                # the messages of the first turn are the prompt, which all answers share
+                messages=_messages(run, turn.messages, turn.tokens.observation.images)
+                if number and turn.tokens
+                else (),
+                text=turn.text,
+                finish=turn.finish,
+                tokens=None if sample is None else _trace(run, sample, place),
+            )
+            for number, (turn, place) in enumerate(zip(_generated(episode), places, strict=True))
+        ),
+        marks=episode.score.marks,
+    )
+
+
+def _generated(episode: Episode) -> tuple[Turn, ...]:
+    return tuple(turn for turn in episode.turns if turn.tokens is not None)
+
+
+def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:
+    """Where each turn's completion stands among the tokens of its sample."""
+    end = 0
+    for number, turn in enumerate(turns):
+        start = end + (turn.observation.num_tokens if number else 0)
+        end = start + len(turn.completion.token_ids_T)
+        yield slice(start, end)
+
+
+def _trace(run: Run, sample: Sample, place: slice) -> TokenTrace:
+    place = slice(place.start, min(place.stop, place.start + run.config.log.samples_tokens))
+    return TokenTrace(
+        pieces=tuple(run.token_text(int(index)) for index in sample.token_ids_T[place]),
+        engine_logprobs=_rounded(sample.rollout_logprobs_T[place]),
+        trainer_logprobs=() if sample.old_logprobs_T is None else _rounded(sample.old_logprobs_T[place]),
+        advantages=() if sample.advantages_T is None else _rounded(sample.advantages_T[place]),
+    )
+
+
+def _rounded(values_T: NDArray[np.float32]) -> tuple[float, ...]:
+    return tuple(np.round(values_T.astype(np.float64), DECIMALS).tolist())
+
+
+def _messages(run: Run, messages: Sequence[Message], seen: Sequence[PromptImage]) -> tuple[RecordedMessage, ...]:
+    """The messages with their images written to the run folder; `seen` are these as the model saw them, in order."""
+    frames = iter(map(run.box_frame, seen))
+    return tuple(
+        RecordedMessage(
+            role=message.role,
+            parts=tuple(
+                part
+                if isinstance(part, str)
+                else RecordedImage(
+                    name=write_image(run.folder, png_bytes(run.open_image(part))), frame=next(frames, None)
+                )
+                for part in message.parts
+            ),
+        )
+        for message in messages
+    )

@@ -1,0 +1,199 @@
+"""A run that is started again when it dies (`max_restarts`): a small process, without torch, that trains in a child.
+
+The child is the same command with the folder of the run written out. It is started again, with resume=auto, after a
+death that a new process may survive: by a signal such as SIGKILL, SIGSEGV or SIGBUS, by the loss of a worker process,
+or out of memory; not after an error of the user's, nor where somebody asked for the end. A new checkpoint gives all
+restarts back: a run that goes on may die any number of times, one that dies at the same place again and again ends.
+
+Signals that end a run are passed on to the child, which has a session of its own and so gets none from the terminal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+
+from fovea.config.run import Config
+from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError
+from fovea.run.run_dir import delete_unless_begun, make_folder, newest_step
+from fovea.run.signals import ENDING
+from fovea.utils.launch import num_processes
+
+CAUSES = {
+    ClusterError.exit_code: "a worker process failed",
+    OutOfMemoryError.exit_code: "memory ran out",
+    MicrobatchMemoryError.exit_code: "memory ran out in a micro-batch",
+}
+"""Exit codes after which a run is started again, with the cause as a message gives it."""
+PR_SET_PDEATHSIG = 1  # prctl.h
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def supervise(config: Config, words: Sequence[str]) -> int:
+    """Train in a child process, `fovea train` with these words, and again after each death; returns the exit code."""
+    if num_processes() > 1:
+        raise ConfigError(
+            f"max_restarts={config.max_restarts} under torchrun, which starts all processes again by itself; set "
+            "max_restarts=0, a fixed run_dir and resume=auto, and give torchrun --max-restarts"
+        )
+    folder, is_new = make_folder(config)
+    try:
+        return _train(Restarts(config, folder), words)
+    finally:
+        if is_new:
+            delete_unless_begun(folder)
+
+
+def _train(restarts: Restarts, words: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "fovea", "train", f"--supervised-by={os.getpid()}", *words]
+    with _Child().receiving_signals() as child:
+        while True:
+            code = child.run([*command, *restarts.words()])
+            cause = cause_of_death(code)
+            if cause is None or child.was_signalled:
+                return _exit_code(code)
+            restarts.count()
+            if restarts.refusal:
+                _say(f"{cause}, and {restarts.refusal}; resume=auto goes on from {restarts.place}")
+                return _exit_code(code)
+            _say(f"{cause}: starting again from {restarts.place}; {restarts.left} restarts left until a new checkpoint")
+
+
+def cause_of_death(code: int) -> str | None:
+    """Why a process that ended with this code, negative for a signal, may be started again; None where it may not."""
+    if code >= 0:
+        return CAUSES.get(code)
+    # a signal by which somebody asks for the end, before the run has handlers for it
+    return None if -code in ENDING else f"killed by signal {-code} ({signal.strsignal(-code)})"
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The restarts that a run has left, and what the next attempt is told."""
+
+    config: Config
+    folder: Path
+    left: int = field(init=False)
+    step: int = field(init=False)
+    """Newest checkpoint at the last death; -1 before the first."""
+    _started: float = field(default_factory=monotonic)
+    _first_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left, self.step = self.config.max_restarts, newest_step(self.folder)
+        self._first_step = self.step
+
+    def count(self) -> None:
+        """Count a restart."""
+        step = newest_step(self.folder)
+        if step > self.step:
+            self.left = self.config.max_restarts
+        self.left, self.step = self.left - 1, step
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no further attempt; empty where there is one."""
+        if self.left < 0:
+            return f"max_restarts={self.config.max_restarts} were used up without a new checkpoint"
+        hours = self.config.max_hours
+        return f"max_hours={hours:g} are over" if hours is not None and self._spent_seconds >= 3600 * hours else ""
+
+    @property
+    def place(self) -> str:
+        """The checkpoint that the next attempt goes on from, for messages."""
+        return f"the checkpoint of step {self.step}" if self.step >= 0 else "the beginning"
+
+    def words(self) -> list[str]:
+        """Words of the next attempt's command line in which it differs from what the user has given."""
+        words = [f"--spent-seconds={self._spent_seconds:.3f}", f"run_dir={json.dumps(str(self.folder))}"]
+        # before that, the folder may hold another run, of which an attempt is yet to say so, or later checkpoints than
+        # the one that the user has named
+        if self.step != self._first_step:
+            words.append("resume=auto")
+        return words
+
+    @property
+    def _spent_seconds(self) -> float:
+        return monotonic() - self._started
+
+
+class _Child:
+    """The process of one attempt after the other, and the signals that the parent passes on to it."""
+
+    def __init__(self) -> None:
+        self.was_signalled = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unsent: list[int] = []
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run a command to its end; returns its exit code, negative for a signal. Leaves no process of it behind."""
+        # a session of its own: what the terminal or a launcher sends to all processes of a group arrives once
+        self._process = subprocess.Popen(command, start_new_session=True)
+        self._send()
+        code = self._process.wait()
+        # a signal that comes before the next process is for that one
+        group, self._process = self._process.pid, None
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        if code < 0 and sys.stdout.isatty():
+            sys.stdout.write(SHOW_CURSOR)  # a live display that was killed has hidden it
+        return code
+
+    @contextmanager
+    def receiving_signals(self) -> Iterator[_Child]:
+        """Pass on the signals that end a run within the block, and stop and continue the child with this process."""
+        handlers = dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}
+        before = {each: signal.getsignal(each) for each in handlers}
+        # one that is ignored, as SIGHUP is under nohup, stays so, also in the child
+        defaults = {each: by for each, by in before.items() if by in (signal.SIG_DFL, signal.default_int_handler)}
+        for each in defaults:
+            signal.signal(each, handlers[each])
+        try:
+            yield self
+        finally:
+            for each, handler in defaults.items():
+                signal.signal(each, handler)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self.was_signalled = True
+        self._unsent.append(number)
+        self._send()
+
+    def _send(self) -> None:
+        """Send what has arrived, now or while the process was being made."""
+        while self._process is not None and self._unsent:
+            self._process.send_signal(self._unsent.pop(0))
+
+    def _suspend(self, _number: int, _frame: FrameType | None) -> None:
+        group = None if self._process is None else self._process.pid
+        if group is not None:
+            os.killpg(group, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if group is not None:
+            os.killpg(group, signal.SIGCONT)
+
+
+def end_with(supervisor: int) -> None:
+    """Make this process end as by SIGTERM, after its step and saved, when its supervisor, the parent, is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != supervisor:
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def _exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""Micro-batches that had to become smaller stay so in the processes that go on with the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fovea.errors import MicrobatchMemoryError
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from fovea.types import Batch, Metrics
+from tests.fakes import BanditPolicy
+from tests.run.test_background_saves import run_with
+
+SETTING = 1000
+TRAIN = {"max_tokens_per_microbatch": SETTING}
+
+
+class SmallMemoryPolicy(BanditPolicy):
+    """Its twelfth update has room for half a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_tokens = SETTING
+
+    async def limit_microbatches(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+
+    async def update(self, batch: Batch) -> Metrics:
+        metrics = await super().update(batch)
+        if self.updates == 12 and self.max_tokens == SETTING:
+            await self.run_out()
+        return metrics | {"microbatch/max_tokens": float(self.max_tokens)}
+
+    async def run_out(self) -> None:
+        self.max_tokens = SETTING // 2
+
+
+class OneOfSeveral(SmallMemoryPolicy):
+    async def run_out(self) -> None:
+        raise MicrobatchMemoryError("memory ran out on rank 1", SETTING // 2)
+
+
+def sizes(folder: Path) -> list[float]:
+    return [row["microbatch/max_tokens"] for row in read_metrics(folder)]
+
+
+def test_a_resumed_run_has_the_micro_batches_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    train(run_with(SmallMemoryPolicy(), tmp_path / "whole", train=TRAIN))
+    train(run_with(SmallMemoryPolicy(), tmp_path / "stopped", train=TRAIN, max_steps=15))
+    train(run_with(SmallMemoryPolicy(), tmp_path / "stopped", resume=True, train=TRAIN))
+    assert sizes(tmp_path / "stopped") == sizes(tmp_path / "whole") == [SETTING] * 11 + [SETTING / 2] * 19
+
+
+def test_a_rank_that_ran_out_of_memory_leaves_a_smaller_size_for_the_next_attempt(tmp_path: Path) -> None:
+    with pytest.raises(MicrobatchMemoryError):
+        train(run_with(OneOfSeveral(), tmp_path, train=TRAIN))
+    train(run_with(OneOfSeveral(), tmp_path, resume=True, train=TRAIN, max_steps=20))
+    assert sizes(tmp_path) == [SETTING] * 10 + [SETTING / 2] * 10
+
+
+def test_another_setting_is_a_new_beginning(tmp_path: Path) -> None:
+    with pytest.raises(MicrobatchMemoryError):
+        train(run_with(OneOfSeveral(), tmp_path, train=TRAIN))
+    larger = run_with(OneOfSeveral(), tmp_path, resume=True, train={"max_tokens_per_microbatch": 2 * SETTING})
+    policy = larger.policy
+    assert isinstance(policy, OneOfSeveral)
+    policy.max_tokens = 2 * SETTING
+    train(larger)
+    assert sizes(tmp_path)[10:] == [2 * SETTING] * 20

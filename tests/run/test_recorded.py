@@ -1,0 +1,61 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fovea.loop import train
+from fovea.report.samples import read_step, sample_steps
+from tests.fakes import bandit_run
+
+PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
+
+
+def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> None:
+    run = bandit_run(
+        tmp_path / "run",
+        max_steps=2,
+        rollout=PER_STEP,
+        log={"samples_every_steps": 1, "samples_groups": 2},
+    )
+    train(replace(run, token_text=lambda index: f"<{index}>"))
+    assert sample_steps(tmp_path / "run") == [1, 2]
+    records = read_step(tmp_path / "run", 2)
+    assert [len(record.answers) for record in records] == [4, 4], "all answers of the first groups"
+    assert run.policy.batches[1].groups, "a step without signal would show nothing"
+    of_update = {sample.completion_ids[0]: sample for group in run.policy.batches[1].groups for sample in group.samples}
+    found = 0
+    for record in records:
+        for answer in record.answers:
+            (turn,) = answer.turns
+            assert turn.tokens is not None
+            assert turn.text == answer.score.text
+            # the bandit's engine draws with the weights of its policy
+            assert turn.tokens.trainer_logprobs == pytest.approx(turn.tokens.engine_logprobs, abs=2e-4)
+            if turn.tokens.advantages:
+                found += 1
+                sample = next(
+                    each
+                    for each in of_update.values()
+                    if turn.tokens.pieces == (f"<{each.token_ids_T[0]}>",)
+                    and each.advantages_T is not None
+                    and turn.tokens.advantages == pytest.approx(each.advantages_T, abs=1e-4)
+                )
+                assert sample.reward == answer.score.reward
+    assert found
+
+
+def test_recording_changes_nothing_of_the_update(tmp_path: Path) -> None:
+    tables = []
+    for name, tokens in (("kept", 8), ("none", 0)):
+        run = bandit_run(tmp_path / name, max_steps=3, log={"samples_every_steps": 1, "samples_tokens": tokens})
+        train(run)
+        assert all(sample.old_logprobs_T is None for batch in run.policy.batches for sample in batch.samples)
+        tables.append(run.policy.table.tolist())
+    assert tables[0] == tables[1]
+    (turn,) = read_step(tmp_path / "none", 1)[0].answers[0].turns
+    assert turn.tokens is None
+
+
+def test_only_the_steps_of_the_interval_are_kept(tmp_path: Path) -> None:
+    train(bandit_run(tmp_path / "run", max_steps=7, log={"samples_every_steps": 3}))
+    assert sample_steps(tmp_path / "run") == [1, 3, 6]

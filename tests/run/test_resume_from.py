@@ -1,0 +1,98 @@
+"""`resume=PATH`: from a named checkpoint, in its own run folder or in a new one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fovea.build.run import build
+from fovea.config.run import Config
+from fovea.errors import ConfigError, DataError
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from tests.saved import saved_bytes
+from tests.test_runs import untimed
+
+SETTINGS: dict[str, Any] = {
+    "threads": 1,
+    "max_steps": 4,
+    "model": {"tiny": {}, "lora": {"rank": 2}},
+    "environment": {"name": "shapes", "train_size": 16, "dev_size": 4, "test_size": 4},
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
+    "evaluate": {"image_controls": False, "shared_images": "ignore", "before_training": False},
+    "parity": {"prompts": 0},
+    "checkpoint": {"every_steps": 1, "keep": 10},
+    "log": {"tensorboard": False, "progress": False},
+}
+
+
+def run_in(folder: Path, **settings: object) -> Path:
+    train(build(Config.model_validate({**SETTINGS, "run_dir": str(folder), **settings})))
+    return folder
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step}"
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return saved_bytes(checkpoint(run, 4) / "trainable")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_in(tmp_path_factory.mktemp("runs") / "whole")
+
+
+def test_a_new_folder_goes_on_as_the_run_did_and_holds_all_it_needs(whole: Path, tmp_path: Path) -> None:
+    """Its first checkpoint is the named one, so that it can be resumed before it has saved another."""
+    run_in(tmp_path / "stopped", max_steps=2, resume=str(checkpoint(whole, 2)))
+    saved = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
+    assert saved == ["step-2"]
+    for name in ("trainable", "trainable_optimizer"):
+        assert saved_bytes(checkpoint(tmp_path / "stopped", 2) / name) == saved_bytes(checkpoint(whole, 2) / name)
+    run_in(tmp_path / "stopped", resume="auto")
+    assert untimed(tmp_path / "stopped") == untimed(whole)[2:]
+    assert weights(tmp_path / "stopped") == weights(whole)
+    with pytest.raises(ConfigError, match=r"stopped already holds a run; set resume=auto to continue it"):
+        run_in(tmp_path / "stopped", resume=str(checkpoint(whole, 2)))
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_its_own(whole: Path, tmp_path: Path) -> None:
+    """The later ones are kept under other names."""
+    run_in(tmp_path)
+    run_in(tmp_path, resume=f"{checkpoint(tmp_path, 1)}/.")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert (untimed(tmp_path), weights(tmp_path)) == (untimed(whole), weights(whole))
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step-{step}" for step in range(5)} | {f"step-{step}.later" for step in (2, 3, 4)}
+
+
+def test_a_setting_that_must_not_change_is_named(whole: Path, tmp_path: Path) -> None:
+    message = r"seed=7, but the run in .*whole began with 0; set it back to resume, or start anew"
+    with pytest.raises(ConfigError, match=message):
+        run_in(tmp_path / "new", seed=7, resume=str(checkpoint(whole, 2)))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "fix"),
+    [
+        ("", r"set resume=.*whole/checkpoints/step-4"),
+        ("checkpoints/step-9", "set it to never, to auto, or to the folder"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said(named: str, fix: str, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"is no checkpoint, such as runs/x/checkpoints/step-100; {fix}"):
+        run_in(tmp_path / "new", resume=str(whole / named))
+
+
+def test_a_damaged_one_is_an_error(whole: Path, tmp_path: Path) -> None:
+    run_in(tmp_path / "run", max_steps=1)
+    state = checkpoint(tmp_path / "run", 1) / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"step": 1, "pace": {}}))
+    with pytest.raises(DataError, match=r"step-1: this checkpoint is damaged: state\.json is not as it was written"):
+        run_in(tmp_path / "new", resume=str(checkpoint(tmp_path / "run", 1)))

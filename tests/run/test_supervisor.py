@@ -1,0 +1,110 @@
+"""What a supervisor makes of a death: whether the run is started again, how often, and with which settings."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from fovea.config.run import Config
+from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError, ParityError, TrainError
+from fovea.run.supervisor import Restarts, _Child, cause_of_death, supervise
+
+KILLED = -signal.SIGKILL
+
+
+def restarts(folder: Path, **settings: object) -> Restarts:
+    return Restarts(Config.model_validate({"model": {"tiny": {}}, **settings}), folder)
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (KILLED, "killed by signal 9 (Killed)"),
+        (-signal.SIGSEGV, "killed by signal 11 (Segmentation fault)"),
+        (-signal.SIGRTMAX, f"killed by signal {signal.SIGRTMAX} (Real-time signal 30)"),
+        (ClusterError.exit_code, "a worker process failed"),
+        (OutOfMemoryError.exit_code, "memory ran out"),
+        (MicrobatchMemoryError.exit_code, "memory ran out in a micro-batch"),
+    ],
+)
+def test_deaths_that_a_new_process_may_survive(code: int, cause: str) -> None:
+    assert cause_of_death(code) == cause
+
+
+@pytest.mark.parametrize(
+    "code",
+    [0, 1, TrainError.exit_code, ParityError.exit_code, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 130, 143],
+)
+def test_other_ends_are_final(code: int) -> None:
+    """The run's own end, an error of the user's or of Fovea's, and what somebody has asked for."""
+    assert cause_of_death(code) is None
+
+
+def test_a_new_checkpoint_gives_all_restarts_back(tmp_path: Path) -> None:
+    run = restarts(tmp_path, max_restarts=2)
+    for step, left in ((None, 1), (10, 1), (None, 0), (20, 1), (None, 0), (None, -1)):
+        if step is not None:
+            checkpoint(tmp_path, step)
+        assert not run.refusal
+        run.count()
+        assert run.left == left
+    assert run.refusal == "max_restarts=2 were used up without a new checkpoint"
+    assert run.place == "the checkpoint of step 20"
+
+
+def test_an_attempt_resumes_once_there_is_a_checkpoint(tmp_path: Path) -> None:
+    run = restarts(tmp_path, max_restarts=3)
+    run.count()
+    assert run.words()[1:] == [f'run_dir="{tmp_path}"']
+    checkpoint(tmp_path, 0)
+    run.count()
+    assert run.words()[1:] == [f'run_dir="{tmp_path}"', "resume=auto"]
+
+
+def test_a_folder_that_holds_another_run_is_never_resumed_by_itself(tmp_path: Path) -> None:
+    """The first attempt may have died before it could say that the folder holds a run already."""
+    checkpoint(tmp_path, 30)
+    run = restarts(tmp_path, max_restarts=2)
+    run.count()
+    assert "resume=auto" not in run.words()
+
+
+def test_a_named_checkpoint_is_taken_until_later_ones_are_put_aside(tmp_path: Path) -> None:
+    for step in (10, 20):
+        checkpoint(tmp_path, step)
+    run = restarts(tmp_path, max_restarts=2, resume=str(tmp_path / "checkpoints" / "step-10"))
+    run.count()
+    assert "resume=auto" not in run.words(), "it would go on from step 20"
+    (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "checkpoints" / "step-20.later")
+    run.count()
+    assert "resume=auto" in run.words()
+
+
+def test_hours_are_those_of_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting stays as it is, since messages name it."""
+    run = restarts(tmp_path, max_restarts=3, max_hours=2.0)
+    monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: run._started + 0.5 * 3600)
+    run.count()
+    assert run.words() == ["--spent-seconds=1800.000", f'run_dir="{tmp_path}"']
+    monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: run._started + 2 * 3600)
+    assert run.refusal == "max_hours=2 are over"
+
+
+def test_torchrun_restarts_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"max_restarts=1 under torchrun, .* give torchrun --max-restarts"):
+        supervise(restarts(tmp_path, max_restarts=1).config, [])
+
+
+def test_a_signal_between_two_attempts_is_for_the_next_one() -> None:
+    child = _Child()
+    assert child.run(["true"]) == 0
+    child._pass_on(signal.SIGTERM, None)
+    assert child.was_signalled
+    assert child.run(["sleep", "60"]) == -signal.SIGTERM
