@@ -49,6 +49,10 @@ class Algorithm(Section):
     loss: LossConfig = Field(default_factory=ClippedLoss)
     aggregation: Aggregation = "token-mean"
     """Reduction of the token losses to one number, over the whole step whatever micro-batches it is cut into."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Old log-probs, to which the loss takes and clips its ratio: the trainer's before the update, or those that the
+    engine drew with, which bounds what older weights and the update change together. With rollout.max_staleness_steps
+    the default is engine, unless importance_sampling_fix=true."""
     importance_sampling_fix: bool = False
     """Importance-sampling correction for an engine whose probabilities differ from the trainer's: weigh each token by
     the ratio of the two."""
@@ -94,6 +98,11 @@ class Algorithm(Section):
         return isinstance(self.kl, KlInReward)
 
     @property
+    def corrects_for_engine(self) -> bool:
+        """Whether the loss accounts for completions of other probabilities than the trainer's before the update."""
+        return self.importance_sampling_fix or self.old_logprobs == "engine"
+
+    @property
     def critic(self) -> Critic | None:
         """The settings of the value function; None where the advantage needs none."""
         return self.advantage.critic if isinstance(self.advantage, Gae) else None
@@ -108,6 +117,11 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
             "token an advantage of its own; set algorithm.loss=clip"
+        )
+    if settings.importance_sampling_fix and settings.old_logprobs == "engine":
+        yield (
+            "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
+            "algorithm.old_logprobs=engine makes the same; leave either out"
         )
     for key in () if settings.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):
         if getattr(settings, key) != defaults[key].default:

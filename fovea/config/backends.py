@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from pydantic import Field
+
+from fovea.config.base import MayChange, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
+"""KV caches of vLLM and SGLang on a CPU where nothing is set: they would take a share of the machine's memory, which
+the trainer needs too."""
 
 
 class EmbeddedEngine(Section):
@@ -20,8 +26,95 @@ class EmbeddedEngine(Section):
     """Memory for activations of the rollout that the update reuses (CPU, no gradient_checkpointing); 0: none."""
 
 
-# one member so far: with a second, `Annotated[EmbeddedEngine | Other, Field(discriminator="name")]`
-EngineConfig: TypeAlias = EmbeddedEngine
+class ImageLimit(Section):
+    """Limits by kind of medium, as vLLM writes them."""
+
+    image: PositiveInt = 8
+    """Most images of a prompt, those of later turns included."""
+
+
+class ServingEngine(Section):
+    """What engines made for serving have in common; they draw with weights of their own."""
+
+    name: str
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that one engine is spread over."""
+    gpu_memory_utilization: MayChange[Annotated[float, Field(gt=0, lt=1)]] = 0.5
+    """Share of a GPU for weights and KV cache of the engine; the trainer needs the rest."""
+    max_model_len: PositiveInt | None = None
+    """Most tokens of a prompt with its completion. Default: data.max_prompt_tokens + rollout.max_new_tokens."""
+    max_num_seqs: MayChange[PositiveInt] = 256
+    """Most completions that decode at once."""
+    max_num_batched_tokens: MayChange[PositiveInt | None] = None
+    """Most tokens of one forward pass. Default: the engine's own."""
+    enable_chunked_prefill: MayChange[bool] = True
+    """Prefill of long prompts in chunks, beside the decoding of others."""
+    enforce_eager: MayChange[bool] = False
+    """Neither CUDA graphs nor compilation: a faster start, slower decoding."""
+    limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
+    """Media of one prompt."""
+    min_new_tokens: NonNegativeInt = 0
+    """Shortest completion, in tokens; until then stop tokens are not drawn, which the trainer does not know of, so that
+    it needs algorithm.importance_sampling_fix."""
+    ignore_eos: bool = False
+    """Continue past stop tokens up to max_new_tokens; for measurements of speed."""
+    engine_args: MayChange[dict[str, Any]] = Field(default_factory=dict)
+    """Further arguments of the engine, under its own names."""
+
+
+class VllmEngine(ServingEngine):
+    """vLLM in the processes of the run, on weights of its own that every update is pushed to (extra: vllm)."""
+
+    name: Literal["vllm"] = "vllm"
+    kv_cache_gib: MayChange[PositiveFloat | None] = None
+    """Memory of the KV cache. Default: what gpu_memory_utilization leaves beside the weights; 1 on CPUs."""
+    enable_lora: bool = False
+    """With model.lora: base weights are pushed once and adapters alone after each update, which the engine applies
+    beside them, as the trainer does. Default: merged weights, all of them each time; decoding is then that of a model
+    without adapters."""
+
+
+class SglangEngine(ServingEngine):
+    """SGLang in processes of its own, on weights of its own that every update is pushed to (extra: sglang)."""
+
+    name: Literal["sglang"] = "sglang"
+    max_total_tokens: MayChange[PositiveInt | None] = None
+    """Tokens of the KV cache. Default: what gpu_memory_utilization leaves beside the weights; 32,768 on CPUs, and at
+    least twice max_model_len."""
+    start_seconds: MayChange[PositiveFloat] = 1800.0
+    """Longest time for SGLang to start and to load the model."""
+    timeout_seconds: MayChange[PositiveFloat] = 1800.0
+    """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
+
+
+ServerUrl: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/?#@]+$")]
+
+
+class VllmServersEngine(Section):
+    """vLLM servers of `fovea serve --for-training`, on this machine or others; a folder brings them the weights
+    (extra: vllm)."""
+
+    name: Literal["vllm_servers"] = "vllm_servers"
+    servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
+    """Their addresses: http://HOST:PORT."""
+    weights_dir: MayChange[str]
+    """Folder that the trainer and all servers see, on shared storage; room for the weights twice."""
+    api_key_env: MayChange[str | None] = None
+    """Environment variable with the key of the servers; the key itself is no setting."""
+    max_concurrency: MayChange[PositiveInt] = 256
+    """Most requests of one server at once."""
+    timeout_seconds: MayChange[PositiveFloat] = 1800.0
+    """Time limit of one call, after which it is made of another server."""
+    restart_seconds: MayChange[PositiveFloat] = 900.0
+    """Longest time for which no server may answer, at the start or later; one that is started again gets the present
+    weights."""
+    limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
+    """Media of one prompt."""
+
+
+EngineConfig: TypeAlias = Annotated[
+    EmbeddedEngine | VllmEngine | VllmServersEngine | SglangEngine, Field(discriminator="name")
+]
 
 
 class TorchBackend(Section):
@@ -32,6 +125,39 @@ class TorchBackend(Section):
     """Memory for logits that exist at once; longer rows compute them in chunks, and again in the backward pass."""
     liger_kernels: MayChange[bool] = False
     """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
+    replicas: MayChange[PositiveInt] = 1
+    """Groups of ranks that hold all weights each, sharded inside the group (hybrid sharding): with as many as there are
+    machines, weights are gathered inside a machine, and only summed gradients cross the network."""
+    cpu_offload: MayChange[bool] = False
+    """Keep the float32 weights and the optimizer's states in the host's memory; with several ranks the weights that
+    passes gather come from there too. CUDA only; slower by the transfers, which every step makes."""
 
 
-BackendConfig: TypeAlias = TorchBackend
+class MegatronBackend(Section):
+    """Megatron-core, with models by Megatron's bridge: tensors and layers split over GPUs (extra: megatron)."""
+
+    name: Literal["megatron"] = "megatron"
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that each layer is split over; at most those of one machine."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into, on GPUs of their own."""
+    logits_mib: MayChange[PositiveFloat] = 512.0
+    """Memory for logits that exist at once; longer rows compute them in chunks, and again in the backward pass."""
+
+    @property
+    def replicas(self) -> int:
+        """One: no ranks hold all weights by themselves."""
+        return 1
+
+    @property
+    def cpu_offload(self) -> bool:
+        """False: weights and optimizer stay on the device."""
+        return False
+
+    @property
+    def liger_kernels(self) -> bool:
+        """False: Megatron has kernels of its own."""
+        return False
+
+
+BackendConfig: TypeAlias = Annotated[TorchBackend | MegatronBackend, Field(discriminator="name")]

@@ -59,6 +59,14 @@ class GeoSpotEnvironment(SplitFiles):
     tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)
     """Distance at which the score for coordinates falls to 1/e, in each of the five stages, from large to small."""
 
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        return ("image", "image_url") if self.image_key is None else (self.image_key,)
+
+    @property
+    def names_images(self) -> bool:
+        return self.image_key is not None
+
     @model_validator(mode="after")
     def _tolerances_tighten(self) -> GeoSpotEnvironment:
         if any(later >= earlier for earlier, later in pairwise(self.tolerances_km)):

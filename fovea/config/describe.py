@@ -1,11 +1,13 @@
-"""The settings for people, and what to say of a key that is none: where it has moved to, or which one may be meant."""
+"""The settings for people, and what to say of a key that is none: where it is now, or which one may be meant."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from fovea.config.elsewhere import hint_for, hint_for_last_name, hint_for_section
 from fovea.config.listing import Setting, is_at_or_below, joined, listed, settings
 from fovea.config.recipes import CLOSE_ENOUGH, read_yaml
 from fovea.config.run import Config
@@ -38,11 +40,18 @@ def unknown_key(key: str) -> str:
     having = list(dict.fromkeys(each for owner in owners if is_at_or_below(owner, inner) for each in owners[owner]))
     if having:
         return f"{key}: a setting of {joined(having)} only; drop it, or add {having[0]}"
-    if moved := moved_key(key):
-        return moved
+    in_no_section = inner.partition(".")[0] not in Config.model_fields
+    told = moved_key(key) or hint_for(key) or (hint_for_section(key) if in_no_section else None)
     known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))
+    return told or _with_near_keys(key, known)
+
+
+def _with_near_keys(key: str, known: Sequence[str]) -> str:
+    """The complaint about a key, with those that share its last name, or else with the one that is most like it."""
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
+    if not near and (told := hint_for_last_name(key)):
+        return told
     if not near:
         likeness = {other: max(_ratio(key, other), _ratio(name, _last(other))) for other in known}
         best = max(known, key=lambda other: (likeness[other], _ratio(key, other)))
@@ -58,7 +67,12 @@ def moved_key(key: str) -> str | None:
     if key in old["dropped"]:
         return f"{key} is no longer set: {old['dropped'][key]}; remove it"
     moved = next((known for known in reversed(old["moved"]) if is_at_or_below(key, known)), None)
-    return None if moved is None else f"{key} is now {old['moved'][moved]}{key.removeprefix(moved)}"
+    if moved is None:
+        return None
+    below = key.removeprefix(moved)
+    if below and not any(setting.key == f"{old['moved'][moved]}{below}" for setting in settings()):
+        return None
+    return f"{key} is now {old['moved'][moved]}{below}"
 
 
 @cache

@@ -90,10 +90,21 @@ class FileEnvironment(SplitFiles):
     """Column of the only image."""
     kind_key: str | None = None
     """Column of the question type, by which accuracies are told apart; default: all rows are of one type."""
+    level_key: str | None = None
+    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
     system_prompt: str | None = None
     """System prompt."""
     prompt_template: str | None = None
     """Template of the user message, with the question at {prompt}."""
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        named = self.image_keys if self.image_key is None else (self.image_key,)
+        return ("images", "image") if named is None else named
+
+    @property
+    def names_images(self) -> bool:
+        return self.image_key is not None or self.image_keys is not None
 
     @model_validator(mode="after")
     def _keys_agree(self) -> FileEnvironment:
@@ -174,6 +185,12 @@ class VqaEnvironment(FileEnvironment):
                 f"{self.choices_key} has no use for; unset either"
             )
         return self
+
+
+class RowsEnvironment(FileEnvironment):
+    """Questions about images that a reward of your own grades (`reward`); true answers may be missing."""
+
+    name: Literal["rows"] = "rows"
 
 
 class Judge(Section):
@@ -260,6 +277,7 @@ PartEnvironment: TypeAlias = Annotated[
     | Geo3kEnvironment
     | VqaEnvironment
     | CaptionEnvironment
+    | RowsEnvironment
     | GeoSpotEnvironment
     | OwnEnvironment,
     Field(discriminator="name"),

@@ -25,8 +25,9 @@ from pydantic.fields import FieldInfo
 from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
 from fovea.config.describe import describe, full_key, moved_key, unknown_key
 from fovea.config.listing import allowed_at, listed
-from fovea.config.recipes import COMMAND_LINE, parse_override, read_recipe, write_yaml
+from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
+from fovea.config.splits import ROWS_FOLDER
 from fovea.config.type_text import hint, one_of, show
 from fovea.errors import ConfigError
 from fovea.utils.shown_text import tree_without_secrets
@@ -35,12 +36,30 @@ MOVED_AT_ONCE = 5
 """Moved settings that one message names; the config.yaml of an old run has some thirty."""
 
 
-def load_config(recipes: Sequence[Path], overrides: Sequence[str]) -> Config:
+def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
     """Defaults < recipes, left to right < overrides; whatever is wrong is a one-line `ConfigError`."""
     return _layers(recipes, overrides).config()
 
 
-def dropped_settings(recipes: Sequence[Path], overrides: Sequence[str]) -> Tree:
+def config_of(tree: Tree, source: str) -> Config:
+    """Defaults < the settings of one tree; a `ConfigError` names their source."""
+    layers = _Layers()
+    layers.add(tree, source)
+    return layers.config()
+
+
+def load_run_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
+    """Load the settings of a run to train; rows that are in no folder of its own are those of the run of a recipe.
+
+    So `config.yaml` of a run, which may hold rows, is a recipe for others.
+    """
+    config = load_config(recipes, overrides)
+    own = Path(config.run_dir) / ROWS_FOLDER
+    beside = next((recipe.parent for recipe in recipes if (recipe.parent / ROWS_FOLDER).is_dir()), None)
+    return config if own.is_dir() or beside is None else config.with_files_of(str(beside))
+
+
+def dropped_settings(recipes: Sequence[Path], overrides: Sequence[Override]) -> Tree:
     """The recipes' settings, by dotted key, that overrides dropped by choosing another member of their section."""
     before, after = (leaves(_layers(recipes, words).values) for words in ([], overrides))
     # null, or a value in place of a section, is what the user wrote: that is no news
@@ -71,9 +90,9 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
     return write_yaml({key: value for key, value in tree.items() if not sections or key in sections})
 
 
-def keys_of(overrides: Sequence[str]) -> set[str]:
+def keys_of(overrides: Sequence[Override]) -> set[str]:
     """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
-    return {key for text in overrides for key in leaves(_all_long_forms(Config, parse_override(text)))}
+    return {key for each in overrides for key in leaves(_all_long_forms(Config, read_override(each)[1]))}
 
 
 def _all_long_forms(section: type[Section], given: Tree) -> Tree:
@@ -86,12 +105,12 @@ def _all_long_forms(section: type[Section], given: Tree) -> Tree:
     return found
 
 
-def _layers(recipes: Sequence[Path], overrides: Sequence[str]) -> _Layers:
+def _layers(recipes: Sequence[Path], overrides: Sequence[Override]) -> _Layers:
     layers = _Layers()
     for recipe in recipes:
         layers.add(read_recipe(recipe), str(recipe))
-    for override in sorted(map(parse_override, overrides), key=_choices_first):
-        layers.add(override, COMMAND_LINE)
+    for source, override in sorted(map(read_override, overrides), key=lambda each: _choices_first(each[1])):
+        layers.add(override, source)
     return layers
 
 

@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 
 from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Tree
 
-Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 ALL_LINEAR = "all-linear"
-LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class TinyModel(Section):
@@ -30,7 +29,11 @@ class TinyModel(Section):
     head_dim: Annotated[int, Field(ge=8, multiple_of=2)] = 32
     """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads."""
     intermediate_size: PositiveInt = 128
-    """Width of the MLP."""
+    """Width of the MLP, and of every expert of qwen3_vl_moe."""
+    num_experts: PositiveInt = 4
+    """Experts of a decoder layer of qwen3_vl_moe."""
+    experts_per_token: PositiveInt = 2
+    """Experts of a layer that a token runs through in qwen3_vl_moe."""
     vision_hidden_size: PositiveInt = 64
     """Width of the vision tower."""
     vision_depth: PositiveInt = 2
@@ -40,7 +43,8 @@ class TinyModel(Section):
     patch_size_px: PositiveInt = 8
     """Side of a patch; one visual token covers 2x2 patches."""
     image_side_px: PositiveInt = 48
-    """Side of the image for which the learned position grid of qwen3_vl is made; others are interpolated."""
+    """Side of the image for which the learned position grid of qwen3_vl and qwen3_vl_moe is made; others are
+    interpolated."""
     vocabulary_size: Annotated[int, Field(ge=300)] = 512
     """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
     init_std: PositiveFloat = 0.1
@@ -48,7 +52,7 @@ class TinyModel(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyModel:
-        if self.family != "qwen3_vl" and self.head_dim * self.num_heads != self.hidden_size:
+        if self.family in ("qwen2_vl", "qwen2_5_vl") and self.head_dim * self.num_heads != self.hidden_size:
             raise ValueError(
                 f"model.tiny: {self.family} needs head_dim = hidden_size / num_heads, but "
                 f"{self.head_dim} * {self.num_heads} != {self.hidden_size}; set head_dim="
@@ -58,6 +62,21 @@ class TinyModel(Section):
             raise ValueError(
                 f"model.tiny: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
                 "set num_kv_heads=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> TinyModel:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.tiny: experts_per_token={self.experts_per_token}, but a layer has num_experts="
+                f"{self.num_experts}; set experts_per_token={self.num_experts} or less"
+            )
+        if self.family == "qwen3_vl_moe" and self.hidden_size in (self.intermediate_size, 2 * self.intermediate_size):
+            raise ValueError(
+                f"model.tiny: experts with hidden_size={self.hidden_size} and intermediate_size="
+                f"{self.intermediate_size} are square, and transformers cannot tell the order of their axes in a file; "
+                f"set intermediate_size={self.intermediate_size + 8}"
             )
         return self
 
@@ -87,8 +106,9 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that an update drops, drawn once for each token of a packed row, and so once for a
     prompt that completions share; every other pass runs without."""
-    targets: tuple[str, ...] = LANGUAGE_LINEARS
-    """Names of the linear layers of the language model that get an adapter; all-linear: every one of them."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Names of the linear layers of the language model that get an adapter; all-linear: every one of them. The
+    experts of a mixture are no linear layers."""
     exclude: tuple[str, ...] = ()
     """Regular expressions; a layer with a match anywhere in its path gets none, and the vision tower never does."""
     adapter: str | None = None
@@ -118,7 +138,7 @@ class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Idefics 3."""
+    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE or Idefics 3."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     tiny: TinyModel | None = None
@@ -126,18 +146,24 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations; log-probs, losses and the optimizer's copy of the weights are always
     float32."""
-    attention: MayChange[Literal["auto", "merged", "varlen", "sdpa", "eager"]] = "auto"
-    """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16, else sdpa, which copies the
-    prompt for every completion; eager is the plain formula, for checks."""
+    attention: MayChange[Literal["auto", "merged", "varlen", "varlen_gathered", "sdpa", "eager"]] = "auto"
+    """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16; where that is refused, as the
+    start of the run then says, varlen_gathered or sdpa, which copy the prompt for every completion; eager is the plain
+    formula, for checks."""
     fast_path: MayChange[Literal["auto", "off"]] = "auto"
     """auto: packed rows with shared prompts and the embedded engine's own decoding, where the family has them; off:
     transformers' own forward in trainer and engine, slow, to check against."""
     freeze_vision_tower: bool = False
     """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
+    freeze_projector: bool | None = None
+    """Freeze the layers that make visual tokens of the tower's output (mergers, connector). Default: as
+    freeze_vision_tower; false behind a frozen tower trains them, and images are encoded in every pass."""
     feature_cache_gib: MayChange[NonNegativeFloat] = 2.0
     """Memory for the features of a frozen vision tower; the least recently used are evicted."""
     feature_spill_gib: MayChange[NonNegativeFloat] = 0.0
     """Disk, in run_dir/features during the run, for features evicted from memory; 0: encode them again."""
+    freeze_router: bool = False
+    """Keep the weights by which Qwen3-VL-MoE chooses the experts of a token; the experts themselves are trained."""
     lora: Lora | None = None
     """Train adapters instead of the weights (the vision tower is then frozen)."""
     min_pixels: PositiveInt | None = None
@@ -162,8 +188,13 @@ class Model(Section):
             raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
         if self.feature_spill_gib and self.trains_vision:
             raise ValueError(
-                f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower that is trained "
-                "do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
+                f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower or projector that "
+                "is trained do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
+            )
+        if self.lora is not None and self.freeze_projector is False:
+            raise ValueError(
+                "model.freeze_projector=false, but with model.lora only adapters of the language model are trained; "
+                "leave model.freeze_projector out, or set model.lora=null"
             )
         return self
 
@@ -181,5 +212,16 @@ class Model(Section):
         return self.lora is not None and self.lora.dropout > 0
 
     @property
-    def trains_vision(self) -> bool:
+    def trains_tower(self) -> bool:
+        """Whether the vision tower is trained, apart from its projector."""
         return not self.freeze_vision_tower and self.lora is None
+
+    @property
+    def trains_projector(self) -> bool:
+        frozen = self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector
+        return not frozen and self.lora is None
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether image features change in training."""
+        return self.trains_tower or self.trains_projector

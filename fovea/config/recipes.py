@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -13,11 +15,16 @@ from fovea.config.base import Tree
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 
-COMMAND_LINE = "command line"
+COMMAND_LINE, ARGUMENTS = "command line", "arguments"
+Override: TypeAlias = str | Tree
+"""A setting that wins over recipes: `a.b=value`, or nested mappings, as Python code gives them."""
 CLOSE_ENOUGH = 0.7
 """Likeness (difflib) of a near match; at its usual 0.6 `lr` would be `model.lora`."""
-FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 """YAML 1.1 takes `1e-6` for text; everybody who writes it means the number."""
+
+
+PACKAGE = Path(__file__).parents[1]
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,6 +75,41 @@ def read_recipe(recipe: Path) -> Tree:
     return tree
 
 
+def recipes_folder() -> Path:
+    """The folder of the recipes that come with Fovea.
+
+    A wheel has it in the package; a checkout, and what pip installs of it by `-e`, beside it.
+    """
+    inside = PACKAGE / "recipes"
+    return inside if inside.is_dir() else PACKAGE.parent / "recipes"
+
+
+def shipped_recipe(name: str) -> Path:
+    """The file of a recipe that comes with Fovea, by its name without `.yaml`."""
+    return recipes_folder() / f"{name}.yaml"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The files of all recipes that come with Fovea, by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+
+
+def find_recipe(word: str | os.PathLike[str]) -> Path:
+    """The file that a word stands for: a file of that path, else the recipe of that name that comes with Fovea."""
+    path = Path(word)
+    return path if path.is_file() else shipped_recipes().get(str(path), path)
+
+
+def read_override(override: Override) -> tuple[str, Tree]:
+    """Where an override comes from, for messages, and its tree."""
+    return (COMMAND_LINE, parse_override(override)) if isinstance(override, str) else (ARGUMENTS, override)
+
+
+def section_of(override: Override) -> str:
+    """The first part of the key that an override sets."""
+    return next(iter(override)) if isinstance(override, dict) else override.partition("=")[0].partition(".")[0]
+
+
 def parse_override(text: str) -> Tree:
     """`a.b=value` as the tree `{a: {b: value}}`."""
     key, equals, value = text.partition("=")
@@ -97,13 +139,24 @@ def write_yaml(tree: dict[str, Any]) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def write_value(value: object) -> str:
+    """YAML text of one value on one line."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def _near_recipes(recipe: Path) -> str:
-    """The recipes that may be meant: near names in the same folder, or in recipes/ for a bare name."""
+    """The recipes that may be meant: near names in the same folder, in recipes/ for a bare name, or with Fovea."""
     folders = [recipe.parent] if recipe.parent.name else [Path(), Path("recipes")]
-    found = {path.with_suffix("").name: path for folder in folders for path in sorted(folder.glob("*.y*ml"))}
-    near = difflib.get_close_matches(recipe.with_suffix("").name, found, cutoff=CLOSE_ENOUGH)
+    found = {path.stem: str(path) for folder in folders for path in sorted(folder.glob("*.y*ml"))}
+    # by its name where no file beside is called the same
+    known = {name: name for name in shipped_recipes()} | found
+    near = difflib.get_close_matches(recipe.with_suffix("").name, known, cutoff=CLOSE_ENOUGH)
     if near:
-        return f"did you mean {' or '.join(str(found[name]) for name in near)}?"
-    if found:
-        return f"there are {', '.join(str(path) for path in found.values())}"
-    return f"no *.yaml in {' or '.join(f'{folder}/' for folder in folders)}"
+        return f"did you mean {' or '.join(known[name] for name in near)}?"
+    here = f"there are {', '.join(found.values())}" if found else f"no *.yaml in {_named(folders)}"
+    return f"{here}; `fovea recipes` lists others"
+
+
+def _named(folders: Sequence[Path]) -> str:
+    return " or ".join(f"{folder}/" for folder in folders)

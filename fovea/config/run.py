@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -16,12 +17,16 @@ from fovea.config.algorithm import Algorithm
 from fovea.config.algorithm_parts import KlInReward
 from fovea.config.base import (
     MayChange,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
+    Tree,
     refuse,
 )
+from fovea.config.cluster import Cluster
 from fovea.config.curriculum import Curriculum, GeoSpotEnvironment
+from fovea.config.engine_checks import engine_complaints, lora_complaints
 from fovea.config.environments import (
     CaptionEnvironment,
     FileEnvironment,
@@ -30,13 +35,16 @@ from fovea.config.environments import (
     OwnEnvironment,
     PartEnvironment,
     RewardModel,
+    RowsEnvironment,
     ShapesEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
+from fovea.config.megatron_checks import megatron_complaints
 from fovea.config.mixture import EnvironmentConfig, MixtureEnvironment
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.model_reward import ModelReward, SecondOpinion
+from fovea.config.plan import Plan
 from fovea.config.sections import Checkpoint, Data, Evaluate, Log, Parity, Rollout, Train, Warmup
 from fovea.config.splits import SplitFiles
 
@@ -45,6 +53,7 @@ __all__ = [
     "Algorithm",
     "CaptionEnvironment",
     "Checkpoint",
+    "Cluster",
     "Curriculum",
     "Data",
     "EnvironmentConfig",
@@ -60,8 +69,10 @@ __all__ = [
     "OwnEnvironment",
     "Parity",
     "PartEnvironment",
+    "Plan",
     "RewardModel",
     "Rollout",
+    "RowsEnvironment",
     "Section",
     "ShapesEnvironment",
     "ShapesZoomEnvironment",
@@ -88,8 +99,15 @@ class Config(Section):
     max_epochs: MayChange[PositiveInt | None] = None
     """Epochs after which a run ends, if max_steps does not end it before: each takes every training row exactly once,
     and the last step the rows that are left. Default: rows are drawn by question type, without an end."""
-    resume: MayChange[Literal["never", "auto"]] = "never"
-    """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one."""
+    max_hours: MayChange[PositiveFloat | None] = None
+    """Hours since this command began the run, a resumed one counting anew, after which it ends with its step, saved, to
+    go on with resume=auto: the time limit of a scheduler, less that of a step. Default: no limit."""
+    max_restarts: MayChange[NonNegativeInt] = 0
+    """Restarts by `fovea train` from the last checkpoint after a death (killed, crashed, out of memory, a worker lost),
+    without a new checkpoint in between, which gives all of them back; 0: none (docs/faults.md)."""
+    resume: MayChange[Literal["never", "auto"] | str] = "never"
+    """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one, or from the checkpoint whose
+    folder is named, such as runs/x/checkpoints/step-100: of the run in run_dir, or of another one for a new run_dir."""
     resume_changed: MayChange[Literal["error", "allow"]] = "error"
     """Handling of rows, code of your own, model files or libraries that are not those that the checkpoint was made
     with: stop and name them, or go on with what is there now."""
@@ -100,7 +118,8 @@ class Config(Section):
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     reward: str | None = None
-    """Reward function of your own, `path/to/file.py:function`, in place of the environment's score (docs/own.md)."""
+    """Reward function of your own, `path/to/file.py:function`, in place of the environment's score (docs/own.md). A run
+    that was given a function by Python code has `python:module.name` here."""
     reward_timeout_seconds: PositiveFloat = 10.0
     """Time limit for one call of your own reward function, or of your own environment's score."""
     reward_on_failure: Literal["error", "drop"] = "error"
@@ -120,8 +139,25 @@ class Config(Section):
     train: Train = Field(default_factory=Train)
     evaluate: MayChange[Evaluate] = Field(default_factory=Evaluate)
     parity: MayChange[Parity] = Field(default_factory=Parity)
+    cluster: MayChange[Cluster] = Field(default_factory=Cluster)
     checkpoint: MayChange[Checkpoint] = Field(default_factory=Checkpoint)
     log: MayChange[Log] = Field(default_factory=Log)
+    plan: MayChange[Plan] = Field(default_factory=Plan)
+
+    @property
+    def copies_reference(self) -> bool:
+        """True if the KL term needs a copy of the model that RL begins with.
+
+        With LoRA, switching the adapters off gives that model, unless they did something before RL began.
+        """
+        lora = self.model.lora
+        adapters_off_is_the_start = lora is not None and lora.adapter is None and self.warmup is None
+        return self.algorithm.kl is not None and not adapters_off_is_the_start
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint that `resume` names; None for never and auto."""
+        return None if self.resume in ("never", "auto") else Path(self.resume).expanduser()
 
     @property
     def environments(self) -> dict[str, PartEnvironment]:
@@ -140,6 +176,27 @@ class Config(Section):
         of_parts = {f"environment.parts.{name}.reward": part.reward for name, part in parts.items()}
         return {key: reward for key, reward in {"reward": self.reward, **of_parts}.items() if reward is not None}
 
+    @property
+    def with_own_files(self) -> Config:
+        """The settings with the names of files in the run folder completed (`{run_dir}/...`)."""
+        return self.with_files_of(self.run_dir)
+
+    def with_files_of(self, run_folder: str) -> Config:
+        """The settings with the files of a run folder in place of `{run_dir}/...`."""
+        if not isinstance(self.environment, SplitFiles):
+            return self
+        return self.model_copy(update={"environment": self.environment.inside(run_folder)})
+
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given, and a ratio to the engine's log-probs for completions of older weights."""
+        tree = super().completed(given)
+        rollout, algorithm = tree.get("rollout"), tree.get("algorithm", {})
+        if isinstance(rollout, dict) and rollout.get("max_staleness_steps") and isinstance(algorithm, dict):
+            ratio = {} if algorithm.get("importance_sampling_fix") else {"old_logprobs": "engine"}
+            tree["algorithm"] = ratio | algorithm
+        return tree
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         refuse(_disagreements(self))
@@ -154,10 +211,18 @@ def _disagreements(config: Config) -> Iterator[str]:
             "checkpoint.keep_best=true keeps the checkpoint of the best dev reading, but evaluate.every_steps=0 takes "
             "none; set evaluate.every_steps"
         )
-    if rollout.engine.decode_weights == "int8" and not algorithm.importance_sampling_fix:
+    placement = config.cluster.placement
+    if rollout.max_staleness_steps and placement != "disaggregated":
         yield (
-            "rollout.engine.decode_weights=int8 draws from other probabilities than those that are trained; set "
-            "algorithm.importance_sampling_fix=true, or rollout.engine.decode_weights=exact"
+            f"rollout.max_staleness_steps={rollout.max_staleness_steps} draws during updates, but with "
+            f"cluster.placement={placement} a GPU does one or the other; set cluster.placement=disaggregated and "
+            "cluster.rollout_gpus, or rollout.max_staleness_steps=0"
+        )
+    if rollout.max_staleness_steps and not algorithm.corrects_for_engine:
+        yield (
+            f"rollout.max_staleness_steps={rollout.max_staleness_steps} trains on completions of older weights, which "
+            "algorithm.old_logprobs=trainer takes for those of the newest; leave it out, or set it to engine, or set "
+            "algorithm.importance_sampling_fix=true"
         )
     if algorithm.minibatches > rollout.prompts_per_step:
         yield (
@@ -172,9 +237,13 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1, so that no "
             "group has a signal; set rollout.samples_per_prompt=2 or more"
         )
+    yield from engine_complaints(rollout, config.data, corrected=algorithm.corrects_for_engine)
+    yield from lora_complaints(rollout.engine, config.model.lora)
+    yield from megatron_complaints(config.train, config.model, algorithm, config.cluster, config.warmup)
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
     yield from _rewards_of_parts(config)
+    yield from _rows_without_a_reward(config)
     yield from _second_opinion_without_a_rule(config)
     yield from _too_short(config)
 
@@ -219,6 +288,17 @@ def _rewards_of_parts(config: Config) -> Iterator[str]:
             f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be asked; drop "
             "either"
         )
+
+
+def _rows_without_a_reward(config: Config) -> Iterator[str]:
+    """Rows that nobody grades."""
+    for key, environment in config.environments.items():
+        reward = f"{key.removesuffix('environment')}reward"
+        if isinstance(environment, RowsEnvironment) and not {"reward", reward} & config.rewards.keys():
+            yield (
+                f"{key}.name=rows grades no answers; set {reward} to a function of your own (docs/own.md), or choose "
+                f"an environment that grades: {key}.name=vqa, geo3k or caption"
+            )
 
 
 def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:

@@ -54,6 +54,9 @@ class Data(Section):
     """Sampling weight of each question type in RL, relative to its share of the rows; default 1."""
     prompt_cache_gib: MayChange[NonNegativeFloat] = 1.0
     """Memory for processed prompts and images; the least recently used are evicted."""
+    prefetch_threads: MayChange[NonNegativeInt | None] = None
+    """Threads that open and process the images of the next step's prompts during this one; results are the same.
+    Default: 4 where the model is on CUDA, else 0."""
 
 
 class Rollout(Section):
@@ -76,6 +79,9 @@ class Rollout(Section):
     """Keep tokens with at least this share of the most likely token's probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion, besides the model's end token."""
+    max_staleness_steps: NonNegativeInt = 0
+    """Steps that the policy may have taken since the weights that draw a completion. 0: rollout and update in turn; 1:
+    the next step is drawn during the update; more: so are the steps after it."""
 
 
 class Train(Section):
@@ -112,8 +118,10 @@ class Train(Section):
     plain_update_every_steps: MayChange[PositiveInt] = 50
     """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
     that rollout_train_* compares two independent computations of every completion."""
-    gradient_checkpointing: MayChange[bool] = False
-    """Recompute each layer in the backward pass: less memory, a third more time."""
+    gradient_checkpointing: MayChange[Literal["none", "full", "selective"]] = "none"
+    """Activations that the backward pass computes again, in decoder and trained vision tower. full: each layer whole,
+    for the least memory and a third more time; selective: all but attention and linear layers, for memory in between
+    and little time."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Train:
@@ -147,6 +155,17 @@ class Warmup(Section):
     """... once these question types have reached theirs."""
 
 
+class EvaluatedServer(Section):
+    """Calls of the servers that `fovea eval` asks."""
+
+    max_concurrency: PositiveInt = 32
+    """Concurrent calls."""
+    max_retries: NonNegativeInt = 5
+    """Retries with growing pauses, where a server is unreachable, busy or slow."""
+    timeout_seconds: PositiveFloat = 300.0
+    """Time limit of one try, from connecting to the last byte."""
+
+
 class Evaluate(Section):
     """Greedy accuracy on held-out rows."""
 
@@ -170,6 +189,8 @@ class Evaluate(Section):
     """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
     image_type_key: str | None = None
     """Column of the image type, by which accuracies are broken down."""
+    server: EvaluatedServer = Field(default_factory=EvaluatedServer)
+    """Calls of servers in `fovea eval`."""
 
 
 class Parity(Section):
@@ -200,17 +221,31 @@ class Checkpoint(Section):
     """Checkpoints kept; older ones are deleted, but for the last one before a run of skipped updates."""
     keep_best: bool = False
     """Save at the best dev accuracy so far (evaluate.every_steps), and keep that checkpoint besides."""
+    background: bool = True
+    """Go on with the next step while a checkpoint is written, from a copy in host memory."""
 
 
 class Log(Section):
     """Outputs of a run besides its metrics."""
 
     samples_every_steps: PositiveInt = 50
-    """Interval at which prompts, images and answers are kept for the report."""
+    """Interval at which prompts, images and answers are kept for the report and for `fovea view`."""
+    samples_groups: PositiveInt = 4
+    """Groups kept of such a step, each with all of its answers."""
+    samples_tokens: NonNegativeInt = 1024
+    """Tokens of an answer that are kept with log-probs and advantage, about 30 bytes each; 0: none, without a pass."""
     tensorboard: bool = True
     """Write tensorboard/ in the run folder."""
     wandb_project: str | None = None
-    """Weights & Biases project to log to (extra: wandb)."""
+    """Weights & Biases project to log to (extra: wandb); WANDB_MODE=offline stays on this machine."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment to log to (extra: mlflow), at MLFLOW_TRACKING_URI, by default mlflow.db of this folder."""
+    swanlab_project: str | None = None
+    """SwanLab project to log to (extra: swanlab); SWANLAB_MODE=offline stays on this machine."""
+    tracker_images: NonNegativeInt = 4
+    """Images that TensorBoard and the other trackers get of a step whose samples are kept, one per group; 0: none."""
+    tracker_max_pixels: PositiveInt = 262_144
+    """Largest number of pixels of such an image; larger ones are scaled down."""
     progress: bool = True
     """Live display in the terminal."""
     peak_tflops: PositiveFloat | None = None

@@ -4,25 +4,68 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fovea.config.base import NonNegativeInt, Section
 
+ROWS_FOLDER = "rows"
+"""Folder of a run with the rows that Python code has given."""
+RUN_DIR = "{run_dir}"
+"""The run folder in the name of a file, for the rows that it holds itself."""
+
 
 class SplitFiles(Section):
-    """Files of the three splits, or the share of the training rows that serves as dev."""
+    """Files of the three splits, or the shares of the training rows that serve as dev and test."""
 
     train_files: tuple[str, ...]
-    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split."""
-    test_files: tuple[str, ...]
+    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split. A name
+    that begins with {run_dir}/ is in the run folder, as rows that Python code has given are."""
+    test_files: tuple[str, ...] | None = None
     """Rows held out for the test readings; nothing is steered by them."""
+    test_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the training rows that is held out for test, by image, where test_files is not set; they are not trained
+    on. One of the two must be set."""
     dev_files: tuple[str, ...] | None = None
     """Rows of the dev readings, which steer; default: dev_share of the training rows, which are then not trained on."""
     dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Share of the training rows that is held out for dev, by image, where dev_files is not set; 0: no dev rows."""
     dev_seed: NonNegativeInt = 0
-    """Random seed of that choice; apart from `seed`, so that runs with other seeds have the same dev rows."""
+    """Random seed of what is held out; apart from `seed`, so that runs with other seeds have the same rows there."""
+
+    @model_validator(mode="after")
+    def _has_test_rows(self) -> SplitFiles:
+        if self.test_files is None and self.test_share == 0:
+            raise ValueError(
+                "environment.test_files: must be set, or environment.test_share=0.1 for a share of the training rows"
+            )
+        if self.test_files is not None and self.test_share > 0:
+            raise ValueError(
+                f"environment.test_share={self.test_share:g} holds training rows out for test, but "
+                "environment.test_files names others; set either"
+            )
+        return self
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        """Names of the columns that may hold images."""
+        return ()
+
+    @property
+    def names_images(self) -> bool:
+        """Whether a setting says which columns hold images."""
+        return False
 
     @property
     def has_dev(self) -> bool:
         return self.dev_files is not None or self.dev_share > 0
+
+    def inside(self, run_folder: str) -> SplitFiles:
+        """The same settings with the names of files in the run folder completed."""
+        names = ("train_files", "dev_files", "test_files")
+        given = {name: files for name in names if (files := getattr(self, name)) is not None}
+        filled = {name: tuple(_inside(file, run_folder) for file in files) for name, files in given.items()}
+        return self.model_copy(update=filled)
+
+
+def _inside(file: str, run_folder: str) -> str:
+    return run_folder + file.removeprefix(RUN_DIR) if file.startswith(f"{RUN_DIR}/") else file

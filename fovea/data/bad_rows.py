@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 from fovea.data.order import Place
@@ -27,7 +28,9 @@ class BadRows:
         self._file = folder / BAD_ROWS_FILE if folder else None
         self._reasons: dict[str, str] = {}
         if self._file is not None and self._file.exists():
-            self._keep_first(self._file, resume_at)
+            lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines()[:resume_at])
+            self._reasons = {row["key"]: row["reason"] for row in lines}
+            self.keep_first(resume_at)
 
     def __contains__(self, key: str) -> bool:
         return key in self._reasons
@@ -46,14 +49,16 @@ class BadRows:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
+    def keep_first(self, num_rows: int) -> None:
+        """Forget all but the first rows; the others are listed again when they are found again."""
+        self._reasons = dict(islice(self._reasons.items(), num_rows))
+        if self._file is not None and self._file.exists():
+            lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_rows]
+            write_atomically(self._file, "".join(lines).encode())
+
     def metrics(self) -> Metrics:
         """Number of bad rows so far, in total and by reason."""
         counts = {
             f"data/rows_skipped/{reason}": float(n) for reason, n in sorted(Counter(self._reasons.values()).items())
         }
         return {"data/rows_skipped": float(len(self))} | counts
-
-    def _keep_first(self, file: Path, num_lines: int) -> None:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_lines]
-        write_atomically(file, "".join(lines).encode())
-        self._reasons = {row["key"]: row["reason"] for row in map(json.loads, lines)}

@@ -31,7 +31,7 @@ from fovea.data.readers.part import part_of, split_part
 from fovea.data.readers.remote import expand, local_copy
 from fovea.errors import DataError, MissingExtraError
 
-__all__ = ["RowAccess", "Rows", "Source", "image_refs", "open_rows"]
+__all__ = ["InMemory", "RowAccess", "Rows", "Source", "given_rows", "image_refs", "open_rows"]
 
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
@@ -132,6 +132,26 @@ def open_rows(
     return Rows(tables, os.path.expanduser(root) if root else None)
 
 
+def given_rows(source: InMemory, name: str) -> Rows:
+    """Rows that Python code has given; `name` is what messages call them. DataError for what holds no rows."""
+    table = _memory_table(source, name)
+    if not len(table):
+        raise DataError(f"{name} holds no rows; give some")
+    return Rows([table])
+
+
+def _memory_table(source: InMemory, name: str) -> Table:
+    if not is_dataset(source):
+        return MemoryTable(source, name)
+    table: Table = _hub().DatasetTable(source, name, None)
+    return table
+
+
+def _hub() -> Any:
+    """The reader of Hugging Face data sets, which needs an optional package."""
+    return importlib.import_module("fovea.data.readers.hub")
+
+
 @dataclass(frozen=True, slots=True)
 class _Opener:
     access: RowAccess
@@ -141,8 +161,7 @@ class _Opener:
         """The tables of one source, the `place`-th of its setting."""
         if isinstance(source, str | os.PathLike):
             return self._named(os.fspath(source))
-        name = f"{self.setting}[{place}] (from Python)"
-        return [self._hub().DatasetTable(source, name, None) if is_dataset(source) else MemoryTable(source, name)]
+        return [_memory_table(source, f"{self.setting}[{place}] (from Python)")]
 
     def _named(self, source: str) -> list[Table]:
         whole, bounds = split_part(source)
@@ -184,20 +203,16 @@ class _Opener:
 
     def _dataset(self, name: str, split: str | None) -> Table:
         try:
-            hub = self._hub()
+            hub = _hub()
         except ModuleNotFoundError as error:
             if error.name != "datasets":
                 raise
             raise MissingExtraError(
                 f"{self.setting}: {name} is read with the package datasets, which is not installed; pip install "
-                "'fovea[hub]', or name the files in it"
+                "'fovea-rl[hub]', or name the files in it"
             ) from error
         table: Table = hub.open_dataset(name, split, self.setting)
         return table
-
-    def _hub(self) -> Any:
-        """The reader of Hugging Face data sets, which needs an optional package."""
-        return importlib.import_module("fovea.data.readers.hub")
 
     def _remote(self, url: str) -> Table:
         _check_format(url, self.setting)

@@ -22,7 +22,6 @@ from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer, question_of
 from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
-from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.cider import IDF_ROWS, CiderD, words_of
 from fovea.errors import DataError
@@ -48,8 +47,8 @@ class TextScorer(Protocol):
 class Caption(Environment):
     """The environment `caption`; see `config.CaptionEnvironment`."""
 
-    def __init__(self, config: CaptionEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
-        self._files = FileTasks(config, access, frames, read_answer=first_caption)
+    def __init__(self, config: CaptionEnvironment, access: RowAccess) -> None:
+        self._files = FileTasks(config, access, read_answer=first_caption)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)

@@ -104,7 +104,7 @@ class Curriculum:
                 "curriculum and environment that the run began with"
             )
         self._stage = state["stage"] if self._settings.enabled else len(self._stages) - 1
-        self._recent.extend(state["recent_rewards"])
+        self._recent = deque(state["recent_rewards"], maxlen=self._settings.success_window_steps)
 
     @property
     def _says_something(self) -> bool:
@@ -134,6 +134,11 @@ def _all_stages(own: Sequence[Stage], settings: config.Curriculum) -> Sequence[S
 
 def _starts(own: Sequence[int], settings: config.Curriculum, num_stages: int) -> Sequence[int]:
     starts = own if settings.starts is None else settings.starts
+    if settings.starts is not None and num_stages == 1:
+        raise ConfigError(
+            f"curriculum.starts={list(settings.starts)}, but this run has one stage: only geospot has more, unless a "
+            "reward of your own scores it, and so has a run with curriculum.level_weights; take curriculum.starts out"
+        )
     if settings.enabled and settings.advance == "step" and len(starts) != num_stages - 1:
         raise ConfigError(
             f"curriculum.starts has {len(starts)} steps for {num_stages} stages, but every stage after the first needs "

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from fovea.config.run import FileEnvironment
 from fovea.data.order import LazyTasks, Place
 from fovea.data.readers.base import listed
-from fovea.data.rows import RowAccess, Rows, Source, image_refs, open_rows
+from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import (
     Texts,
@@ -27,13 +27,12 @@ from fovea.environments.dataset_prompts import (
     plain_answer,
     texts_of,
 )
-from fovea.environments.file_splits import FileSplits, Frames
+from fovea.environments.file_splits import FileSplits
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Task
 
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
 ANSWER_KEYS = ("answer", "reward_model")
-IMAGE_KEYS = ("images", "image")
 KIND = "all"
 
 Row: TypeAlias = Mapping[str, object]
@@ -42,16 +41,12 @@ ReadAnswer: TypeAlias = Callable[[object, str], str]
 
 
 class FileTasks:
-    """The tasks of an environment's files; an environment has one and adds its grader.
-
-    `frames` replaces the files that the settings name for a split.
-    """
+    """The tasks of an environment's files; an environment has one and adds its grader."""
 
     def __init__(
         self,
         settings: FileEnvironment,
         access: RowAccess,
-        frames: Frames | None = None,
         *,
         read_answer: ReadAnswer = plain_answer,
         is_gradable: Callable[[Task], bool] | None = None,
@@ -61,17 +56,19 @@ class FileTasks:
         self._access = access
         self._read_answer = read_answer
         self._is_gradable = is_gradable
-        self._splits = FileSplits(settings, self._open, self._image_columns, frames)
+        self._splits = FileSplits(settings, self._open, self._image_columns)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The rows of a split."""
         part = self._splits.of(split)
-        rows, kinds = part.rows, self._kinds(part.rows)
+        rows, kinds = part.rows, _cells(part.rows, self._settings.kind_key)
+        levels = _cells(rows, self._settings.level_key)
         return LazyTasks(
             lambda index: self._task(split, rows, index, kinds[index] if kinds else KIND),
             part.indices,
             kind_of=lambda index: kinds[index] if kinds else KIND,
             place_of=lambda index: Place(rows.key(index), rows.where(index)),
+            level_of=None if levels is None else lambda index: levels[index],
         )
 
     def prompt(self, task: Task) -> Sequence[Message]:
@@ -80,11 +77,11 @@ class FileTasks:
         history = self._question(task.row, key, task.id)[:-1] if key else []
         return interleaved(self._framed([*history, ("user", task.question)]), task.images, task.id)
 
-    def _open(self, split: Split, sources: Sequence[Source]) -> Rows:
+    def _open(self, split: Split, sources: Sequence[str]) -> Rows:
         settings = self._settings
         images = settings.image_keys or ()
         named = [("prompt_key", settings.prompt_key), ("answer_key", settings.answer_key)]
-        named += [("kind_key", settings.kind_key), ("image_key", settings.image_key)]
+        named += [("kind_key", settings.kind_key), ("level_key", settings.level_key), ("image_key", settings.image_key)]
         named += [("image_keys", key) for key in images]
         columns = [(f"environment.{name}", key) for name, key in named if key is not None]
         rows = open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
@@ -96,12 +93,7 @@ class FileTasks:
         return rows
 
     def _image_columns(self, rows: Rows) -> list[str]:
-        named = self._settings.image_keys if self._settings.image_key is None else (self._settings.image_key,)
-        return [key for key in (IMAGE_KEYS if named is None else named) if key in rows.columns]
-
-    def _kinds(self, rows: Rows) -> list[str] | None:
-        key = self._settings.kind_key
-        return [KIND if kind is None else str(kind) for kind in rows.column(key)] if key else None
+        return [key for key in self._settings.image_names if key in rows.columns]
 
     def _task(self, split: Split, rows: Rows, index: int, kind: str) -> Task:
         row, where = rows[index], rows.where(index)
@@ -146,6 +138,11 @@ class FileTasks:
         return [*system, *texts[:-1], (role, question)]
 
 
+def _cells(rows: Rows, key: str | None) -> list[str] | None:
+    """The cells of a column as texts, `all` for an empty one; None without a column."""
+    return None if key is None else [KIND if cell is None else str(cell) for cell in rows.column(key)]
+
+
 def prompt_key(row: Row, settings: FileEnvironment) -> str | None:
     """The column of the question."""
     return settings.prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
@@ -161,7 +158,7 @@ def answer_key(row: Row, prompt: str, settings: FileEnvironment) -> str:
 
 def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
     """The cells in the row's columns of images."""
-    keys = (settings.image_key,) if settings.image_key is not None else settings.image_keys
-    if keys is None:
-        keys = tuple(key for key in IMAGE_KEYS if key in row)[:1]
+    keys = settings.image_names
+    if not settings.names_images:
+        keys = tuple(key for key in keys if key in row)[:1]
     return [row.get(key) for key in keys]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 from fovea.config.splits import SplitFiles
 from fovea.data.held_out import Sides, image_hashes, split_by_image
-from fovea.data.rows import Rows, Source
+from fovea.data.rows import Rows
 from fovea.environments.base import Split
 from fovea.errors import DataError
 
-Frames: TypeAlias = Mapping[Split, Source]
-"""Rows of the splits that the user's own code hands in, mostly in memory already."""
-OpenSplit: TypeAlias = Callable[[Split, Sequence[Source]], Rows]
+OpenSplit: TypeAlias = Callable[[Split, Sequence[str]], Rows]
 """A function that opens the sources of a split, which the setting `environment.<split>_files` named."""
 
 
@@ -28,62 +26,75 @@ class SplitRows:
 
 
 class FileSplits:
-    """Opens each split at its first use. Dev rows are of `dev_files`, else a share of the training rows."""
+    """Opens each split at its first use. Dev and test rows are of files of their own, else shares of the training rows.
+
+    Test rows are held out first, dev rows of what is left.
+    """
 
     def __init__(
         self,
         settings: SplitFiles,
         open_split: OpenSplit,
         image_columns: Callable[[Rows], Sequence[str]],
-        frames: Frames | None = None,
     ) -> None:
-        """`frames` replaces the files that the settings name for a split. `image_columns` may hold images."""
+        """`image_columns` are those of the training rows that may hold images."""
         self._settings = settings
         self._open_split = open_split
         self._image_columns = image_columns
-        self._frames = frames or {}
 
     def of(self, split: Split) -> SplitRows:
-        """The rows of a split; DataError where dev is to be held out and all training rows share an image."""
-        if split == "test":
-            return SplitRows(rows=self._test, indices=range(len(self._test)))
-        if self._has_dev_source:
-            rows = self._train if split == "train" else self._dev
+        """The rows of a split; DataError where some are to be held out and all training rows share an image."""
+        files = {"train": None, "dev": self._settings.dev_files, "test": self._settings.test_files}[split]
+        if files is not None:
+            rows = self._opened_dev if split == "dev" else self._opened_test
             return SplitRows(rows=rows, indices=range(len(rows)))
-        return SplitRows(rows=self._train, indices=self._sides.kept if split == "train" else self._held_out())
-
-    @property
-    def _has_dev_source(self) -> bool:
-        return "dev" in self._frames or self._settings.dev_files is not None
+        indices = {"train": lambda: self._dev_sides.kept, "dev": self._dev, "test": self._test}[split]()
+        return SplitRows(rows=self._train, indices=indices)
 
     @cached_property
     def _train(self) -> Rows:
-        return self._open("train", self._settings.train_files)
+        return self._open_split("train", self._settings.train_files)
 
     @cached_property
-    def _dev(self) -> Rows:
-        return self._open("dev", self._settings.dev_files or ())
+    def _opened_dev(self) -> Rows:
+        return self._open_split("dev", self._settings.dev_files or ())
 
     @cached_property
-    def _test(self) -> Rows:
-        return self._open("test", self._settings.test_files)
+    def _opened_test(self) -> Rows:
+        return self._open_split("test", self._settings.test_files or ())
 
-    def _open(self, split: Split, files: Sequence[str]) -> Rows:
-        return self._open_split(split, [self._frames[split]] if split in self._frames else files)
+    def _dev(self) -> Sequence[int]:
+        return self._checked("dev", self._settings.dev_share, self._dev_sides.held_out)
 
-    def _held_out(self) -> list[int]:
-        share = self._settings.dev_share
-        if share > 0 and not self._sides.held_out:
+    def _test(self) -> Sequence[int]:
+        return self._checked("test", self._settings.test_share, self._test_sides.held_out)
+
+    def _checked(self, split: Split, share: float, held_out: Sequence[int]) -> Sequence[int]:
+        if share > 0 and not held_out:
             raise DataError(
-                f"environment.dev_share={share:g}, but the training rows are a single row, or share one image, so that "
-                "none can be held out by image; set environment.dev_files, or environment.dev_share=0"
+                f"environment.{split}_share={share:g}, but the training rows are a single row, or share one image, so "
+                f"that none can be held out by image; set environment.{split}_files, or environment.{split}_share=0"
             )
-        return self._sides.held_out
+        return held_out
 
     @cached_property
-    def _sides(self) -> Sides:
-        rows, share = self._train, self._settings.dev_share
-        columns = self._image_columns(rows)
+    def _test_sides(self) -> Sides:
+        share = 0.0 if self._settings.test_files is not None else self._settings.test_share
+        return self._split(range(len(self._train)), share)
+
+    @cached_property
+    def _dev_sides(self) -> Sides:
+        share = 0.0 if self._settings.dev_files is not None else self._settings.dev_share
+        return self._split(self._test_sides.kept, share)
+
+    def _split(self, rows: Sequence[int], share: float) -> Sides:
+        """Hold out a share of these training rows."""
         # nothing is read where nothing is held out
-        hashes = image_hashes(rows, columns) if columns and share > 0 else [()] * len(rows)
-        return split_by_image(hashes, share=share, seed=self._settings.dev_seed)
+        hashes = [self._hashes[row] for row in rows] if share > 0 else [()] * len(rows)
+        sides = split_by_image(hashes, share=share, seed=self._settings.dev_seed)
+        return Sides([rows[place] for place in sides.kept], [rows[place] for place in sides.held_out])
+
+    @cached_property
+    def _hashes(self) -> Sequence[tuple[bytes, ...]]:
+        columns = self._image_columns(self._train)
+        return list(image_hashes(self._train, columns)) if columns else [()] * len(self._train)

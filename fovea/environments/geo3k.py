@@ -16,7 +16,6 @@ from fovea.config.run import Geo3kEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_tasks import FileTasks
-from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.types import Message, Score, Task, Turn
@@ -25,8 +24,8 @@ from fovea.types import Message, Score, Task, Turn
 class Geo3k(Environment):
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
-    def __init__(self, config: Geo3kEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
-        self._files = FileTasks(config, access, frames, is_gradable=lambda task: is_gradable(task.answer))
+    def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
+        self._files = FileTasks(config, access, is_gradable=lambda task: is_gradable(task.answer))
         self._think_tags = config.think_tags
         self.graders = (Geo3kGrader(config),)
 

@@ -1,9 +1,11 @@
-"""Prompts of a data set: rendered at first use, cached within a memory limit, bad rows counted."""
+"""Prompts of a data set: rendered at first use or ahead of it, cached within a memory limit, bad rows counted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from fovea.data.bad_rows import BadRows
@@ -13,6 +15,7 @@ from fovea.environments.base import Environment
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
 from fovea.utils.lru_cache import LRUCache
+from fovea.utils.prefetch import Prefetch
 
 MAX_BAD_IN_A_ROW = 1000
 Made = TypeVar("Made")
@@ -58,9 +61,14 @@ class PromptSource:
         self._cache: LRUCache[int, PromptedTask] = LRUCache(cache_gib * 2**30)
         self._listed = BadRows() if bad_rows is None else bad_rows
         self.bad_rows: dict[int, str] = {}
+        self._ahead: Prefetch[int, PromptedTask] | None = None
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    def render_ahead(self, num_threads: int) -> None:
+        """From now on, after every `take`, render as many rows after it on so many threads; 0: on none."""
+        self._ahead = Prefetch(num_threads, "prompts") if num_threads else None
 
     def take(self, order: RowOrder, n: int) -> list[PromptedTask]:
         """The next n usable rows of an order; fewer where it ends."""
@@ -77,6 +85,8 @@ class PromptSource:
                     f"{bad_in_a_row} bad rows in a row, the last one: {last}; "
                     "set data.on_bad_row=error to stop at the first"
                 )
+        if self._ahead is not None:
+            self._ahead.begin(self._coming(order, n))
         return taken
 
     def has_more(self, order: RowOrder) -> bool:
@@ -88,7 +98,7 @@ class PromptSource:
         """One row; None when it is bad and data.on_bad_row is skip."""
         cached = self._cache.get(index)
         if cached is None:
-            cached = self.read(index, lambda: self.render(self.tasks[index], where=self._where(index)))
+            cached = self.read(index, lambda: self._rendered(index))
             if cached is not None:
                 self._cache.put(index, cached, _num_bytes(cached))
         return cached
@@ -144,6 +154,27 @@ class PromptSource:
         prompt = self.renderer.prompt(asked, where=where)
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
+
+    def _rendered(self, index: int) -> PromptedTask:
+        """The prompt of a row, by a thread that is on it or by this one; an error is that of rendering it now."""
+        ahead = None if self._ahead is None else self._ahead.take(index)
+        return self.render(self.tasks[index], where=self._where(index)) if ahead is None else ahead()
+
+    def _coming(self, order: RowOrder, n: int) -> dict[int, Callable[[], PromptedTask]]:
+        """What renders the next n rows of an order, which stays where it is."""
+        position = order.state()
+        coming = order.take(n)
+        order.restore(position)
+        works: dict[int, Callable[[], PromptedTask]] = {}
+        for index in coming:
+            if index in self.bad_rows or index in self._cache:
+                continue
+            # read by this thread, since code of the user's own may not be made for several; raised when the row's turn
+            # comes, which may be never
+            with suppress(Exception):
+                task = self.tasks[index]
+                works[index] = partial(self.render, task, self._environment.prompt(task), where=self._where(index))
+        return works
 
     def _check_length(self, num_tokens: int, where: str, bound: str = "") -> None:
         if num_tokens > self._max_prompt_tokens:

@@ -15,7 +15,6 @@ from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
 from fovea.environments.dataset_tasks import FileTasks
-from fovea.environments.file_splits import Frames
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy
 from fovea.environments.graders.vqa_choices import listed_options, option_letter, options_of, picked_letter, true_letter
@@ -26,9 +25,9 @@ from fovea.types import Message, Score, Task, Turn
 class Vqa(Environment):
     """The environment `vqa`; see `config.VqaEnvironment`."""
 
-    def __init__(self, config: VqaEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
+    def __init__(self, config: VqaEnvironment, access: RowAccess) -> None:
         self._config = config
-        self._files = FileTasks(config, access, frames, read_answer=majority_answer, is_gradable=self._is_gradable)
+        self._files = FileTasks(config, access, read_answer=majority_answer, is_gradable=self._is_gradable)
         self.graders = (VqaGrader(config),)
 
     def tasks(self, split: Split) -> Sequence[Task]:

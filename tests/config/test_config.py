@@ -102,13 +102,42 @@ def test_no_minibatch_is_empty() -> None:
             {"vision_heads": 3},
             r"vision_hidden_size=64 is no multiple of 4 \* vision_heads=12.*set vision_hidden_size=60",
         ),
+        (
+            {"family": "qwen3_vl_moe", "intermediate_size": 32},
+            r"hidden_size=64 and intermediate_size=32 are square.*set intermediate_size=40",
+        ),
+        ({"experts_per_token": 5}, r"a layer has num_experts=4; set experts_per_token=4 or less"),
         ({"image_side_px": 15}, "holds no 2x2 patches of 8 px; set image_side_px=16 or more"),
         ({"head_dim": 9}, "multiple of 2"),
     ],
 )
-def test_a_tiny_model_that_cannot_be_built_is_refused(settings: dict[str, int], message: str) -> None:
+def test_a_tiny_model_that_cannot_be_built_is_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TinyModel.model_validate(settings)
+
+
+def test_stale_completions_are_corrected_for_by_default() -> None:
+    apart = {"placement": "disaggregated", "rollout_gpus": 1}
+    stale = {"model": {"tiny": {}}, "rollout": {"max_staleness_steps": 1}, "cluster": apart}
+    assert Config.model_validate({"model": {"tiny": {}}}).algorithm.old_logprobs == "trainer"
+    assert Config.model_validate(stale | {"algorithm": {"name": "ppo"}}).algorithm.old_logprobs == "engine"
+    weighed = Config.model_validate(stale | {"algorithm": {"importance_sampling_fix": True}}).algorithm
+    assert weighed.old_logprobs == "trainer"
+    with pytest.raises(ValidationError, match=r"max_staleness_steps=1 .*old_logprobs=trainer .* set it to engine, or"):
+        Config.model_validate(stale | {"algorithm": {"old_logprobs": "trainer"}})
+
+
+def test_weights_that_would_all_be_1_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"old_logprobs=engine makes the same; leave either out"):
+        Config.model_validate(
+            {"model": {"tiny": {}}, "algorithm": {"old_logprobs": "engine", "importance_sampling_fix": True}}
+        )
+
+
+@pytest.mark.parametrize("cluster", [{}, {"placement": "hybrid", "rollout_gpus": 1}], ids=["collocated", "hybrid"])
+def test_rollouts_during_updates_need_gpus_of_their_own(cluster: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=r"max_staleness_steps=2 .*set cluster\.placement=disaggregated"):
+        Config.model_validate({"model": {"tiny": {}}, "rollout": {"max_staleness_steps": 2}, "cluster": cluster})
 
 
 def test_inexact_decoding_needs_its_correction() -> None:

@@ -1,12 +1,14 @@
-"""recipes/geo3k.yaml is RLinf's run, key by key.
+"""recipes/geo3k.yaml is RLinf's run, and recipes/geo3k_qwen2_5_vl_7b.yaml is verl's, key by key.
 
-The right side of the table is qwen3-vl-2b-grpo-fsdp-geo3k.yaml of RLinf at commit 8804efd, under its own names, and the
-750 steps are those of the curves in its documentation.
+The right sides of the tables are theirs, under their own names: qwen3-vl-2b-grpo-fsdp-geo3k.yaml of RLinf at commit
+8804efd, with the 750 steps of the curves in its documentation; run_qwen2_5_vl-7b_seq_balance.sh of verl at commit
+3f38806, with the defaults of verl's actor for what it does not set.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ import pytest
 from fovea.config.base import leaves
 from fovea.config.loading import load_config
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "geo3k.yaml"
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE, VERL_RECIPE = RECIPES / "geo3k.yaml", RECIPES / "geo3k_qwen2_5_vl_7b.yaml"
 STEPS, SEQ_LENGTH, MAX_PROMPT_LENGTH = 750, 8192, 4096
 LR_WARMUP_FRACTION = 0.01
 
@@ -49,19 +52,79 @@ RLINF: dict[str, tuple[str, object]] = {
     "max_steps": ("the curves of its documentation", STEPS),
     "environment.format_weight": ("reward_max_val 1, reward_min_val 0", 0),
     "model.dtype": ("mixed_precision.param_dtype", "bfloat16"),
-    "train.gradient_checkpointing": ("fsdp_config.gradient_checkpointing", True),
+    "train.gradient_checkpointing": ("fsdp_config.gradient_checkpointing=True", "full"),
     "train.enable_dynamic_batch_size": ("runner.enable_dynamic_batch_size", True),
 }
 
 
-@pytest.mark.parametrize("key", RLINF)
-def test_the_recipe_has_rlinfs_value(key: str) -> None:
-    ours = leaves(load_config([RECIPE], []).model_dump(mode="json"))
-    theirs, value = RLINF[key]
+ROWS, BATCH, MINI_BATCH, EPOCHS = 2101, 512, 128, 15
+
+VERL: dict[str, tuple[str, object]] = {
+    "model.path": ("model.path", "Qwen/Qwen2.5-VL-7B-Instruct"),
+    "algorithm.advantage.name": ("algorithm.adv_estimator", "grpo"),
+    "rollout.prompts_per_step": ("data.train_batch_size", BATCH),
+    "rollout.samples_per_prompt": ("rollout.n", 5),
+    "data.max_prompt_tokens": ("data.max_prompt_length", 1024),
+    "rollout.max_new_tokens": ("data.max_response_length", 2048),
+    "data.on_bad_row": ("data.filter_overlong_prompts", "skip"),
+    "rollout.temperature": ("rollout.temperature", 1.0),
+    "rollout.top_p": ("rollout.top_p", 1.0),
+    "algorithm.minibatches": ("train_batch_size / actor.ppo_mini_batch_size", BATCH // MINI_BATCH),
+    "algorithm.ppo_epochs": ("actor.ppo_epochs", 1),
+    "algorithm.kl.name": ("actor.use_kl_loss", "loss"),
+    "algorithm.kl.coef": ("actor.kl_loss_coef", 0.01),
+    "algorithm.kl.estimator": ("actor.kl_loss_type low_var_kl", "k3"),
+    "algorithm.entropy_coef": ("actor.entropy_coeff", 0.0),
+    "algorithm.loss.name": ("actor.policy_loss.loss_mode vanilla", "clip"),
+    "algorithm.loss.clip_low": ("actor.clip_ratio_low", 0.2),
+    "algorithm.loss.clip_high": ("actor.clip_ratio_high", 0.2),
+    "algorithm.loss.dual_clip": ("actor.clip_ratio_c", 3.0),
+    "algorithm.aggregation": ("actor.loss_agg_mode", "token-mean"),
+    "train.learning_rate": ("actor.optim.lr", 1e-6),
+    "train.betas": ("actor.optim.betas", [0.9, 0.999]),
+    "train.weight_decay": ("actor.optim.weight_decay", 0.01),
+    "train.lr_warmup_steps": ("actor.optim.lr_warmup_steps_ratio 0", 0),
+    "train.lr_schedule": ("actor.optim.lr_scheduler_type", "constant"),
+    "train.max_grad_norm": ("actor.grad_clip", 1.0),
+    "train.gradient_checkpointing": ("model.enable_gradient_checkpointing", "full"),
+    "train.enable_dynamic_batch_size": ("actor.use_dynamic_bsz", True),
+    "train.max_tokens_per_microbatch": ("actor.ppo_max_token_len_per_gpu", 6144),
+    "model.freeze_vision_tower": ("actor.freeze_vision_tower", False),
+    "model.dtype": ("fsdp's param_dtype", "bfloat16"),
+    "environment.format_weight": ("reward_score/geo3k.py", 0.1),
+    "environment.think_tags": ("reward_score/geo3k.py", True),
+    "checkpoint.every_steps": ("trainer.save_freq", 20),
+    "evaluate.every_steps": ("trainer.test_freq", 5),
+    "max_steps": ("trainer.total_epochs, each without its last batch", EPOCHS * (ROWS // BATCH)),
+    "plan.gpus": ("trainer.n_gpus_per_node", 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "theirs", "value"),
+    [(recipe, key, *entry) for recipe, table in ((RECIPE, RLINF), (VERL_RECIPE, VERL)) for key, entry in table.items()],
+)
+def test_the_recipe_has_their_value(recipe: Path, key: str, theirs: str, value: object) -> None:
+    ours = leaves(load_config([recipe], []).model_dump(mode="json"))
     assert ours[key] == value, theirs
 
 
-def test_the_header_names_what_it_takes_over() -> None:
-    header = RECIPE.read_text(encoding="utf-8").partition("\nseed:")[0]
-    for key in ("importance_sampling_fix", "loss_agg_func", "clip_ratio_low", "adam_beta2", "lr_warmup_fraction"):
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        (RECIPE, ("importance_sampling_fix", "loss_agg_func", "clip_ratio_low", "adam_beta2", "component_placement")),
+        (VERL_RECIPE, ("ppo_mini_batch_size", "use_dynamic_bsz", "kl_loss_coef", "n_gpus_per_node", "_lora.sh")),
+    ],
+)
+def test_the_header_names_what_it_takes_over(recipe: Path, keys: tuple[str, ...]) -> None:
+    header = recipe.read_text(encoding="utf-8").partition("\nseed:")[0]
+    for key in keys:
         assert key in header
+
+
+def test_the_variants_in_the_header_are_settings() -> None:
+    header = VERL_RECIPE.read_text(encoding="utf-8").partition("# Variants")[2].partition("# A frozen tower")[0]
+    variants = [line.partition(" -> ")[2] for line in header.splitlines()[1:] if " -> " in line]
+    assert len(variants) == 3
+    for variant in variants:
+        load_config([VERL_RECIPE], shlex.split(variant))

@@ -75,6 +75,10 @@ def test_a_date_is_text(recipe: Path) -> None:
     assert load_config([recipe], ["run_dir=2026-11-21"]).run_dir == "2026-11-21"
 
 
+def test_a_text_that_begins_like_a_number_is_text(recipe: Path) -> None:
+    assert load_config([recipe], ["run_dir=1e-6 and more"]).run_dir == "1e-6 and more"
+
+
 def test_a_value_may_hold_an_equals_sign(recipe: Path) -> None:
     assert load_config([recipe], ["run_dir=runs/lr=1"]).run_dir == "runs/lr=1"
 
@@ -159,7 +163,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ),
         ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
         ("run_dir=", "run_dir: null does not fit; allowed: text"),
-        ("resume=yes", "resume: true does not fit; allowed: never | auto"),
+        ("resume=yes", "resume: true does not fit; allowed: never | auto or text"),
         ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
         ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and <= 1"),
         ("data.kind_weights.shape=-1", "data.kind_weights.shape: -1 does not fit; allowed: number > 0"),
@@ -180,12 +184,12 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         (
             "environment.name=maze",
             'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | geo3k | vqa | caption | '
-            "geospot | own | mixture",
+            "rows | geospot | own | mixture",
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
             "environment.train_files=[a]",
-            "environment.train_files: a setting of environment.name=geo3k | vqa | caption | geospot only; drop "
+            "environment.train_files: a setting of environment.name=geo3k | vqa | caption | rows | geospot only; drop "
             "it, or add environment.name=geo3k",
         ),
         (
@@ -272,9 +276,18 @@ def test_an_error_names_the_layer_that_made_it(recipe: Path) -> None:
         ("recipes/smal.yaml", "recipes/smal.yaml: no such recipe; did you mean recipes/small.yaml?"),
         ("recipes/small", "recipes/small: no such recipe; did you mean recipes/small.yaml?"),
         ("small", "small: no such recipe; did you mean recipes/small.yaml?"),
-        ("recipes/other.yaml", "recipes/other.yaml: no such recipe; there are recipes/small.yaml"),
-        ("none/small.yaml", "none/small.yaml: no such recipe; no *.yaml in none/"),
-        ("recipes", "recipes: a folder, no recipe; there are recipes/small.yaml"),
+        (
+            "recipes/other.yaml",
+            "recipes/other.yaml: no such recipe; there are recipes/small.yaml; `fovea recipes` lists others",
+        ),
+        (
+            "none/small.yaml",
+            "none/small.yaml: no such recipe; no *.yaml in none/; `fovea recipes` lists others",
+        ),
+        (
+            "recipes",
+            "recipes: a folder, no recipe; there are recipes/small.yaml; `fovea recipes` lists others",
+        ),
     ],
 )
 def test_what_a_missing_recipe_is_told(recipe: Path, name: str, message: str) -> None:
@@ -349,7 +362,7 @@ def test_every_setting_is_described() -> None:
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
-        ("environment.name", "shapes | shapes_zoom | geo3k | vqa | caption | geospot | own | mixture", "shapes"),
+        ("environment.name", "shapes | shapes_zoom | geo3k | vqa | caption | rows | geospot | own | mixture", "shapes"),
         ("environment.train_files", "list of text", "must be set"),
     ],
 )
@@ -362,7 +375,7 @@ def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.level")
     assert setting.doc.startswith("[environment.name=shapes | shapes_zoom] Difficulty. 1: one kind of object")
     (shared,) = describe("environment.train_files")
-    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | geospot] ")
+    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot] ")
 
 
 def test_a_prefix_is_whole_words() -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
+from fovea.build.given import rows_as_files
 from fovea.config.run import Config
 from fovea.data.cells import image_refs
 from fovea.errors import BadRowError, MissingExtraError
@@ -89,9 +90,10 @@ PLACES = pd.DataFrame(
 @pytest.mark.parametrize("form", ["frame", "file"])
 def test_pictures_of_several_buckets_in_one_table(form: str, tmp_path: Path) -> None:
     PLACES.to_csv(tmp_path / "places.csv", index=False)
-    config = config_of(tmp_path, [] if form == "frame" else [str(tmp_path / "places.csv")])
-    frames = {"train": PLACES, "test": PLACES} if form == "frame" else None
-    tasks = make_environment(config, frames=frames).environment.tasks("test")
+    config = config_of(tmp_path, [] if form == "frame" else [str(tmp_path / "places.csv")], cache_dir=str(tmp_path))
+    with rows_as_files(config, {"train": PLACES, "test": PLACES} if form == "frame" else None) as rows:
+        rows.move_into(tmp_path)
+    tasks = make_environment(rows.config).environment.tasks("test")
     open_image = make_opener(config.data, tmp_path)
     assert [open_image(ref).getpixel((0, 0)) for task in tasks for ref in task.images] == list(COLOURS.values())
     # they are kept in the run folder: a store that is gone is not asked again
@@ -130,7 +132,7 @@ def test_a_store_whose_package_is_missing_names_it(url: str, extra: str, tmp_pat
         pytest.skip("the package is installed")
     (ref,) = image_refs(url, where="a.csv line 2", folder=tmp_path)
     with pytest.raises(
-        MissingExtraError, match=rf"a.csv line 2, .*{url} needs a package .*pip install 'fovea\[{extra}\]'"
+        MissingExtraError, match=rf"a.csv line 2, .*{url} needs a package .*pip install 'fovea-rl\[{extra}\]'"
     ):
         make_opener(config_of(tmp_path, []).data, tmp_path)(ref)
 

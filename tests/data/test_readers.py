@@ -375,7 +375,7 @@ def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the package is there")
 def test_a_protocol_whose_package_is_missing_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(MissingExtraError, match=r"pip install 'fovea\[gs\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'fovea-rl\[gs\]'"):
         opened("gs://bucket/train.parquet", tmp_path)
 
 

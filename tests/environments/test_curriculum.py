@@ -145,6 +145,12 @@ def test_schedules_that_do_not_fit(settings: dict[str, object], message: str) ->
         Curriculum(STAGES, config.Curriculum.model_validate(settings))
 
 
+def test_starts_of_a_run_without_stages() -> None:
+    """As of geospot with a reward of one's own, which scores all steps alike."""
+    with pytest.raises(ConfigError, match=r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"):
+        Curriculum(None, config.Curriculum(starts=(5, 9)))
+
+
 class LevelledBandit(BanditEnvironment):
     """Every other row is hard."""
 

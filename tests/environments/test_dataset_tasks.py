@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from fovea.config.loading import load_config
 from fovea.config.run import Geo3kEnvironment
 from fovea.data.order import kinds_of, place_of
-from fovea.data.rows import RowAccess
+from fovea.data.rows import InMemory, RowAccess
 from fovea.environments.dataset_tasks import FileTasks
-from fovea.environments.geo3k import Geo3k
 from fovea.errors import BadRowError, ConfigError, DataError
 from fovea.types import ImageRef, Task
 
@@ -30,8 +29,10 @@ def settings(**changes: object) -> Geo3kEnvironment:
     return Geo3kEnvironment.model_validate({"train_files": ("a",), "test_files": ("a",), "dev_share": 0, **changes})
 
 
-def tasks_of(rows: list[dict[str, object]], **changes: object) -> FileTasks:
-    return FileTasks(settings(**changes), RowAccess(), {"train": rows, "test": rows})
+def tasks_of(rows: InMemory, **changes: object) -> FileTasks:
+    # rows in memory stand in for a file of them, which could not hold all of their faults
+    in_memory = {"train_files": (rows,), "test_files": (rows,)}
+    return FileTasks(settings(**changes).model_copy(update=in_memory), RowAccess())
 
 
 def said(files: FileTasks, task: Task) -> list[tuple[str, str]]:
@@ -140,8 +141,7 @@ def test_a_row_keeps_its_place_when_it_is_held_out(tmp_path: Path) -> None:
 
 def test_a_frame_is_a_data_set() -> None:
     frame = pd.DataFrame({"problem": ["<image>One?", "Two?"], "answer": [1, 2.5], "image": [PICTURE, None]})
-    environment = Geo3k(settings(), RowAccess(), {"train": frame, "test": frame})
-    first, second = environment.tasks("train")
+    first, second = tasks_of(frame).tasks("train")
     assert (first.answer, len(first.images)) == ("1.0", 1)
     assert (second.answer, second.images) == ("2.5", ())
 

@@ -27,7 +27,7 @@ from fovea.environments.mixture import Mixture, Part
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.questions import KINDS
 from fovea.errors import ConfigError, DataError, ScoreError
-from fovea.evaluate import OutputFiles, evaluate_targets
+from fovea.eval_targets import OutputFiles, evaluate_targets
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import Score, Task, Turn

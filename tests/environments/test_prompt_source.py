@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from fovea.data.bad_rows import BadRows
+from fovea.data.epochs import EpochOrder
 from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError
 from fovea.types import Message, Prompt, PromptImage, Task
 from tests.fakes import BanditEnvironment
+
+QUESTIONS = ["a", "bad", "b", "c", "bad", "d", "e", "too long a question"]
 
 
 class PixelRenderer:
@@ -32,7 +35,8 @@ class PixelRenderer:
         if question == "bad":
             raise DataError("rows.parquet row 3: no image; drop the row")
         self.rendered += 1
-        image = PromptImage(key=question, tensors={"pixels": np.zeros((1024, 256), dtype=np.float32)}, num_tokens=256)
+        pixels = np.zeros((1024, 256), dtype=np.float32)
+        image = PromptImage(key=question, tensors={"pixels": pixels}, num_tokens=256, grid=(1, 32, 32))
         return Prompt(
             token_ids_L=np.zeros(len(question), dtype=np.int64),
             unexpanded_ids_U=np.zeros(len(question), dtype=np.int64),
@@ -46,6 +50,7 @@ def make_source(
     on_bad_row: Literal["error", "skip"] = "skip",
     cache_gib: float = 1.0,
     folder: Path | None = None,
+    prefetch_threads: int = 0,
 ) -> tuple[PromptSource, PixelRenderer]:
     tasks = [Task(id=f"row {index}", question=question, answer="a") for index, question in enumerate(questions)]
     renderer = PixelRenderer()
@@ -58,6 +63,7 @@ def make_source(
         cache_gib=cache_gib,
         bad_rows=BadRows(folder),
     )
+    source.render_ahead(prefetch_threads)
     return source, renderer
 
 
@@ -119,3 +125,39 @@ def test_skipping_does_not_disturb_the_order_of_the_rest() -> None:
     resumed = order_of(second)
     resumed.restore(order.state())
     assert taken + [item.task.id for _ in range(3) for item in second.take(resumed, 3)] == expected
+
+
+def test_rendering_ahead_changes_neither_rows_nor_their_order(tmp_path: Path) -> None:
+    """Bad rows are listed when their turn comes, and not when a thread finds them."""
+    found = []
+    for threads in (0, 3):
+        folder = tmp_path / str(threads)
+        folder.mkdir()
+        source, _ = make_source(QUESTIONS, folder=folder, prefetch_threads=threads)
+        order, steps = order_of(source), []
+        for _ in range(5):
+            taken = [(item.task.id, len(item.prompt.images)) for item in source.take(order, 2)]
+            steps.append((taken, order.state(), dict(source.bad_rows)))
+        found.append((steps, (folder / "bad_rows.jsonl").read_text()))
+    assert found[0] == found[1]
+
+
+def test_the_next_step_is_ready_when_its_turn_comes() -> None:
+    source, renderer = make_source(["a", "b", "c", "d", "e", "f"], prefetch_threads=1, cache_gib=0.0)
+    order = order_of(source)
+    source.take(order, 3)
+    assert source._ahead is not None
+    ahead = list(source._ahead._ahead.values())
+    assert [future.result(timeout=30).prompt.num_tokens for future in ahead] == [1, 1, 1]
+    assert renderer.rendered == 6
+    next_step = [item.task.id for item in source.take(order, 3)]
+    assert len(next_step) == 3
+    assert {future.result().task.id for future in ahead} == set(next_step), "rendered by the thread alone"
+
+
+def test_an_error_ahead_is_raised_in_its_turn() -> None:
+    source, _ = make_source(["a", "bad"], on_bad_row="error", prefetch_threads=2)
+    order = EpochOrder(2, seed=0, shuffle=False)
+    assert [item.task.id for item in source.take(order, 1)] == ["row 0"]
+    with pytest.raises(DataError, match="row 3: no image; drop the row"):
+        source.take(order, 1)

@@ -11,10 +11,10 @@ from fovea.build.environment import make_environment
 from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.config.run import Config, VqaEnvironment
-from fovea.data.order import kinds_of
+from fovea.data.order import kinds_of, levels_of
 from fovea.data.rows import RowAccess
 from fovea.environments.vqa import Vqa, grade
-from fovea.errors import BadRowError
+from fovea.errors import BadRowError, DataError
 from fovea.loop import train
 from fovea.types import ImageRef, Score, Task
 from tests.environments.files import COLOURS, files, row
@@ -45,6 +45,14 @@ def vqa(folder: Path, rows: list[dict[str, object]], **settings: object) -> Vqa:
 
 def score(environment: Vqa, task: Task, text: str) -> Score:
     return scored(environment.graders, task, text)
+
+
+def test_a_column_of_levels_is_what_a_curriculum_draws_by(tmp_path: Path) -> None:
+    rows = [row("Is it red?", "yes", level=level) for level in ("easy", "hard", None)]
+    assert levels_of(vqa(tmp_path, rows, level_key="level").tasks("test")) == ["easy", "hard", "all"]
+    assert levels_of(vqa(tmp_path, rows).tasks("test")) is None
+    with pytest.raises(DataError, match=r"environment\.level_key"):
+        vqa(tmp_path, rows, level_key="depth").tasks("test")
 
 
 def test_question_types_are_kinds(tmp_path: Path) -> None:
@@ -98,7 +106,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    small = ["model.path=null", "model.tiny={}", "model.dtype=float32", "train.gradient_checkpointing=false"]
+    small = ["model.path=null", "model.tiny={}", "model.dtype=float32", "train.gradient_checkpointing=none"]
     small += ["max_steps=2", "rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
     small += [
         f"run_dir={folder / 'run'}",

@@ -131,7 +131,7 @@ def _filesystem(url: str, setting: str) -> tuple[Any, str]:
         if not isinstance(error.__cause__, ImportError):
             raise
         extra = _EXTRAS.get(protocol)
-        install = f"pip install 'fovea[{extra}]'" if extra else "install what fsspec needs for it"
+        install = f"pip install 'fovea-rl[{extra}]'" if extra else "install what fsspec needs for it"
         raise MissingExtraError(
             f"{setting}: {url} needs a package that is not installed ({first_line(error.__cause__)}); {install}"
         ) from error

@@ -17,11 +17,15 @@ from fovea.environments.custom.loading import RewardFunction
 from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.threads import CallThreads
 from fovea.errors import named, raised
-from fovea.types import ImageRef, Score, Task, Turn
+from fovea.types import ImageRef, Mark, Score, Task, Turn
 
-REWARD, ACCURACY, IMAGE_PARTS = "reward", "accuracy", "image_parts"
+REWARD, ACCURACY, IMAGE_PARTS, MARKS = "reward", "accuracy", "image_parts", "marks"
 MAX_PARTS = 100
 """The most parts of a score, and of each of its images: every part is a line of every step's metrics."""
+MAX_MARKS = 100
+"""The most boxes and points of a score, all of which are kept with it and drawn."""
+BESIDE_PARTS = (IMAGE_PARTS, MARKS)
+"""Keys of a mapping that are no parts of the reward."""
 ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
 """The user's `score(task, turns)`, plain or async: a `Score`, a number or a mapping of named parts."""
 
@@ -54,8 +58,18 @@ class UserGrader:
 
 
 def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
-    """A reward function, which is called with the text of the last turn and the images of the task."""
-    return lambda task, turns: reward(task, turns[-1].text, OpenedImages(task.images, open_image))
+    """A reward function, plain or async, which is called with the text of the last turn and the images of the task."""
+
+    def call(task: Task, turns: Sequence[Turn]) -> object:
+        return reward(task, turns[-1].text, OpenedImages(task.images, open_image))
+
+    async def call_async(task: Task, turns: Sequence[Turn]) -> object:
+        returned = call(task, turns)
+        assert inspect.isawaitable(returned), reward
+        return await returned
+
+    is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
+    return call_async if is_async else call
 
 
 class OpenedImages(Sequence[Image]):
@@ -86,7 +100,8 @@ def score_of(returned: object, *, num_images: int) -> Score:
     """The score that the user's code returned; ValueError where it is none.
 
     A number is the reward. Of named parts it is the part `reward`, else their sum. The accuracy is the part
-    `accuracy`, else the reward, held to 0..1. `image_parts` is a list with a mapping of parts for every image.
+    `accuracy`, else the reward, held to 0..1. `image_parts` is a list with a mapping of parts for every image, `marks`
+    a list of `types.Mark`s.
     """
     if isinstance(returned, Score):
         _number(returned.accuracy, "accuracy")
@@ -94,7 +109,7 @@ def score_of(returned: object, *, num_images: int) -> Score:
     if not isinstance(returned, Mapping):
         reward = _number(returned, "")
         return Score(reward=reward, accuracy=_held(reward))
-    parts = {str(name): _number(value, str(name)) for name, value in returned.items() if name != IMAGE_PARTS}
+    parts = {str(name): _number(value, str(name)) for name, value in returned.items() if name not in BESIDE_PARTS}
     if not parts:
         raise ValueError(f"{returned!r:.60}, which names no part and no reward")
     reward = parts[REWARD] if REWARD in parts else sum(parts.values())
@@ -103,7 +118,11 @@ def score_of(returned: object, *, num_images: int) -> Score:
     images = returned.get(IMAGE_PARTS, ())
     if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
         raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is no list of mappings, one for each image")
-    return _checked(Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=tuple(images)), num_images)
+    marks = returned.get(MARKS, ())
+    if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
+        raise ValueError(f"{marks!r:.60} as {MARKS}, which is no list of fovea.types.Mark")
+    score = Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=tuple(images), marks=tuple(marks))
+    return _checked(score, num_images)
 
 
 def _checked(score: Score, num_images: int) -> Score:
@@ -113,6 +132,8 @@ def _checked(score: Score, num_images: int) -> Score:
         raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
+    if len(score.marks) > MAX_MARKS:
+        raise ValueError(f"{len(score.marks)} {MARKS}; return at most {MAX_MARKS}")
     return Score(
         reward=_number(score.reward, REWARD),
         accuracy=_held(score.accuracy),
@@ -121,7 +142,16 @@ def _checked(score: Score, num_images: int) -> Score:
             {str(name): _number(value, f"{name} of image {place}") for name, value in parts.items()}
             for place, parts in enumerate(score.image_parts, start=1)
         ),
+        marks=tuple(_checked_mark(mark, num_images) for mark in score.marks),
     )
+
+
+def _checked_mark(mark: Mark, num_images: int) -> Mark:
+    if len(mark.xy) not in (2, 4):
+        raise ValueError(f"a mark at {mark.xy}; give x, y of a point or x1, y1, x2, y2 of a box")
+    if not 1 <= mark.image <= num_images:
+        raise ValueError(f"a mark on image {mark.image}, but the task has {num_images} images, counted from 1")
+    return Mark(image=mark.image, xy=tuple(_number(value, MARKS) for value in mark.xy), label=str(mark.label))
 
 
 def _number(value: object, name: str) -> float:

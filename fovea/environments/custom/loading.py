@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ from fovea.types import Task
 RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
 """A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts."""
 
+FROM_PYTHON = "python:"
+"""Beginning of the names of objects that Python code has given."""
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split",),
     "prompt": ("task",),
@@ -40,10 +43,14 @@ MORE_METHODS: Mapping[str, tuple[str, ...]] = {
 
 def load_reward(spec: str) -> RewardFunction:
     """The function of `reward`; ConfigError where there is none that can be called."""
-    function = load_named(spec, "reward")
+    return checked_reward(load_named(spec, "reward"), spec)
+
+
+def checked_reward(function: object, name: str) -> RewardFunction:
+    """The reward function itself; ConfigError for what cannot be called as one."""
     if not callable(function):
-        raise ConfigError(f"reward={spec} is {type(function).__name__}, no function; name one")
-    _check_call(function, ("task", "text", "images"), "reward", spec)
+        raise ConfigError(f"reward={name} is {type(function).__name__}, no function; name one")
+    _check_call(function, ("task", "text", "images"), "reward", name)
     return function
 
 
@@ -98,6 +105,12 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
 
 def load_named(spec: str, setting: str) -> object:
     """The object that a file defines under a name."""
+    if spec.startswith(FROM_PYTHON):
+        raise ConfigError(
+            f"{setting}={spec} is an object that Python code has given, and is in no file that is named; give it again "
+            f"from Python (fovea.GRPO, fovea.PPO and fovea.evaluate take {setting}=...), or name the same code as "
+            f"{setting}=path/to/file.py:name"
+        )
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{setting}={spec} does not name a file and something in it; write path/to/file.py:name")
@@ -110,6 +123,14 @@ def load_named(spec: str, setting: str) -> object:
         meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
         raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
     return getattr(module, name)
+
+
+def name_of(given: object) -> str:
+    """The name of an object that Python code has given, `python:module.name`: of a function, or of its class."""
+    while isinstance(given, partial):
+        given = given.func
+    named = given if hasattr(given, "__qualname__") else type(given)
+    return f"{FROM_PYTHON}{named.__module__}.{named.__qualname__}"
 
 
 def _imported(path: Path, setting: str) -> ModuleType:

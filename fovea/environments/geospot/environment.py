@@ -13,11 +13,11 @@ import numpy as np
 from fovea.config.run import GeoSpotEnvironment
 from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
-from fovea.data.rows import RowAccess, Rows, Source, image_refs, open_rows
+from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.dataset_prompts import bad_row
-from fovea.environments.file_splits import FileSplits, Frames
+from fovea.environments.file_splits import FileSplits
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, distance_parts, grade_answer, place_of
@@ -25,18 +25,16 @@ from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 
 KIND = "all"
-IMAGE_KEYS = ("image", "image_url")
 _SKIP = "or set data.on_bad_row=skip"
 
 
 class GeoSpot(Environment):
     """The environment `geospot`; see `config.GeoSpotEnvironment`."""
 
-    def __init__(self, config: GeoSpotEnvironment, access: RowAccess, frames: Frames | None = None) -> None:
-        """`frames` replaces the files that the settings name for a split."""
+    def __init__(self, config: GeoSpotEnvironment, access: RowAccess) -> None:
         self._config = config
         self._access = access
-        self._splits = FileSplits(config, self._open, self._image_columns, frames)
+        self._splits = FileSplits(config, self._open, self._image_columns)
         stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
             for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
@@ -72,18 +70,14 @@ class GeoSpot(Environment):
             lines |= {"Latitude": _degrees(place.at.lat), "Longitude": _degrees(place.at.lon)}
         return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
 
-    def _open(self, split: Split, sources: Sequence[Source]) -> Rows:
+    def _open(self, split: Split, sources: Sequence[str]) -> Rows:
         names = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
         wanted = [(f"environment.{name}", getattr(self._config, name)) for name in names]
         columns = [(name, key) for name, key in wanted if key is not None]
         return open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
 
     def _image_columns(self, rows: Rows) -> list[str]:
-        return [key for key in self._image_keys if key in rows.columns]
-
-    @property
-    def _image_keys(self) -> Sequence[str]:
-        return IMAGE_KEYS if self._config.image_key is None else (self._config.image_key,)
+        return [key for key in self._config.image_names if key in rows.columns]
 
     def _task(self, split: Split, rows: Rows, index: int) -> Task:
         row, where = rows[index], rows.where(index)
@@ -104,7 +98,7 @@ class GeoSpot(Environment):
         )
 
     def _image(self, row: Mapping[str, object], where: str) -> object:
-        key = next((key for key in self._image_keys if key in row), None)
+        key = next((key for key in self._config.image_names if key in row), None)
         if key is None:
             raise DataError(
                 f"{where}: no column image or image_url among {', '.join(row)}; set environment.image_key to one"

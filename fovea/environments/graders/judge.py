@@ -10,7 +10,6 @@ import asyncio
 import base64
 import io
 import json
-import os
 import re
 from collections.abc import Sequence
 
@@ -21,12 +20,12 @@ from fovea.config.run import Judge
 from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
+from fovea.utils.http_json import MAY_PASS, bearer
 from fovea.utils.shown_text import without_secrets
 
 KEY = "environment.judge"
 """Settings of the judge of captions."""
 MAX_REPLY_BYTES = 1 << 20
-_TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _WRONG_SETTING = {401, 403, 404}
 _SLOT = re.compile(r"\{(question|answer|references)\}")
 _SCORE = re.compile(
@@ -53,7 +52,7 @@ class JudgeClient:
         """`key` is where the settings are, for messages."""
         self._settings = settings
         self._key = key
-        headers = _headers(settings.api_key_env, key)
+        headers = {"content-type": "application/json", **bearer(settings.api_key_env, f"{key}.api_key_env")}
         self._client = httpx2.AsyncClient(headers=headers, timeout=None, follow_redirects=False)
 
     async def aclose(self) -> None:
@@ -91,7 +90,7 @@ class JudgeClient:
                 f"{self._key}: {without_secrets(url)} answers {response.status_code} ({_shown(content)}); "
                 "correct url, model or api_key_env"
             )
-        if response.status_code in _TRY_AGAIN:
+        if response.status_code in MAY_PASS:
             raise TryAgainError(f"gave no score: status {response.status_code} ({_shown(content)})")
         if response.status_code != httpx2.codes.OK:
             raise NoScoreError(f"gave no score: status {response.status_code} ({_shown(content)})")
@@ -112,19 +111,6 @@ def parsed_score(reply: str, max_score: float) -> float:
             f"gave no score: the reply's {scores[0][0].strip()[:40]!r} is not within 0 to {max_score:g}"
         )
     return score
-
-
-def _headers(api_key_env: str | None, key_of_settings: str) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
-    if api_key_env is not None:
-        key = os.environ.get(api_key_env, "").strip()
-        if not key:
-            raise ConfigError(
-                f"{key_of_settings}.api_key_env={api_key_env}, but there is no such environment variable; export it, "
-                "or unset the setting"
-            )
-        headers["authorization"] = f"Bearer {key}"
-    return headers
 
 
 def _untagged(text: str) -> str:

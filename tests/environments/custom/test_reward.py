@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import MAX_LATE_CALLS, CallThreads
 from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
-from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 
@@ -104,6 +106,22 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
         score_of({"answer": 1, "image_parts": [1, 2]}, num_images=2)
 
 
+def test_marks_are_kept_beside_the_parts() -> None:
+    box = Mark(image=2, xy=(0.1, 0.2, np.float32(0.5), 1), label="truth")
+    score = score_of({"answer": 1, "marks": [box]}, num_images=2)
+    assert score == Score(
+        reward=1, accuracy=1, parts={"answer": 1}, marks=(Mark(image=2, xy=(0.1, 0.2, 0.5, 1.0), label="truth"),)
+    )
+    for marks, problem in {
+        (1, 2): "no list of fovea.types.Mark",
+        (replace(box, image=3),): "a mark on image 3, but the task has 2 images, counted from 1",
+        (replace(box, xy=(0.5,)),): "give x, y of a point or x1, y1, x2, y2 of a box",
+        (box,) * 101: "101 marks; return at most 100",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            score_of({"answer": 1, "marks": marks}, num_images=2)
+
+
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
@@ -145,6 +163,18 @@ def test_what_a_function_raises_is_named_by_its_first_line() -> None:
         score_in_run(own(raises, on_failure="drop"), TASK, ANSWER)
     with pytest.raises(ScoreError, match=r"^train/0: mine\.py:f raised SystemExit: 3 at .*\.py:\d+; fix it"):
         score_in_run(own(leaves), TASK, ANSWER)
+
+
+def test_a_killed_process_of_a_function_is_a_call_without_a_score() -> None:
+    """Fovea grades in threads of the driver; processes are the function's own."""
+
+    def in_a_process(task: Task, text: str, images: Sequence[object]) -> float:
+        subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
+        return 1.0
+
+    with pytest.raises(UnscoredError, match=r"raised CalledProcessError: .* died with <Signals\.SIGKILL: 9>"):
+        score_in_run(own(in_a_process, on_failure="drop", timeout_seconds=60), TASK, ANSWER)
+    assert score_in_run(own(lambda *_: 1.0, on_failure="drop"), TASK, ANSWER).reward == 1.0
 
 
 def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:

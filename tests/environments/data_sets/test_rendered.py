@@ -251,13 +251,13 @@ def test_files_where_a_recipe_looks_for_them_need_no_setting(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for name in ("vqa", "caption"):
         result = CliRunner().invoke(app, ["data", name, "--rows", "10"])
-        assert f"train on them: fovea train recipes/{name}.yaml\n" in result.stderr
+        assert f"train on them: fovea train {name}\n" in result.stderr
         settings = load_config([ROOT / "recipes" / f"{name}.yaml"], []).environment
         assert [Path(file) for file in (*settings.train_files, *settings.test_files)] == [  # type: ignore[union-attr]
             Path(line) for line in result.stdout.split()
         ]
     elsewhere = CliRunner().invoke(app, ["data", "vqa", "--rows", "10", "--out", "mine"])
-    assert "recipes/vqa.yaml 'environment.train_files=[mine/train.parquet]'" in elsewhere.stderr
+    assert "fovea train vqa 'environment.train_files=[mine/train.parquet]'" in elsewhere.stderr
 
 
 def test_shares_that_are_too_much_are_one_line(tmp_path: Path) -> None:

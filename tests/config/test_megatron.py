@@ -1,0 +1,44 @@
+"""Settings of training by Megatron: what it cannot do is refused before anything starts, by the name of the setting."""
+
+from __future__ import annotations
+
+import pytest
+
+from fovea.config.backends import MegatronBackend
+from fovea.config.loading import load_config
+from fovea.errors import ConfigError
+from fovea.plan.plan import make_plan
+
+MEGATRON = ["model.tiny.hidden_size=64", "environment=shapes", "warmup=null", "train.backend.name=megatron"]
+
+
+def test_sizes_are_settings_of_the_backend() -> None:
+    backend = load_config([], [*MEGATRON, "train.backend.tensor_parallel_size=2"]).train.backend
+    assert backend == MegatronBackend(tensor_parallel_size=2, pipeline_parallel_size=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.lora.rank=4"], r"model\.lora with train\.backend=megatron: its adapters"),
+        (["algorithm.name=ppo"], r"algorithm\.advantage=gae with .*: it has no value function"),
+        (["warmup.max_steps=4"], r"warmup with .*: it takes no supervised steps; .* or set train\.backend=torch"),
+        (
+            ["cluster.placement=disaggregated", "cluster.rollout_gpus=1"],
+            r"cluster\.placement=disaggregated with .*process groups",
+        ),
+        (["model.feature_spill_gib=1", "model.freeze_vision_tower=true"], r"model\.feature_spill_gib with .*features"),
+        (["train.gradient_checkpointing=selective"], r"gradient_checkpointing=selective with .*\(full\) or none"),
+        (["train.variable_seq_lengths=false"], r"variable_seq_lengths=false with .*padded"),
+        (["train.backend.replicas=2"], r"train\.backend\.replicas: a setting of train\.backend\.name=torch only"),
+        (["train.backend.sequence_parallel=true"], r"train\.backend\.sequence_parallel"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([], [*MEGATRON, *overrides])
+
+
+def test_a_plan_is_made_for_the_torch_backend_alone() -> None:
+    with pytest.raises(ConfigError, match=r"train\.backend=megatron .*train\.backend\.name=torch"):
+        make_plan(load_config([], MEGATRON))
