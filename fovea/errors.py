@@ -7,16 +7,20 @@
 * All other exceptions propagate: nothing outside this module catches `Exception`.
 """
 
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, ClassVar
 
 
 class FoveaError(Exception):
     """Base class of errors whose text is meant for the user: what was set, why it fails, the fix."""
+
+    exit_code: ClassVar[int] = 2
+    """Exit code of a command that ends with it. docs/faults.md lists them; a supervised run goes on after some."""
 
 
 class ConfigError(FoveaError, ValueError):
@@ -37,6 +41,10 @@ class BadRowError(DataError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a worker process sends it to its caller: an exception is otherwise made again of its message alone
+        return type(self), (str(self), self.reason)
+
 
 class ModelError(FoveaError, ValueError):
     """A model folder that cannot be loaded, or a model of an unsupported family."""
@@ -51,7 +59,43 @@ class TrainError(FoveaError, RuntimeError):
 
 
 class ClusterError(FoveaError, RuntimeError):
-    """A worker process that has ended, failed, or cannot be reached."""
+    """A worker process that has ended, failed, hangs, or cannot be reached."""
+
+    exit_code = 3
+
+
+class LostWorkerError(ClusterError):
+    """A worker process that has ended, or was killed since it hung; a request to its engine may go to another one."""
+
+
+class LostEngineError(ClusterError):
+    """A rollout engine whose own processes have ended or hang; its requests may go to another one."""
+
+
+class LostRankError(ClusterError):
+    """A collective call that another rank has left, or has not come to; that one may know why."""
+
+
+class OutOfMemoryError(FoveaError, MemoryError):
+    """An allocation that failed, on the host or on a device."""
+
+    exit_code = 4
+
+
+class MicrobatchMemoryError(OutOfMemoryError):
+    """An allocation that failed in a micro-batch of one of several ranks, where smaller ones may fit.
+
+    `next_max_tokens` is the limit to begin again with.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, next_max_tokens: int) -> None:
+        super().__init__(message)
+        self.next_max_tokens = next_max_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.next_max_tokens)
 
 
 class ParityError(FoveaError, RuntimeError):
@@ -66,8 +110,39 @@ class UnscoredError(ScoreError):
     """A ScoreError that the settings tolerate: the completion's group is left out and counted."""
 
 
+class TrackerError(FoveaError, RuntimeError):
+    """An experiment tracker that cannot be reached, or refuses what it is sent."""
+
+
 class MissingExtraError(FoveaError, ImportError):
     """An optional package that a setting requires is not installed."""
+
+
+_OUT_OF_MEMORY = re.compile(
+    "can't allocate memory|out of memory|bad_alloc|ALLOC_FAILED|could not create a (primitive|memory object)(?! desc)"
+)
+"""Messages of RuntimeErrors: torch's CPU allocator, CUDA, the C++ library, cuBLAS, and oneDNN, which names no cause."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed, on the host or on a device."""
+    # torch.OutOfMemoryError is a RuntimeError, too
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    )
+
+
+@contextmanager
+def memory_for(what: str, fix: str) -> Iterator[None]:
+    """A block that is named in the OutOfMemoryError of an allocation that fails in it, with the settings to change."""
+    try:
+        yield
+    except FoveaError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"memory ran out in {what}; {fix}") from error
 
 
 @contextmanager

@@ -51,6 +51,8 @@ def make_batch(
     samples = [_sample_group(*group) for group in zip(groups, rewards, weights, strict=True)]
     left_out = [samples[index] for index in sorted(set(range(len(groups))) - set(kept))]
     batch = Batch(groups=tuple(samples[index] for index in kept), left_out=(*left_out, *no_weights))
+    if settings.old_logprobs == "engine":
+        batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])
     with_signal = float(signal_P.sum())
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
     if len(rewards[0]) == 1:
@@ -137,7 +139,7 @@ def _joined(
 
 
 def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
-    """The batch with old log-probs (the trainer's, before the update): one array [T] per sample, in order."""
+    """The batch with old log-probs, from which the loss takes its ratio: one array [T] per sample, in order."""
     values = iter(logprobs)
     return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=next(values)))
 
@@ -145,6 +147,11 @@ def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> 
 def has_old_logprobs(batch: Batch) -> bool:
     """Whether the samples already hold old log-probs."""
     return any(sample.old_logprobs_T is not None for sample in batch.samples)
+
+
+def old_logprobs(batch: Batch) -> list[NDArray[np.float32]]:
+    """The old log-probs [T] of every sample that has them."""
+    return [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
 
 
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
@@ -189,6 +196,13 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         metrics[f"accuracy/train/{kind}"] = _mean([episode.score.accuracy for episode in of_kind])
         metrics |= _image_metrics(of_kind, f"/{kind}")
     return metrics
+
+
+def staleness(groups: Sequence[Group], version: int) -> Metrics:
+    """Steps that a policy of this version has taken since the one that drew each turn: mean and maximum over turns."""
+    turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens]
+    steps = [version - turn.completion.version for turn in turns]
+    return {"staleness/mean": _mean(steps), "staleness/max": float(max(steps))}
 
 
 def _differs(group: Group) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+Shape: TypeAlias = tuple[int, ...]
 Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """Hugging Face parameter names and full tensors, produced one by one."""
 
@@ -69,9 +70,11 @@ class PromptImage:
     """Hash of the processed pixels: equal key, equal features (see `models.vision.feature_cache`)."""
     tensors: Mapping[str, NDArray[np.generic]]
     """Outputs of the image processor, by the family's names. Qwen's are pixel_values, float32 [N, C], and
-    image_grid_thw, the numbers of patches in time, height and width."""
+    image_grid_thw, the numbers of patches in time, height and width. Empty in a process that was not sent them."""
     num_tokens: int
     """Visual tokens in the prompt."""
+    grid: tuple[int, int, int]
+    """Numbers of patches in time (or tiles), height and width, by which the work of the vision tower is known."""
 
     @property
     def num_bytes(self) -> int:
@@ -171,6 +174,17 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A box or a point on an image of a task, such as the box that a reward compared with the truth."""
+
+    image: int
+    """Place of the image among those of the task, from 1."""
+    xy: tuple[float, ...]
+    """x, y of a point, or x1, y1, x2, y2 of a box, in shares of the image's width and height from its top left."""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The grade of an episode."""
 
@@ -181,6 +195,8 @@ class Score:
     """The named parts of the reward, for logs and reports."""
     image_parts: tuple[Mapping[str, float], ...] = ()
     """Parts of the reward for each image of the task, in order; empty unless the reward distinguishes images."""
+    marks: tuple[Mark, ...] = ()
+    """Boxes and points to be drawn on the images of the task; no part of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,9 +34,13 @@ def sequence_sums(x_A: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def sequence_means(x_A: Tensor, lengths: Sequence[int]) -> Tensor:
     """Mean over each completion's tokens, [S]."""
-    return sequence_sums(x_A, lengths) / torch.tensor(lengths, device=x_A.device).clamp(min=1)
+    parts = x_A.split(list(lengths))
+    # divided by numbers of the host's: a tensor of them would have to be copied to the device
+    return torch.stack([part.sum() / max(len(part), 1) for part in parts]) if parts else x_A.new_zeros(0)
 
 
 def spread(x_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """Per-completion values repeated for each token of the completion, [A]."""
-    return x_S.repeat_interleave(torch.tensor(lengths, device=x_S.device, dtype=torch.long))
+    # `repeat_interleave` would have the host wait for the number of its results
+    parts = [x.expand(length) for x, length in zip(x_S.unbind(), lengths, strict=True)]
+    return torch.cat(parts) if parts else x_S

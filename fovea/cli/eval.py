@@ -8,12 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from fovea.cli.completion import complete_recipe, complete_run
 from fovea.cli.errors import one_line_errors
 from fovea.cli.options import Debug, Quiet
+from fovea.config.recipes import find_recipe
 from fovea.errors import ConfigError
 
 TARGETS_HELP = (
-    "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), or a baseline: majority (the most "
+    "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
+    "http://HOST:PORT#MODEL, OpenAI-compatible), or a baseline: majority (the most "
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
 TRUST_HELP = "Run the reward function or environment that a folder's own settings name (a run of yours)."
@@ -21,11 +24,16 @@ SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def evaluate(
-    words: Annotated[list[str], typer.Argument(metavar="TARGET... [KEY=VALUE]...", help=TARGETS_HELP)],
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="TARGET... [KEY=VALUE]...", help=TARGETS_HELP, autocompletion=complete_run),
+    ],
     recipe: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="RECIPE", help="Rows and grader; default: the settings of the first target that is a run."
+            metavar="RECIPE",
+            autocompletion=complete_recipe,
+            help="Rows and grader; default: the settings of the first target that is a run.",
         ),
     ] = None,
     split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split to evaluate on.")] = "test",
@@ -35,24 +43,34 @@ def evaluate(
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with metrics and example rows.")
     ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key that servers want.")
+    ] = None,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate targets side by side, on the same rows with one grader.
+    """Evaluate targets side by side on the same rows.
 
     Examples: fovea eval runs/shapes majority --html eval.html; fovea eval Qwen/Qwen3-VL-2B-Instruct runs/geo3k
     exported/geo3k evaluate.samples_per_prompt=8 rollout.temperature=0.8.
     """
     with one_line_errors(debug=debug):
         targets, overrides = sort_words(words)
-        from fovea.evaluate import OutputFiles, evaluate_targets
+        from fovea.eval_targets import OutputFiles, evaluate_targets
         from fovea.utils.malloc import keep_freed_memory
 
         keep_freed_memory()
         output_files = OutputFiles(json_file=json_file, html_file=html_file)
         evaluate_targets(
-            targets, overrides, recipe=recipe, split=split, output_files=output_files, trust=trust, quiet=quiet
+            targets,
+            overrides,
+            recipe=None if recipe is None else find_recipe(recipe),
+            split=split,
+            output_files=output_files,
+            trust=trust,
+            api_key_env=api_key_env,
+            quiet=quiet,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fovea.cli.completion import complete_run
 from fovea.cli.errors import one_line_errors
 from fovea.cli.eval import TRUST_HELP
 from fovea.cli.options import Debug
@@ -16,7 +17,12 @@ WORDS_HELP = "Settings of the run to override, such as model.path=NEW/FOLDER or 
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run folder (its newest checkpoint), or one checkpoint.")
+        Path,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT",
+            help="A run folder (its newest checkpoint), or one checkpoint.",
+            autocompletion=complete_run,
+        ),
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=WORDS_HELP)] = None,
     *,
@@ -32,15 +38,15 @@ def export(
     trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a trained model as a Hugging Face folder, and verify it.
+    """Export a model as a verified Hugging Face folder.
 
     It is loaded again, and its log-probs are compared with the checkpoint's. Example:
     fovea export runs/geo3k/checkpoints/step-500 --out exported/geo3k.
     """
     with one_line_errors(debug=debug):
-        from fovea.export.export import check_repo
-        from fovea.export.export import export as export_model
-        from fovea.export.export import push as push_folder
+        from fovea.exporting.export import check_repo
+        from fovea.exporting.export import export as export_model
+        from fovea.exporting.export import push as push_folder
 
         if push is not None:
             check_repo(push)

@@ -1,4 +1,5 @@
-"""The `fovea` command line; `data`, `eval`, `export` and `grade` have files of their own.
+"""The `fovea` command line; `data`, `eval`, `export`, `grade`, `import-config`, `model`, `plan`, `recipes`, `serve`,
+`view` and `workflow` have files of their own.
 
 Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
 Besides cli/, only build/ may do so (tests/test_imports.py checks it).
@@ -7,51 +8,64 @@ Besides cli/, only build/ may do so (tests/test_imports.py checks it).
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fovea import __version__
-from fovea.cli.completion import complete_setting
+from fovea.cli.cluster import app as cluster_app
+from fovea.cli.completion import complete_run, complete_word
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, probe
 from fovea.cli.errors import one_line_errors
 from fovea.cli.eval import evaluate
 from fovea.cli.export import export
 from fovea.cli.grade import grade
+from fovea.cli.import_config import import_config
+from fovea.cli.model import app as model_app
 from fovea.cli.next_commands import after_training
 from fovea.cli.options import Debug, Quiet
+from fovea.cli.plan import plan
+from fovea.cli.recipes import recipes
+from fovea.cli.serve import serve
+from fovea.cli.view import view
+from fovea.cli.words import Words, bare_key, is_key, is_recipe, sort_words
+from fovea.cli.workflow import app as workflow_app
 from fovea.config.base import MAY_CHANGE
 from fovea.config.describe import describe
-from fovea.config.loading import dropped_settings, dump_config, load_config
+from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
+from fovea.config.run import Config
 from fovea.config.type_text import show
 from fovea.errors import ConfigError, DataError
-from fovea.utils.launch import is_worker
+from fovea.run.supervisor import end_with, supervise
+from fovea.utils.launch import is_worker, num_processes
 
 HELP = ["-h", "--help"]
 
 app = typer.Typer(
     name="fovea",
     help="Post-train vision-language models by reinforcement learning.",
-    epilog="Start with `fovea train recipes/shapes.yaml`; `fovea config` lists every setting.",
+    epilog="Start with `fovea train shapes`; `fovea recipes` lists recipes, `fovea config` every setting.",
     no_args_is_help=True,
     context_settings={"help_option_names": HELP},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(model_app, name="model")
+app.add_typer(cluster_app, name="cluster")
+app.add_typer(workflow_app, name="workflow")
 
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(grade)
-
-WORDS_HELP = "YAML files of settings (later ones win), and single settings, which win over files; values are YAML."
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP, autocompletion=complete_setting),
-]
+app.command()(serve)
+app.command("import-config", context_settings={"ignore_unknown_options": True})(import_config)
+app.command()(view)
+app.command()(recipes)
+app.command(context_settings={"ignore_unknown_options": True})(plan)
 
 
 def main() -> None:
@@ -69,11 +83,24 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def fovea(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Post-train vision-language models by reinforcement learning."""
+    if num_processes() > 1 and context.invoked_subcommand != "train":
+        _refuse_torchrun(str(context.invoked_subcommand))
+
+
+def _refuse_torchrun(command: str) -> None:
+    if is_worker():
+        raise typer.Exit(ConfigError.exit_code)  # the first process has the message
+    with one_line_errors():
+        raise ConfigError(
+            f"torchrun has started {num_processes()} processes (WORLD_SIZE), each of which would do all of `fovea "
+            f"{command}`; of all commands only `fovea train` shares its work among them: leave torchrun out"
+        )
 
 
 @app.command(
@@ -89,18 +116,20 @@ def train(
     ] = False,
     quiet: Quiet = False,
     debug: Debug = False,
+    supervised_by: Annotated[int | None, typer.Option(hidden=True)] = None,
+    spent_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
     show_help: Annotated[
         bool, typer.Option(*HELP, help="Show this message, or explain the KEYs given with it.")
     ] = False,
 ) -> None:
     """Train a model with the settings of a recipe.
 
-    Examples: fovea train recipes/shapes.yaml seed=1 warmup=null; fovea train recipes/geo3k.yaml
+    Examples: fovea train shapes seed=1 warmup=null; fovea train my_recipe.yaml
     model.path=models/Qwen3-VL-2B-Instruct 'environment.train_files=[train.parquet]'.
     """
     with one_line_errors(debug=debug):
         if show_help:
-            keys = [key for key in map(_bare_key, words or []) if not _is_path(key) and (_is_key(key) or "." in key)]
+            keys = [key for key in map(bare_key, words or []) if not is_recipe(key) and (is_key(key) or "." in key)]
             typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
             return
         if is_worker():
@@ -110,34 +139,55 @@ def train(
 
             return serve_driver()
         recipes, overrides = sort_words(words or [])
-        config = load_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
+        config = load_run_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
+        if supervised_by is not None:
+            end_with(supervised_by)
+        elif config.max_restarts and not dry_run:
+            flags = [flag for flag, is_set in {"--quiet": quiet, "--debug": debug}.items() if is_set]
+            raise typer.Exit(supervise(config, [*flags, *(words or [])]))
         _say_dropped(recipes, overrides)
         if dry_run:
             from fovea.build.dry_run import plan
 
             typer.echo("\n".join(plan(config)))
             return
-        from fovea.build.run import build
-        from fovea.loop import train as train_run
-        from fovea.utils.malloc import keep_freed_memory
+        _train(config, spent_seconds)
 
-        keep_freed_memory()
-        run = build(config)
-        train_run(run)
-        if config.log.progress:
-            typer.echo(after_training(run.folder))
+
+def _train(config: Config, spent_seconds: float) -> None:
+    """Run the loop that the settings call for, and print what to do next.
+
+    `spent_seconds` are those of the attempts before this one.
+    """
+    from fovea.build.run import build
+    from fovea.utils.malloc import keep_freed_memory
+
+    if config.rollout.max_staleness_steps:
+        from fovea.loop_async import train as run_steps
+    else:
+        from fovea.loop import train as run_steps
+
+    keep_freed_memory()
+    run = replace(build(config), spent_seconds=spent_seconds)
+    run_steps(run)
+    if config.log.progress:
+        typer.echo(after_training(run.folder))
 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; the run may still be going.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run folder; the run may still be going.", autocompletion=complete_run),
+    ],
     debug: Debug = False,
 ) -> None:
     """Write report.html (and the reward curve) of a run."""
     with one_line_errors(debug=debug):
         if not run.is_dir():
             raise DataError(f"{run}: no such run folder; `fovea train` prints the folder of a run (run_dir)")
-        from fovea.report.html import CONFIG_FILE, write_report
+        from fovea.report.about import CONFIG_FILE
+        from fovea.report.html import write_report
 
         if not (run / CONFIG_FILE).is_file():
             raise DataError(
@@ -153,18 +203,18 @@ def config(
         typer.Argument(
             metavar="PREFIX|RECIPE|KEY=VALUE",
             help="Keys or sections, such as rollout; recipes and settings as for train.",
-            autocompletion=complete_setting,
+            autocompletion=complete_word,
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List every setting, or show the resolved settings of a recipe.
+    """List all settings, or show those of a recipe.
 
     Settings are listed with type, default and meaning; those of a recipe are YAML. Examples: fovea config rollout;
-    fovea config recipes/shapes.yaml algorithm.name=gspo; the same followed by `algorithm`, for that section alone.
+    fovea config shapes algorithm.name=gspo; the same followed by `algorithm`, for that section alone.
     """
     with one_line_errors(debug=debug):
-        prefixes = [word for word in words or [] if not _is_path(word) and "=" not in word]
+        prefixes = [word for word in words or [] if not is_recipe(word) and "=" not in word]
         if words and len(prefixes) < len(words):
             recipes, overrides = sort_words([word for word in words if word not in prefixes], command="config")
             typer.echo(dump_config(load_config(recipes, overrides), prefixes), nl=False)
@@ -178,7 +228,7 @@ def doctor(
     words: Words = None,
     debug: Debug = False,
 ) -> None:
-    """Show versions, devices and what is missing; check a recipe's parity.
+    """Show versions, devices and what is missing.
 
     The parity gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit
     code 1 when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
@@ -207,49 +257,6 @@ def explain(prefix: str) -> str:
         f"{each.key} = {each.default}    ({each.type}{f'; {MAY_CHANGE}' if each.may_change else ''})\n    {each.doc}"
         for each in describe(prefix)
     )
-
-
-def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], list[str]]:
-    """The words split into recipes and overrides; ConfigError, with the likely intent, for a word that is neither."""
-    recipes, overrides = [], []
-    for word in words:
-        key, equals, _ = word.partition("=")
-        if word.startswith("-"):
-            raise ConfigError(_no_option(word))
-        if equals and "/" not in key and not Path(word).is_file():  # a path may hold `=`
-            overrides.append(word)
-        elif not _is_path(word) and _is_key(word):
-            raise ConfigError(f"{word}: a setting without a value; write {word}=VALUE")
-        else:
-            recipes.append(Path(word))
-    if not recipes:
-        raise ConfigError(f"no recipe given; write fovea {command} recipes/shapes.yaml [KEY=VALUE]...")
-    return recipes, overrides
-
-
-def _no_option(word: str) -> str:
-    key = _bare_key(word)
-    if _is_key(key):
-        value = word.partition("=")[2] or "VALUE"
-        return f"{word}: settings have no dashes; write {key}={value}"
-    return (
-        f"{word}: no such option; there are --dry-run, --quiet, --debug and --help, and settings are written key=value"
-    )
-
-
-def _bare_key(word: str) -> str:
-    return word.lstrip("-").partition("=")[0]
-
-
-def _is_path(word: str) -> bool:
-    return "/" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file()
-
-
-def _is_key(word: str) -> bool:
-    try:
-        return bool(describe(word))
-    except ConfigError:
-        return False
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ def after_training(run: Path) -> str:
     return "\n".join(
         (
             "next:",
+            f"  {fovea} view {folder}",
             f"  {fovea} eval {folder} majority --html eval.html",
             f"  {fovea} export {folder} --out {exported}",
         )

@@ -12,6 +12,8 @@ import yaml
 from fovea.errors import DataError
 from fovea.utils.files import write_atomically
 
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
 
 

@@ -57,11 +57,12 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[NDArray[n
 
 def _draw_reward(panel: Axes, steps: NDArray[np.float64], rewards: NDArray[np.float64]) -> None:
     window = int(np.clip(len(rewards) // 25, 1, 50))
-    panel.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=0.8, label="each step")
     mean, start = running_mean(rewards, window), window // 2  # the first means are over too few steps to show
     panel.plot(steps[start:], mean[start:], color=REWARD_COLOUR, linewidth=2, label=f"mean of {window} steps")
     set_title(panel, "Mean reward of the sampled answers")
-    panel.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=TEXT_COLOUR)
+    if window > 1:
+        panel.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=0.8, zorder=1, label="each step")
+        panel.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=TEXT_COLOUR)
 
 
 def _draw_accuracy(panel: Axes, steps: NDArray[np.float64], accuracies: NDArray[np.float64]) -> None:

@@ -17,7 +17,7 @@ from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, Tar
 from fovea.evaluation.statistics import Estimate
 from fovea.evaluation.tables import mean_text, percent_text
 from fovea.report.html import page_environment
-from fovea.report.samples import png_bytes
+from fovea.report.images import png_bytes
 from fovea.utils.files import write_atomically
 
 MAX_SHOWN = 8

@@ -11,26 +11,30 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fovea.evaluation.statistics import format_interval, wilson_interval
-from fovea.metrics.log import read_metrics
-from fovea.report.about import about
+from fovea.metrics.log import BESIDE_STEPS, read_metrics
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about
 from fovea.report.curve import CURVE_FILE, draw_curve
 from fovea.report.figure_rows import figure_rows
+from fovea.report.images import read_image
 from fovea.report.panels import draw_panels
-from fovea.report.samples import SampleRecord, read_samples, sample_steps
-from fovea.report.summary import SUMMARY_FILE, SummaryJson, read_summary
+from fovea.report.records import SampleRecord
+from fovea.report.samples import read_samples, sample_steps
+from fovea.report.summary import SummaryJson, read_summary
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
 
 REPORT_FILE = "report.html"
-CONFIG_FILE = "config.yaml"
 MAX_SAMPLE_STEPS = 40
 """Steps whose samples are in the page; a bound, because images are embedded."""
+MAX_RECORDS, MAX_ANSWERS = 4, 8
+"""Records shown of a step, and answers of each; `fovea view` shows all."""
 SMALL_IMAGE_PX = 128
 """Smaller images are enlarged without blur."""
 
@@ -70,11 +74,19 @@ class PhaseTotal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRecord:
+    """A sample record with its images (PNG files); None where an image file has been deleted from the run folder."""
+
+    record: SampleRecord
+    images: tuple[bytes | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStep:
     """The sample records of one step."""
 
     step: int
-    records: tuple[SampleRecord, ...]
+    records: tuple[ShownRecord, ...]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -98,6 +110,7 @@ def page_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["css"] = files("fovea.report").joinpath("style.css").read_text(encoding="utf-8")
     environment.filters |= {
         "png_uri": _png_uri,
         "is_small": _is_small,
@@ -127,6 +140,7 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
         "phases": _phase_totals(metrics),
         "machine": _machine_stats(metrics),
         "samples": _sample_steps(run_dir),
+        "max_answers": MAX_ANSWERS,
         "config": config,
     }
 
@@ -180,6 +194,7 @@ def _phase_totals(metrics: Sequence[Metrics]) -> list[PhaseTotal]:
         for key, value in row.items():
             if key.startswith("seconds/") and math.isfinite(value):
                 totals[key.removeprefix("seconds/")] = totals.get(key.removeprefix("seconds/"), 0.0) + value
+    totals = {name: total for name, total in totals.items() if name not in BESIDE_STEPS}
     step = totals.pop("step", 0.0)
     named = sum(totals.values())
     if step > named:
@@ -215,7 +230,14 @@ def _sample_steps(run_dir: Path) -> list[SampleStep]:
     steps = sample_steps(run_dir)
     places = {round(place * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1)) for place in range(MAX_SAMPLE_STEPS)}
     chosen = steps if len(steps) <= MAX_SAMPLE_STEPS else [steps[place] for place in sorted(places)]
-    return [SampleStep(step=step, records=records) for step, records in read_samples(run_dir, chosen).items()]
+    return [
+        SampleStep(step=step, records=tuple(_shown(run_dir, record) for record in records[:MAX_RECORDS]))
+        for step, records in read_samples(run_dir, chosen).items()
+    ]
+
+
+def _shown(run_dir: Path, record: SampleRecord) -> ShownRecord:
+    return ShownRecord(record=record, images=tuple(read_image(run_dir, image.name) for image in record.images))
 
 
 def _values(metrics: Sequence[Mapping[str, float]], key: str) -> list[float]:

@@ -21,8 +21,6 @@ from fovea.types import Evaluation
 from fovea.utils.files import json_number, write_atomically
 from fovea.utils.shown_text import printable
 
-SUMMARY_FILE = "summary.json"
-
 
 class TrainingAccuracy(TypedDict):
     """Accuracies along a run; null where it had no such evaluation."""

@@ -55,7 +55,7 @@ def _complete_in_thread(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Resu
         done = thread.submit(_complete, loop, task)
         try:
             return done.result()
-        except KeyboardInterrupt:  # Python raises it in the main thread only
+        except (KeyboardInterrupt, SystemExit):  # signal handlers raise them in the main thread only
             with suppress(RuntimeError):  # the loop is closed: the coroutine ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)
             raise
@@ -93,6 +93,10 @@ class BackgroundLoop:
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine on that loop; awaited from another loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
+
+    def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a coroutine on that loop; blocks the calling thread until then."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._started()).result()
 
     def close(self, *endings: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Await the endings on the loop, then stop it and its thread; a later `run` starts another.

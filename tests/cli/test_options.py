@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from typer.testing import CliRunner, Result
 from fovea.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["train", "eval", "export", "grade", "report", "config", "doctor"]
-DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes"]
+COMMANDS = ["train", "eval", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
+DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes", "easy-vqa"]
+MODELS = ["smolvl", "smolvl-tower"]
+WORKFLOWS = [["workflow", "vlm-rl-training"], ["workflow", "vlm-rl-eval"]]
 SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
 
 
@@ -22,14 +25,20 @@ def fovea(*words: str) -> Result:
     return CliRunner().invoke(cli.app, words)
 
 
-@pytest.mark.parametrize("words", [[], ["data"]])
+@pytest.mark.parametrize("words", [[], ["data"], ["model"], ["workflow"]])
 def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
     _, _, summaries = CliRunner().invoke(cli.app, [*words, "-h"], env={"COLUMNS": "80"}).stdout.partition("Commands:")
     assert summaries
     assert "..." not in summaries
 
 
-@pytest.mark.parametrize("words", [[name] for name in COMMANDS] + [["data", name] for name in DATA_SETS])
+@pytest.mark.parametrize(
+    "words",
+    [[name] for name in COMMANDS]
+    + [["data", name] for name in DATA_SETS]
+    + [["model", name] for name in MODELS]
+    + WORKFLOWS,
+)
 def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
     result = fovea(*words, "-h")
     assert result.exit_code == 0, result.output
@@ -37,13 +46,34 @@ def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
     assert "--debug" in result.stdout
 
 
-def test_a_shell_completes_settings() -> None:
+def completed(typed: str, folder: Path = ROOT) -> list[str]:
+    """What bash offers for the last word of a command line, by the script that the shell runs."""
     code = "import sys; sys.argv = ['fovea']; from fovea.cli.main import main; main()"
-    asked = {"_FOVEA_COMPLETE": "complete_bash", "COMP_WORDS": "fovea train rollout.top", "COMP_CWORD": "2"}
+    asked = {"_FOVEA_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    environment = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=folder, check=False
     )
-    assert done.stdout.split() == ["rollout.top_p=", "rollout.top_k="]
+    return done.stdout.split()
+
+
+def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
+    assert completed("fovea train rollout.top") == ["rollout.top_p=", "rollout.top_k="]
+    assert completed("fovea train shapes") == ["shapes", "shapes_ppo", "shapes_zoom"]
+    for run in ("first", "second"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").touch()
+    assert completed("fovea view ru", tmp_path) == ["runs/first"]
+    assert completed("fovea eval runs/first --recipe geo3k_", tmp_path) == ["geo3k_qwen2_5_vl_7b"]
+
+
+def test_the_script_for_a_shell_is_printed() -> None:
+    code = "import sys; sys.argv = ['fovea', '--show-completion', 'bash']; from fovea.cli.main import main; main()"
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "complete -o default -F _fovea_completion fovea" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +111,16 @@ def test_a_dry_run_fails_where_the_run_would(
     result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, *words, "--dry-run")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
+def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
+    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "rollout.engine=sglang", "--dry-run"]
+    result = fovea("train", *words)
+    assert result.exit_code == 2
+    assert "SGLang, which is not installed: pip install 'fovea-rl[sglang]'" in result.stderr
+    on_ray = fovea("train", *words, "cluster.gpus_per_node=1")
+    assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
 
 
 def test_a_dry_run_of_several_processes_calls_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.report.evaluation import MAX_SHOWN, outcomes, write_evaluation
-from fovea.report.samples import png_bytes
+from fovea.report.images import png_bytes
 from tests.report.test_html import ATTACK, ATTACKS, Page
 
 RED = Image.new("RGB", (48, 48), (200, 30, 30))
@@ -62,7 +62,7 @@ def test_figures_and_pictures(tmp_path: Path) -> None:
     assert "Rows on which the models differ 2 of 4 rows; 2 shown" in page.text
     pictures = [image["src"] for image in page.attributes("img")]
     assert [base64.b64decode((source or "").partition(",")[2]) for source in pictures] == [png_bytes(RED)] * 4
-    assert len([item for item in page.attributes("li") if item.get("class") == "right"]) == 4
+    assert len([item for item in page.attributes("li") if item.get("class") == "answer right"]) == 4
 
 
 def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:

@@ -9,35 +9,67 @@ from PIL import Image
 
 from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
-from fovea.report.samples import SampleRecord, png_bytes, read_samples, sample_steps, write_samples
+from fovea.report.images import image_path, png_bytes, read_image, write_image
+from fovea.report.records import (
+    GroupSummary,
+    RecordedAnswer,
+    RecordedImage,
+    RecordedMessage,
+    RecordedTurn,
+    SampleRecord,
+    TokenTrace,
+    summary_of,
+)
+from fovea.report.samples import index_line, read_samples, read_step, sample_steps, write_samples
+from fovea.types import Mark
+
+FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
 
 
 def picture(shade: int, side_px: int = 8) -> bytes:
     return png_bytes(Image.fromarray(np.full((side_px, side_px, 3), shade, np.uint8)))
 
 
+def prompt_of(question: str, *images: RecordedImage) -> tuple[RecordedMessage, ...]:
+    return (RecordedMessage(role="user", parts=(*images, question)),)
+
+
 def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
+    right = SampledAnswer(
+        text="\\boxed{3}",
+        reward=1.0,
+        accuracy=1.0,
+        parts={"match": 1.0, "format": 0.5},
+        image_parts=({"seen": 1.0}, {}),
+    )
+    closer = RecordedMessage(role="user", parts=("Look closer.", RecordedImage(name=SECOND)))
+    tokens = TokenTrace(
+        pieces=("\\boxed{", "3}"),
+        engine_logprobs=(-0.5, -0.25),
+        trainer_logprobs=(-0.5, -0.26),
+        advantages=(0.7, 0.7),
+    )
+    turns = (
+        RecordedTurn(text="\\crop{1}", tokens=TokenTrace(pieces=("\\crop{1}",), engine_logprobs=(-1.0,))),
+        RecordedTurn(messages=(closer,), text="\\boxed{3}", tokens=tokens),
+    )
+    mark = Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label="truth")
     fields = {
+        "id": "train/7",
         "prompt": prompt,
         "truth": "3",
         "kind": "count",
-        "images": (picture(10), picture(200)),
+        "messages": prompt_of(prompt, RecordedImage(name=FIRST, frame=(1000, 1000)), RecordedImage(name=SECOND)),
         "answers": (
-            SampledAnswer(
-                text="\\boxed{3}",
-                reward=1.0,
-                accuracy=1.0,
-                parts={"match": 1.0, "format": 0.5},
-                image_parts=({"seen": 1.0}, {}),
-            ),
-            SampledAnswer(text="", reward=-0.5, accuracy=0.0, finish="length"),
+            RecordedAnswer(score=right, turns=turns, marks=(mark,)),
+            RecordedAnswer(score=SampledAnswer(text="", reward=-0.5, accuracy=0.0, finish="length")),
         ),
     }
     return SampleRecord(**(fields | changes))
 
 
 def test_records_read_back_as_written(tmp_path: Path) -> None:
-    early, late = (record(), record("Which colour?")), (record(images=()),)
+    early, late = (record(), record("Which colour?")), (record(messages=prompt_of("How many?")),)
     write_samples(tmp_path, 1200, late)
     write_samples(tmp_path, 50, early)
     assert sample_steps(tmp_path) == [50, 1200]
@@ -51,14 +83,12 @@ def test_a_young_run_has_none(tmp_path: Path) -> None:
 
 
 def test_an_image_is_kept_once(tmp_path: Path) -> None:
-    for step in (1, 2):
-        write_samples(tmp_path, step, [record(), record()])
-    paths = sorted(path.relative_to(tmp_path).parts for path in tmp_path.rglob("*") if path.is_file())
-    assert [parts[:2] for parts in paths] == [
-        *[("samples", "images")] * 2,
-        ("samples", "step-000001.jsonl"),
-        ("samples", "step-000002.jsonl"),
-    ]
+    names = [write_image(tmp_path, picture(shade)) for shade in (10, 200, 10)]
+    assert names[0] == names[2] != names[1]
+    assert sorted(path.stem for path in (tmp_path / "samples" / "images").iterdir()) == sorted(set(names))
+    assert read_image(tmp_path, names[0]) == picture(10)
+    image_path(tmp_path, names[0]).unlink()
+    assert read_image(tmp_path, names[0]) is None
 
 
 def test_a_step_written_again_replaces_the_old(tmp_path: Path) -> None:
@@ -69,22 +99,25 @@ def test_a_step_written_again_replaces_the_old(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["line\nbreak", "u\u2028v\u0085w", "\ud800 half a pair", "数 \x00 😀", '"}\n{"'])
 def test_any_text_reads_back(tmp_path: Path, text: str) -> None:
-    odd = record(text, truth=text, kind=text, answers=(SampledAnswer(text=text, reward=1, accuracy=1),))
+    answer = RecordedAnswer(
+        score=SampledAnswer(text=text, reward=1, accuracy=1), turns=(RecordedTurn(text=text, tokens=None),)
+    )
+    odd = record(text, truth=text, kind=text, id=text, answers=(answer,))
     write_samples(tmp_path, 1, [odd, record()])
     assert read_samples(tmp_path)[1] == (odd, record())
 
 
 def test_a_reward_that_is_not_finite_is_still_valid_json(tmp_path: Path) -> None:
     answer = SampledAnswer(text="x", reward=math.nan, accuracy=0.0, parts={"match": math.inf})
-    write_samples(tmp_path, 1, [record(answers=(answer,))])
+    write_samples(tmp_path, 1, [record(answers=(RecordedAnswer(score=answer),))])
 
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is no JSON")
 
     json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
     (back,) = read_samples(tmp_path)[1][0].answers
-    assert math.isnan(back.reward)
-    assert math.isnan(back.parts["match"])
+    assert math.isnan(back.score.reward)
+    assert math.isnan(back.score.parts["match"])
 
 
 def test_a_large_image_is_kept_small() -> None:
@@ -100,13 +133,48 @@ def test_a_small_image_keeps_its_pixels() -> None:
 
 
 def test_an_image_name_cannot_lead_out_of_the_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "secret.png").write_bytes(b"secret")
-    write_samples(tmp_path, 1, [record(images=(picture(10),))])
+    write_samples(tmp_path, 1, [record()])
     path = tmp_path / "samples" / "step-000001.jsonl"
-    row = json.loads(path.read_text()) | {"images": ["../../secret"]}
-    path.write_text(json.dumps(row) + "\n")
+    path.write_text(path.read_text().replace(FIRST, "../../secret"))
     with pytest.raises(DataError, match=r"step-000001\.jsonl holds no sample records \(.*'\.\./\.\./secret'"):
         read_samples(tmp_path)
+
+
+def test_per_token_values_of_another_length_are_refused(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [record()])
+    path = tmp_path / "samples" / "step-000001.jsonl"
+    path.write_text(path.read_text().replace("[-0.5, -0.26]", "[-0.5]"))
+    with pytest.raises(DataError, match="values of 2, 1 and 2 tokens for 2"):
+        read_step(tmp_path, 1)
+
+
+def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They held the last text of an answer, and the prompt as a question beside its images."""
+    answer = {"text": "3", "reward": 1.0, "accuracy": 1.0, "parts": {"match": 1.0}, "finish": "length"}
+    row = {"kind": "count", "prompt": "How many?", "truth": "3", "images": [FIRST], "answers": [answer]}
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step-000050.jsonl").write_text(json.dumps(row) + "\n")
+    score = SampledAnswer(text="3", reward=1.0, accuracy=1.0, parts={"match": 1.0}, finish="length")
+    expected = SampleRecord(
+        prompt="How many?",
+        truth="3",
+        kind="count",
+        messages=prompt_of("How many?", RecordedImage(name=FIRST)),
+        answers=(RecordedAnswer(score=score),),
+    )
+    assert read_step(tmp_path, 50) == (expected,)
+
+
+def test_the_index_has_a_summary_of_every_group(tmp_path: Path) -> None:
+    write_samples(tmp_path, 50, [record(), record("Which?")])
+    (line,) = (tmp_path / "samples" / "index.jsonl").read_text().splitlines()
+    entry = index_line(line)
+    assert entry.step == 50
+    assert entry.groups == (summary_of(record()), summary_of(record("Which?")))
+    first, second = entry.groups
+    assert first == GroupSummary(kind="count", row=first.row, rewards=(1.0, -0.5), num_truncated=1)
+    assert first.row != second.row
+    assert first.row == summary_of(record(answers=())).row, "the same row in another step"
 
 
 @pytest.mark.parametrize("content", ["no json\n", "{}\n", "[]\n"])

@@ -1,0 +1,49 @@
+"""Images of sample records: PNG files in samples/images of the run folder, each stored once under its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from pathlib import Path
+
+from PIL import Image
+
+from fovea.utils.files import write_atomically
+
+MAX_SIDE_PX = 768
+"""Larger images are stored at this size, enough for display."""
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """The image as the bytes of a PNG file, downscaled to MAX_SIDE_PX if it is larger."""
+    small = image.convert("RGB")
+    small.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX))
+    buffer = io.BytesIO()
+    small.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def write_image(run_dir: Path, png: bytes) -> str:
+    """Store a PNG file in the run folder; returns its name."""
+    name = hashlib.sha256(png).hexdigest()[:16]
+    path = image_path(run_dir, name)
+    if not path.exists():
+        write_atomically(path, png)
+    return name
+
+
+def image_path(run_dir: Path, name: str) -> Path:
+    """Path of a stored image; ValueError for a name that `write_image` cannot have returned."""
+    # a run folder may come from someone else: a name must not lead out of it
+    if not re.fullmatch(r"[0-9a-f]{16}", name):
+        raise ValueError(f"image name {name!r}")
+    return run_dir / "samples" / "images" / f"{name}.png"
+
+
+def read_image(run_dir: Path, name: str) -> bytes | None:
+    """The PNG file of a stored image; None where it has been deleted from the run folder."""
+    try:
+        return image_path(run_dir, name).read_bytes()
+    except FileNotFoundError:
+        return None
