@@ -1,4 +1,4 @@
-"""Settings of every test process, and models of all three families as fixtures."""
+"""Settings of every test process, and models of all Qwen-VL families as fixtures."""
 
 from __future__ import annotations
 

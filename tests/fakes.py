@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from fovea.cluster.local import SharedWeights
+from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
@@ -153,6 +154,10 @@ class BanditPolicy:
     async def save(self, folder: Path) -> None:
         (folder / "table.json").write_text(json.dumps([self.table.tolist(), self.updates]))
 
+    async def finish_save(self) -> None: ...
+
+    async def limit_microbatches(self, max_tokens: int) -> None: ...
+
     async def load(self, folder: Path) -> None:
         table, self.updates = json.loads((folder / "table.json").read_text())
         self.table = np.array(table)
@@ -235,7 +240,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
             cache_gib=0.0,
         )
 
-    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.resume() if resume else None
     train = source("train")
     return Run(
@@ -252,7 +257,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         ),
         engine=engine,
         policy=policy,
-        weight_sync=SharedWeights(policy, engine),
+        weight_sync=MeasuredSync(SharedWeights(policy, engine)),
         warmup=None,
         open_image=no_image,
         evaluator=Evaluator(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from fovea.config.run import Algorithm, Train
 from fovea.models.tiny import TinyParts
+from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
@@ -34,6 +36,26 @@ def make_policy(parts: TinyParts, *, algorithm: Algorithm | None = None, **train
         temperature=0.9,
         max_steps=10,
     )
+
+
+def stepped_gradients(policy: TorchPolicy) -> dict[torch.Tensor, torch.Tensor]:
+    """What the latest optimizer step of each float32 weight was taken on, from now on: an update frees gradients."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+
+    def keep(adamw: torch.optim.Optimizer, *_: object) -> None:
+        weights = [weight for group in adamw.param_groups for weight in group["params"]]
+        found.update({weight: weight.grad.clone() for weight in weights if weight.grad is not None})
+
+    for optimizer in policy._optimizers:
+        optimizer._adamw.register_step_pre_hook(keep)
+    return found
+
+
+def update_gradients(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
+    """The gradients of the policy's float32 parameters in an update of one optimizer step."""
+    found = stepped_gradients(policy)
+    policy.update(batch)
+    return {name: found[weight] for name, weight in trainable_parameters(policy.vlm).items() if weight in found}
 
 
 def make_batch(parts: TinyParts, seed: int = 0) -> Batch:

@@ -31,7 +31,7 @@ SMALL = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"),
     *("algorithm.max_groups_without_signal=4", "algorithm.entropy_coef=0.01"),
     *("evaluate.test_size=4", "evaluate.image_controls=false", "evaluate.shared_images=ignore"),
-    *("train.gradient_checkpointing=false", "train.learning_rate=1e-3"),
+    *("train.gradient_checkpointing=none", "train.learning_rate=1e-3"),
 ]
 
 PHOTOS = ["environment.level_key=null", "curriculum.level_weights=[]", "curriculum.enabled=false", "warmup=null"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,14 +42,14 @@ class Notebook:
         self._client = client
 
     def run(self, code: str, interrupt_at: str | None = None) -> Cell:
-        """Run a cell; with `interrupt_at`, press its stop button once it has printed that text."""
+        """Run a cell; with `interrupt_at`, press its stop button once it has shown that pattern."""
         shown: list[str] = []
 
         def on_output(message: dict[str, Any]) -> None:
             nonlocal interrupt_at
             content = message["content"]
             shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
-            if interrupt_at is not None and interrupt_at in "".join(shown):
+            if interrupt_at is not None and re.search(interrupt_at, "".join(shown)):
                 interrupt_at = None
                 self._manager.interrupt_kernel()
 
@@ -75,7 +75,7 @@ def test_a_run_trains_and_is_evaluated_in_cells(notebook: Notebook, tmp_path: Pa
     assert "step 2/2" in trained.text
     assert (tmp_path / "run" / "summary.json").is_file()
     evaluated = notebook.run(
-        "from fovea.evaluate import OutputFiles, evaluate_targets\n"
+        "from fovea.eval_targets import OutputFiles, evaluate_targets\n"
         "files = OutputFiles(json_file=Path('eval.json'))\n"
         "len(evaluate_targets(['run', 'majority'], [], recipe=None, split='test', output_files=files))"
     )
@@ -96,16 +96,24 @@ def test_a_file_is_graded_in_a_cell(notebook: Notebook, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_stop_button_ends_a_run_cleanly_and_the_next_cell_resumes_it(notebook: Notebook) -> None:
-    words = "'run_dir=run', 'checkpoint.every_steps=1'"
-    stopped = notebook.run(TRAIN + f"train(run_of({words}, 'max_steps=100000'))", interrupt_at="step 1/")
+def test_the_stop_button_saves_the_step_and_the_next_cell_resumes_it(notebook: Notebook) -> None:
+    """No checkpoint is due for long: the one to resume from is that of the stop."""
+    made = (
+        "import fovea\n"
+        "settings = {'model.tiny': {}, 'threads': 1, 'environment.train_size': 64, 'environment.dev_size': 8,\n"
+        "    'environment.test_size': 8, 'rollout.prompts_per_step': 6, 'rollout.samples_per_prompt': 4,\n"
+        "    'rollout.max_new_tokens': 8, 'parity.prompts': 1, 'checkpoint.every_steps': 0, 'run_dir': 'run'}\n"
+    )
+    stopped = notebook.run(made + "fovea.GRPO(settings=settings, max_steps=100000).train()", interrupt_at=r"step [1-9]")
     assert stopped.error == "KeyboardInterrupt"
-    time.sleep(0.5)
+    assert "SIGINT: saved at step" in stopped.text
     left = notebook.run("import threading\n[each.name for each in threading.enumerate() if 'fovea' in each.name]")
     assert left.text == "[]", "the run goes on in its thread"
     resumed = notebook.run(
-        "steps = len(list(Path('run/metrics.jsonl').open()))\n"
-        f"train(run_of({words}, f'max_steps={{steps + 1}}', 'resume=auto'))"
+        "steps = len(fovea.load_run('run').metrics)\n"
+        "again = fovea.GRPO(settings=settings, max_steps=steps + 1, resume='auto').train()\n"
+        "(len(again.metrics) - steps, again.summary['steps'] - steps)"
     )
     assert resumed.error is None, resumed.text
     assert "resumed at step" in resumed.text
+    assert resumed.text.endswith("(1, 1)"), "no step was lost, and none was taken twice"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from PIL import Image
 
 from fovea.build.run import build
@@ -68,6 +69,11 @@ def test_the_commands_of_the_page_run(words: list[str]) -> None:
         assert all(row["reward"] == pytest.approx(row["accuracy"] + 0.1 * row["reward/short"]) for row in rows)
 
 
+def read_overrides(words: list[str]) -> dict[str, object]:
+    pairs = (word.partition("=") for word in words)
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
 def picture(shade: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), (shade, 255 - shade, 0)).save(buffer, "PNG")
@@ -81,13 +87,11 @@ def test_the_frame_of_the_page_trains() -> None:
         urls = [f"{site.url}/{index}.png" for index in range(10)]
         frame = pd.DataFrame(places, columns=["country", "city", "lat", "lon"]).assign(image_url=urls)
         frame.to_csv("photos.csv", index=False)
-        changed = [*SMALL, "data.allow_private_addresses=true", "data.on_bad_row=error"]
-        small = re.sub(r"    \[\n        \*\(\"model.*?\n    \],", "    SETTINGS,", code, flags=re.DOTALL)
-        settings = re.findall(r'"([a-z_.]+=[^"]*)"', code)
-        names = {text.partition("=")[0] for text in changed} | {"model.path", "model.tiny", "model.dtype"}
-        kept = [text for text in settings if text.partition("=")[0] not in names]
-        assert small != code
-        exec(compile(small, "own.md", "exec"), {"SETTINGS": [*kept, *changed]})
+        small = {**read_overrides(SMALL), "data.allow_private_addresses": True, "curriculum.level_weights": []}
+        small |= {"environment.level_key": None, "data.cache_dir": "cache"}
+        replaced = re.sub(r"settings = \{.*?^\}", "settings = SETTINGS", code, flags=re.DOTALL | re.MULTILINE)
+        assert replaced != code
+        exec(compile(replaced, "own.md", "exec"), {"SETTINGS": small})
         assert len(set(site.asked)) > 2
     rows = metrics()
     assert len(rows) == 2
@@ -137,7 +141,7 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     records = [record for step in read_samples(Path("run")).values() for record in step]
     answers = [answer for record in records for answer in record.answers]
     assert answers
-    assert all(answer.image_parts == ({"seen": 0.5},) for answer in answers)
+    assert all(answer.score.image_parts == ({"seen": 0.5},) for answer in answers)
     assert "image 1 <bdi>seen</bdi>" in Path("run/report.html").read_text(encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOVEA = f"""#!{sys.executable}
 # the command, with small sizes for what trains
+import os
 import sys
 
 sizes = ["max_steps=3", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "parity.prompts=1"]
@@ -24,6 +25,8 @@ if any(word.startswith("recipes/") for word in words) and words[0] != "config":
     words += sizes + (scenes if any("shapes" in word for word in words) else [])
 if words[:2] == ["data", "vqa"]:
     words += ["--rows", "80"]
+if words[:1] == ["view"]:
+    words += ["--export", f"viewed-{{os.getpid()}}"]  # the server of the page ends by Ctrl-C
 sys.argv[1:] = words
 from fovea.cli.main import main
 
@@ -33,7 +36,7 @@ main()
 
 def blocks(heading: str) -> list[str]:
     """The blocks of commands below a heading and above the next one."""
-    section = re.split(r"^#+ ", README.partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
+    section = re.split(r"^##+ ", README.partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
     return re.findall(r"^```\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -71,7 +74,7 @@ def demo() -> str:
 def test_the_demo_ends_with_commands_that_work(folder: Path) -> None:
     done = paste(demo(), folder)
     _, _, commands = done.stdout.partition("next:\n")
-    assert len(commands.splitlines()) == 2, done.stdout + done.stderr
+    assert len(commands.splitlines()) == 3, done.stdout + done.stderr
     for line in commands.splitlines():
         assert paste(line, folder).returncode == 0, line
 

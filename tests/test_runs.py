@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from fovea.config.algorithm import DEFAULTS_OF
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
-from tests.tiny_models import FAMILIES
+from fovea.run.checkpoint import Checkpoints
+from tests.saved import saved_bytes
+from tests.tiny_models import DENSE_FAMILIES, FAMILIES
 
 ROOT = Path(__file__).parent.parent
 GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
@@ -71,8 +72,7 @@ def untimed(run_dir: Path) -> list[dict[str, float]]:
 
 
 def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
-    tensors = load_file(run_dir / "checkpoints" / f"step-{step}" / "trainable.safetensors")
-    return {name: array.tobytes() for name, array in tensors.items()}
+    return saved_bytes(run_dir / "checkpoints" / f"step-{step}" / "trainable")
 
 
 def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
@@ -93,25 +93,55 @@ WIDE = ["model.tiny.hidden_size=256", "model.tiny.num_heads=4", "model.tiny.num_
 """Wide enough for packed decoding weights and for updates that look up their rollout's linear outputs."""
 
 
+def kill_amid_a_save(arguments: Sequence[str], run_dir: Path, step: int) -> None:
+    """SIGKILL while the files of this step's checkpoint are written, at least one of them and not all."""
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    partial = run_dir / "checkpoints" / f".step-{step}.partial"
+    try:
+        deadline = time.monotonic() + 120
+        while not any(partial.glob("*/*")):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, "the run took too long to get going"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert partial.is_dir(), "it was complete when the signal came"
+    assert not (partial / "manifest.json").exists()
+
+
+def test_kill_9_amid_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """And in the end a run that waits for its files, bit for bit; with readings before checkpoints."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["max_steps=14", "checkpoint.every_steps=7", "evaluate.every_steps=7", *WIDE]
+    train_shapes(whole, *settings, "checkpoint.background=false")
+    kill_amid_a_save(["train", "recipes/shapes.yaml", f"run_dir={killed}", *SMALL, *settings], killed, step=7)
+    resumed = train_shapes(killed, *settings, "resume=auto")
+    assert "resumed at step 0" in resumed.stdout
+    assert untimed(killed) == untimed(whole)
+    assert final_weights(killed, 14) == final_weights(whole, 14)
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step-14", "step-7"]
+
+
 @pytest.mark.parametrize(
-    "extra",
-    [[], ["model.freeze_vision_tower=true", "threads=2"], [*WIDE, "evaluate.every_steps=7", "max_steps=14"]],
-    ids=["full", "cached features", "wide, with readings before checkpoints"],
+    "extra", [[], ["model.freeze_vision_tower=true", "threads=2"]], ids=["full", "cached features"]
 )
 def test_kill_9_and_resume_equals_never_stopped(extra: list[str], tmp_path: Path) -> None:
-    """Weights byte for byte, metrics digit for digit."""
+    """Weights byte for byte, metrics digit for digit; prompts are rendered ahead only in the run that is killed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["max_steps=40", "checkpoint.every_steps=7", "data.kind_weights.counting=3", *extra]
-    steps = 14 if "max_steps=14" in extra else 40
     train_shapes(whole, *settings)
+    settings.append("data.prefetch_threads=2")
     arguments = ["train", "recipes/shapes.yaml", f"run_dir={killed}", *SMALL, *settings]
     kill_when_steps_are_taken(arguments, killed, steps=10)
     taken = len(read_metrics(killed))
-    assert 10 <= taken < steps
+    assert 10 <= taken < 40
+    saved = Checkpoints(killed, keep=1).newest
+    assert saved is not None
     resumed = train_shapes(killed, *settings, "resume=auto")
-    assert f"resumed at step {taken // 7 * 7}" in resumed.stdout
+    # that of the last seventh step, unless it was being written
+    assert f"resumed at step {saved.name.removeprefix('step-')} " in resumed.stdout
     assert untimed(killed) == untimed(whole)
-    assert final_weights(killed, steps) == final_weights(whole, steps)
+    assert final_weights(killed, 40) == final_weights(whole, 40)
 
 
 def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
@@ -122,6 +152,7 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
     assert json.loads((run_dir / "parity.json").read_text())["passed"]
     assert list((run_dir / "tensorboard").iterdir())
     assert sorted(path.name for path in (run_dir / "samples").glob("*.jsonl")) == [
+        "index.jsonl",
         "step-000001.jsonl",
         "step-000005.jsonl",
     ]
@@ -140,7 +171,7 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
     [
         *([f"model.tiny.family={family}", "model.tiny.head_dim=32"] for family in FAMILIES),
         ["model.lora.rank=4"],
-        ["model.freeze_vision_tower=true", "train.gradient_checkpointing=true"],
+        ["model.freeze_vision_tower=true", "train.gradient_checkpointing=selective"],
         [
             "algorithm.kl.coef=0.01",
             "algorithm.ppo_epochs=2",
@@ -187,7 +218,8 @@ def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "trunk"), [(family, trunk) for family in FAMILIES for trunk in ("shared", "separate")]
+    ("family", "trunk"),
+    [*((family, trunk) for family in DENSE_FAMILIES for trunk in ("shared", "separate")), ("qwen3_vl_moe", "shared")],
 )
 def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path: Path) -> None:
     settings = [
@@ -229,3 +261,15 @@ def test_two_grpo_steps_on_real_geometry(tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["reward"] == row["accuracy"] == row["reward/answer"] for row in rows), "binary, as the recipe says"
     assert json.loads((run_dir / "summary.json").read_text())["by_type"]["all"]["n"] == 8
+
+
+@pytest.mark.slow
+def test_what_is_recorded_of_a_step_changes_nothing_of_its_update(tmp_path: Path) -> None:
+    """The pass for the trainer's log-probs comes between rollout and update."""
+    steps = ("max_steps=3", "warmup.max_steps=20", "log.samples_every_steps=1")
+    for name, tokens in (("kept", 1024), ("none", 0)):
+        train_shapes(tmp_path / name, *steps, f"log.samples_tokens={tokens}")
+    kept, none = (untimed(tmp_path / name) for name in ("kept", "none"))
+    assert all(row["grad_norm"] for row in kept), "nothing was trained"
+    assert all(row["reused_images"] for row in kept[1:]), "updates had the images of their rollouts"
+    assert kept == none

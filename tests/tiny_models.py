@@ -1,7 +1,8 @@
-"""Tiny models of all three families, and prompts with no, one and two images."""
+"""Tiny Qwen-VL models of all families, and prompts with no, one and two images."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts, make_tiny
 from fovea.types import ImageRef, Message, Prompt
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = (*DENSE_FAMILIES, "qwen3_vl_moe")
 CORPUS = ["How many circles are there?", "What colour is the square?", "\\boxed{3}", "\\boxed{red}"] * 20
 CPU = torch.device("cpu")
 
@@ -35,6 +37,15 @@ def user(*parts: str | ImageRef) -> list[Message]:
 
 def tiny(family: str, seed: int = 0, **settings: object) -> TinyParts:
     return make_tiny(TinyModel(family=family, **settings), CORPUS, seed)  # type: ignore[arg-type]
+
+
+def with_dense_layer(parts: TinyParts) -> TinyParts:
+    """A model with experts like this one, but with an MLP for all tokens in its second layer; new weights."""
+    config = copy.deepcopy(parts.network.config)
+    config.text_config.mlp_only_layers = [1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TinyParts(network=type(parts.network)(config).eval(), processor=parts.processor)
 
 
 def save(parts: TinyParts, folder: Path) -> Path:

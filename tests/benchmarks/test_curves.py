@@ -16,6 +16,8 @@ def run(folder: Path, *, readings: bool = True) -> Path:
     for step in range(1, 5):
         # the second step drew twice as many tokens, as dynamic sampling does
         metrics = {"tokens_per_second": 200.0 if step == 2 else 100.0, "seconds/step": 2.0, "entropy": 1 / step}
+        # a step that trained on nothing has none
+        metrics |= {"rollout_train_abs/trained": step / 1000} if step < 4 else {}
         sink.write(step, metrics | ({"accuracy/dev": step / 10} if readings and step % 2 == 0 else {}))
     sink.close()
     return folder
@@ -26,6 +28,7 @@ def test_tokens_are_all_that_were_drawn(tmp_path: Path) -> None:
     assert curve.tokens == [600, 1000]
     assert curve.accuracy == [0.2, 0.4]
     assert curve.entropy == [0.5, 0.25]
+    assert curve.engine_gap == pytest.approx(0.002)
 
 
 def test_a_run_without_readings_says_what_to_set(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.budget import Budget
-from benchmarks.gpu import SHARES, VARIANTS, Findings, main
+from benchmarks.gpu import LARGEST, SHARES, VARIANTS, Findings, main
 from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
 from benchmarks.gpu_parts import Figures
 
@@ -22,6 +22,13 @@ def test_every_part_runs_in_small(tmp_path: Path) -> None:
     assert [row["sequences"] for row in found["decoding"]] == [4, 8]
     assert [row["case"] for row in found["steps"]] == ["2x2, 6 tokens", "4x2, 6 tokens"]
     assert all(0 < row["MFU"] < 1 for row in found["steps"])
+
+
+def test_a_micro_batch_holds_whole_groups() -> None:
+    """Else a group is split, and every part of it computes the prompt again."""
+    prompt_tokens = (LARGEST.image_side_px // 32) ** 2 + 128
+    assert 2 * (prompt_tokens + LARGEST.samples * LARGEST.completion_tokens) < LARGEST.microbatch_tokens
+    assert LARGEST.gradient_checkpointing == "full", "activations of so many tokens do not fit beside 2B weights"
 
 
 def test_without_time_only_the_first_part_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The table of finished runs, from their summaries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import main
+from fovea.report.summary import Summary, write_summary
+from fovea.types import Evaluation
+
+
+def run(folder: Path, *, seed: int, warmup: float | None, final: tuple[float, ...]) -> Path:
+    folder.mkdir()
+    readings = {
+        "before": Evaluation(accuracies={"colour": (0.0,), "count": (1.0, 0.0, 0.0)}),
+        "warmup": None if warmup is None else Evaluation(accuracies={"colour": (warmup,)}),
+        "final": Evaluation(accuracies={"colour": (1.0,), "count": final}, parts={"answer": (0.125,)}),
+        "shuffled_images": Evaluation(accuracies={"colour": (0.2,)}),
+        "blank_images": None,
+    }
+    times = {"warmup_seconds": 1.0, "rl_seconds": 1.0, "total_seconds": 2.0}
+    summary = Summary(**readings, **times, duplicates_across_splits=None, steps=7, seed=seed)  # type: ignore[arg-type]
+    write_summary(folder / "summary.json", summary)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    first = run(tmp_path / "a", seed=0, warmup=0.5, final=(1.0, 1.0, 0.0))
+    second = run(tmp_path / "b", seed=1, warmup=None, final=(0.0, 0.0, 0.0))
+    return [f"GRPO={first},{second}"]
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_a_line_per_run_with_accuracies_by_type(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(runs)
+    headers, _, first, second = cells(capsys.readouterr().out)
+    of_first, of_second = dict(zip(headers, first, strict=True)), dict(zip(headers, second, strict=True))
+    assert (of_first["run"], of_first["seed"], of_first["steps"], of_first["rows"]) == ("GRPO", "0", "7", "4")
+    assert (of_first["before RL"], of_first["colour"], of_first["count"]) == ("0.500", "1.000", "0.667")
+    assert of_first["after"].startswith("0.750 [0.")
+    assert (of_first["shuffled"], of_first["blank"]) == ("0.200", "-")
+    # without a warm-up, RL began from the model as it was
+    assert (of_second["seed"], of_second["before RL"]) == ("1", "0.250")
+
+
+def test_parts_of_the_reward_in_place_of_types(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--parts", *runs])
+    headers, _, first, _ = cells(capsys.readouterr().out)
+    assert "colour" not in headers
+    assert dict(zip(headers, first, strict=True))["answer"] == "0.125"

@@ -1,0 +1,96 @@
+"""The documentation as a site: built without a warning, complete, and without a request to anywhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import fovea
+from fovea.config.describe import describe
+from tests.chromium import open_browser
+
+ROOT = Path(__file__).parent.parent
+LOADS = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(https?:)?//|<link\b[^>]*\bhref=\"?(https?:)?//|url\(['\"]?https?:"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with warnings as errors: links, anchors, pages that no menu has."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    written = {
+        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    }
+    assert written <= set(pages)
+    assert not [name for name, text in pages.items() if LOADS.search(text)]
+    settings = pages["reference/settings.html"]
+    assert all(f"<code>{each.key}</code>" in settings for each in describe())
+    public = set(fovea.__all__) - {"__version__"}
+    assert all(re.search(rf'id="fovea\.[\w.]+\.{name}"', pages["reference/python.html"]) for name in public)
+    assert 'id="fovea.environments.base.Environment.tasks"' in pages["reference/protocols.html"]
+    # a link out of docs/ leads to the file's page
+    assert "source/fovea/loop.py.html" in pages["index.html"]
+    assert "def train(" in re.sub(r"<[^>]+>", "", pages["source/fovea/loop.py.html"])
+    found = {each["location"] for each in json.loads((site / "search" / "search_index.json").read_text())["docs"]}
+    assert "reference/settings.html#rolloutsamples_per_prompt" in found
+    assert not any(location.startswith("source/fovea/") for location in found)
+
+
+@pytest.mark.browser
+def test_the_search_finds_a_setting_and_asks_nobody_else(site: Path, tmp_path: Path) -> None:
+    with served(site) as address, open_browser(tmp_path) as page:
+        page.call("Network.enable")
+        page.open(f"{address}/get-started.html?q=samples_per_prompt", dark=True)
+        found = "a.md-search-result__link[href$='#rolloutsamples_per_prompt']"
+        page.wait_for(f"document.querySelector({json.dumps(found)})")
+        assert page.evaluate("document.body.dataset.mdColorScheme") == "slate"
+        asked = [
+            event["params"]["request"]["url"]
+            for event in page.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
+        assert asked
+        assert all(url.startswith((address, "data:", "about:", "blob:")) for url in asked)
+        assert not page.problems
+        page.open(f"{address}/index.html", width=390)
+        page.wait_for("document.readyState == 'complete'")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert not page.problems

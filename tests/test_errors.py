@@ -1,0 +1,44 @@
+"""Errors that cross a process border arrive as they were raised."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fovea
+from fovea.errors import BadRowError, FoveaError, MicrobatchMemoryError
+
+MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
+    BadRowError: ("image_damaged",),
+    MicrobatchMemoryError: (512,),
+}
+"""Arguments behind the message, of the errors that take some."""
+PACKAGE = Path(fovea.__file__).parent
+
+
+def subclasses(of: type[FoveaError]) -> Iterator[type[FoveaError]]:
+    yield of
+    for each in of.__subclasses__():
+        yield from subclasses(each)
+
+
+def all_errors() -> list[type[FoveaError]]:
+    """Those of all files that define one."""
+    for file in PACKAGE.rglob("*.py"):
+        if re.search(r"^class \w+Error\(", file.read_text(encoding="utf-8"), re.MULTILINE):
+            importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
+    found = (each for each in subclasses(FoveaError) if each.__module__.startswith("fovea."))
+    return sorted(set(found), key=lambda each: each.__name__)
+
+
+@pytest.mark.parametrize("kind", all_errors())
+def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
+    error = kind("the message", *MORE_ARGUMENTS.get(kind, ()))
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is kind
+    assert (str(arrived), vars(arrived)) == ("the message", vars(error))

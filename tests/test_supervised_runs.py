@@ -1,0 +1,159 @@
+"""Whole runs with `max_restarts` whose processes are killed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fovea.metrics.log import read_metrics
+from tests.test_ended_runs import arguments, going
+from tests.test_runs import ROOT, environment, final_weights, fovea, untimed
+
+STEPS = 12
+SETTINGS = (f"max_steps={STEPS}", "checkpoint.every_steps=4", "max_restarts=1")
+
+
+def child_of(supervisor: int) -> int:
+    (child,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    return int(child)
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_ended(process: int) -> None:
+    for _ in range(600):
+        if not is_running(process):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {process} was left behind")
+
+
+def test_a_killed_run_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Killed twice with a single restart to spare: a checkpoint between the two gives it back."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    with going(killed, *SETTINGS, steps=5) as process:
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "the parent is small"
+        os.kill(first := child_of(process.pid), signal.SIGKILL)
+        while len(read_metrics(killed)) < 9 or child_of(process.pid) == first:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(child_of(process.pid), signal.SIGKILL)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "killed by signal 9 (Killed): starting again from the checkpoint of step 4; 0 restarts left" in err
+    assert "starting again from the checkpoint of step 8; 0 restarts left until a new checkpoint" in err
+    assert "resumed at step 4 from" in out
+    done = fovea(*arguments(whole, *SETTINGS))
+    assert done.returncode == 0, done.stderr
+    assert untimed(killed) == untimed(whole)
+    assert final_weights(killed, STEPS) == final_weights(whole, STEPS)
+
+
+SUICIDE = """\
+import os, signal
+
+def reward(task, text, images):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_dies_at_the_same_place_again_ends(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SUICIDE)
+    done = fovea(*arguments(tmp_path / "run", *SETTINGS, f"reward={tmp_path / 'own.py'}:reward"))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines() == [
+        "killed by signal 9 (Killed): starting again from the beginning; 0 restarts left until a new checkpoint",
+        "killed by signal 9 (Killed), and max_restarts=1 were used up without a new checkpoint; resume=auto goes on "
+        "from the beginning",
+    ]
+
+
+def test_an_error_of_the_user_is_final_and_leaves_no_folder(tmp_path: Path) -> None:
+    pattern = tmp_path / "runs" / "{name}-{time}"
+    done = fovea(*arguments(pattern, *SETTINGS, "reward=missing.py:reward"))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)], ids=str
+)
+def test_a_signal_to_the_supervisor_lets_the_step_end_and_saves_it(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    with going(tmp_path, *SETTINGS, "max_steps=200", "checkpoint.every_steps=0", steps=3) as process:
+        child = child_of(process.pid)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert f"{number.name}: the run ends after this step" in err
+    assert f"saved at step {len(read_metrics(tmp_path))}" in out
+    assert "starting again" not in err
+    assert not is_running(child)
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_is_killed_lets_the_run_end_saved(tmp_path: Path) -> None:
+    with going(tmp_path, *SETTINGS, "max_steps=200", "checkpoint.every_steps=0", steps=3) as process:
+        child = child_of(process.pid)
+        process.kill()
+        process.wait()
+        wait_until_ended(child)
+    taken = len(read_metrics(tmp_path))
+    assert taken < 200
+    assert (tmp_path / "checkpoints" / f"step-{taken}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_supervised_run_stops_and_continues_with_its_shell(tmp_path: Path) -> None:
+    with going(tmp_path, *SETTINGS, "max_steps=200", steps=3) as process:
+        child = child_of(process.pid)
+        process.send_signal(signal.SIGTSTP)
+        state_of = {each: Path(f"/proc/{each}/stat") for each in (process.pid, child)}
+        for _ in range(100):
+            states = {path.read_text().rpartition(")")[2].split()[0] for path in state_of.values()}
+            if states == {"T"}:
+                break
+            time.sleep(0.05)
+        assert states == {"T"}, "both are stopped"
+        taken = len(read_metrics(tmp_path))
+        process.send_signal(signal.SIGCONT)
+        while len(read_metrics(tmp_path)) <= taken:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+@pytest.mark.slow
+def test_a_supervised_run_has_the_terminal(tmp_path: Path) -> None:
+    """The live display writes to the terminal that `script` makes, and a killed one gives its cursor back."""
+    (tmp_path / "own.py").write_text(SUICIDE)
+    words = [sys.executable, "-m", "fovea", *arguments(tmp_path / "run", *SETTINGS)]
+    command = shlex.join([*words, f"reward={tmp_path / 'own.py'}:reward", "evaluate.before_training=false"])
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    assert done.stdout.count("\x1b[?25h") == 2, "once behind each of the two deaths"
