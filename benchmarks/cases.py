@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,7 @@ class Case:
     lora_rank: int | None = None
     same_rows: bool = False
     """Every step repeats the rows of the first, so that features of a frozen tower come from the cache."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     max_batch_tokens: int | None = None
     """Token budget of Fovea's engine; None: the default."""
     microbatch_tokens: int = 1024
@@ -128,9 +129,13 @@ FAMILIES = {"many": ("many_4", "many_8", "many_16")}
 def make_parts(case: Case, seed: int = 0) -> TinyParts:
     """Weights, tokenizer and image processor of a case, equal for equal arguments; without stop tokens."""
     parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed)
-    if case.vocabulary is not None:
-        parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)
-    return parts
+    if case.vocabulary is None:
+        return parts
+    parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)
+    tokenizer = parts.processor.tokenizer
+    # ids that no token has are never drawn: completions of a few hundred ids would spare caches what a real one costs
+    tokenizer.add_tokens([f"<{index}>" for index in range(len(tokenizer), case.vocabulary)])
+    return with_processor(parts.network, tokenizer, parts.processor.image_processor, parts.processor.name)
 
 
 def endless(parts: TinyParts) -> TinyParts:

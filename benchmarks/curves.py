@@ -1,4 +1,4 @@
-"""Held-out accuracy of finished runs against generated tokens, as a figure and a table.
+"""Held-out accuracy of finished runs against generated tokens, as a figure and a Markdown table.
 
     python -m benchmarks.curves --out docs/ppo_and_grpo.png GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
 
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +27,9 @@ from fovea.utils.files import write_atomically
 
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")
 WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
+ENGINE_GAP = "rollout_train_abs/trained"
+TABLE_COLUMNS = 120
+"""Characters of a line of the table, so that a file gets it as a terminal does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,8 @@ class Curve:
     accuracy: list[float]
     entropy: list[float]
     """Entropy of the policy at each evaluation, in nats per token."""
+    engine_gap: float
+    """Difference of the engine's log-probs from the trainer's, without sign: mean over the steps that have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,12 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
     curves = [read_curve(name, Path(folder)) for name, folders in named for folder in folders]
     _draw(curves, options.out, with_entropy=options.entropy)
-    Console().print(_table(curves))
+    Console(width=TABLE_COLUMNS).print(_table(curves))
 
 
 def read_curve(name: str, folder: Path) -> Curve:
     """Read the dev accuracies of a run; ValueError if it has none."""
     rows = read_metrics(folder)
+    gaps = [row[ENGINE_GAP] for row in rows if ENGINE_GAP in row]
     # tokens of all scored groups: dynamic sampling generates more than a step trains on
     generated = list(accumulate(row["tokens_per_second"] * row["seconds/step"] for row in rows))
     read = [index for index, row in enumerate(rows) if "accuracy/dev" in row]
@@ -66,6 +74,7 @@ def read_curve(name: str, folder: Path) -> Curve:
         tokens=[generated[index] for index in read],
         accuracy=[rows[index]["accuracy/dev"] for index in read],
         entropy=[rows[index].get("entropy", float("nan")) for index in read],
+        engine_gap=fmean(gaps) if gaps else float("nan"),
     )
 
 
@@ -94,13 +103,14 @@ def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
 
 
 def _table(curves: Sequence[Curve]) -> Table:
-    table = Table(title="Held-out accuracy (dev)", title_justify="left")
-    for header in ("run", "first", "half way", "best", "last", "last entropy", "tokens"):
+    table = Table(title="Held-out accuracy (dev)", title_justify="left", box=MARKDOWN)
+    for header in ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens"):
         table.add_column(header, justify="left" if header == "run" else "right")
     for curve in curves:
         half = curve.accuracy[len(curve.accuracy) // 2]
         numbers = (curve.accuracy[0], half, max(curve.accuracy), curve.accuracy[-1], curve.entropy[-1])
-        table.add_row(f"{curve.name} {curve.folder.name}", *(f"{x:.3f}" for x in numbers), f"{curve.tokens[-1]:,.0f}")
+        cells = [*(f"{x:.3f}" for x in numbers), f"{curve.engine_gap:.1e}", f"{curve.tokens[-1]:,.0f}"]
+        table.add_row(f"{curve.name} {curve.folder}", *cells)
     return table
 
 

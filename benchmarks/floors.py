@@ -25,6 +25,7 @@ from benchmarks.cases import CASES, Case
 from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
 from benchmarks.ours import Ours, config_of
 from benchmarks.process import restart_with_tuned_malloc
+from fovea.config.backends import EmbeddedEngine
 from fovea.models.families.registry import family_of
 from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
@@ -127,7 +128,9 @@ def _num_bytes(module: torch.nn.Module) -> int:
 def reuses_rollout(case: Case) -> bool:
     """Whether the update reuses linear outputs and image features of the rollout."""
     config = config_of(case)
-    return config.rollout.engine.reuse_gib > 0 and not config.train.gradient_checkpointing
+    engine = config.rollout.engine
+    assert isinstance(engine, EmbeddedEngine), f"a benchmark of the embedded engine on {engine.name}"
+    return engine.reuse_gib > 0 and config.train.gradient_checkpointing == "none"
 
 
 def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fovea.build.run import build
 from fovea.cluster.local import LocalPolicy, SharedWeights
+from fovea.cluster.measured import MeasuredSync
 from fovea.cluster.weights import WeightSource
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             assert isinstance(run.policy, LocalPolicy)
             assert isinstance(run.engine, EmbeddedEngine)
             source = RoundedWeights(run.policy.worker, options.bits)
-            run = replace(run, weight_sync=SharedWeights(source, run.engine))
+            run = replace(run, weight_sync=MeasuredSync(SharedWeights(source, run.engine)))
         train(run)
 
 

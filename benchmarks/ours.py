@@ -10,8 +10,11 @@ from time import perf_counter
 from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
 from benchmarks.timing import StepTimes
 from fovea.advantages import with_advantages
-from fovea.build.engine import make_engine, make_tape
+from fovea.build.data import prefetch_threads
+from fovea.build.engine import make_embedded, make_tape
 from fovea.cluster.local import LocalPolicy, SharedWeights
+from fovea.cluster.measured import MeasuredSync
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.run import Config, Lora, Model
 from fovea.data.images import ImageOpener
 from fovea.data.order import Order
@@ -22,10 +25,11 @@ from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
+from fovea.models.recompute import recompute_activations
 from fovea.models.render import Renderer
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import choose_trainable, recompute_activations
+from fovea.models.trainable import choose_trainable
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.collect import collect
@@ -81,6 +85,11 @@ class Ours:
             phases=phases,
         )
 
+    def plain_step(self) -> StepTimes:
+        """Take and time a step whose update reuses nothing, as one in `train.plain_update_every_steps` does."""
+        self.shared.policy._steps = 0
+        return self.step()
+
     def draw(self) -> Batch:
         """Roll out and return the samples; every group is kept."""
         run, rollout = self._run, self._run.config.rollout
@@ -109,12 +118,12 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
     config = config_of(case)
     parts = endless(parts)
     choose_trainable(parts.network, config.model, config.seed)
-    if config.train.gradient_checkpointing:
-        recompute_activations(parts.network)
+    recompute_activations(parts.network, config.train.gradient_checkpointing)
     cache = None if config.model.trains_vision else FeatureCache(2**30)
     vlm = VLM(parts.network, parts.processor.banned_ids, attention=attention, feature_cache=cache).to(device)
     tape = make_tape(config, vlm)
-    engine = make_engine(config, parts.processor, vlm, tape)
+    assert isinstance(config.rollout.engine, EmbeddedSettings)
+    engine = make_embedded(config.rollout.engine, parts.processor, vlm, tape)
     assert isinstance(engine, EmbeddedEngine), "a family without a fast path"
     return Shared(
         parts=parts,
@@ -169,6 +178,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         on_bad_row=config.data.on_bad_row,
         cache_gib=0.0,
     )
+    source.render_ahead(prefetch_threads(config.data, shared.vlm.device))
     folder = Path(tempfile.mkdtemp())
     return Run(
         config=config,
@@ -184,7 +194,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         ),
         engine=shared.engine,
         policy=LocalPolicy(shared.policy),
-        weight_sync=SharedWeights(shared.policy, shared.engine),
+        weight_sync=MeasuredSync(SharedWeights(shared.policy, shared.engine)),
         warmup=None,
         open_image=OPENER,
         evaluator=Evaluator(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 # by default glibc returns memory to the kernel after every step, and TRL loses a third of its time to page faults
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}
@@ -24,3 +25,19 @@ def last_number(module: str, *arguments: str) -> float:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
     return float(done.stdout.strip().splitlines()[-1])
+
+
+def children(process: int) -> list[int]:
+    """Ids of the child processes of a process; none where it has ended."""
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_running(process: int) -> bool:
+    """Whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

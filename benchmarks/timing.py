@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
+
+DISTURBED = 0.2
+"""Spread from which on the second digit of a ratio says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +36,43 @@ def spread(steps: Sequence[StepTimes]) -> float:
     """Relative spread of the step times: (slowest - fastest) / median."""
     whole = [times.step for times in steps]
     return (max(whole) - min(whole)) / median(whole)
+
+
+def with_plain_share(times: StepTimes, plain: StepTimes, every_steps: int) -> StepTimes:
+    """Times of a mean step, of which one in `every_steps` takes the times of `plain` instead."""
+
+    def mean(usual: float, other: float) -> float:
+        return usual + (other - usual) / every_steps
+
+    return replace(
+        times,
+        step=mean(times.step, plain.step),
+        rollout=mean(times.rollout, plain.rollout),
+        train=mean(times.train, plain.train),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """How many times as long the steps of one side take as those of the other, step by step in turn."""
+
+    of_medians: float
+    paired: float
+    """Median of the ratios of steps that were taken one after the other, which share what disturbs the machine."""
+    of_best: float
+    """Ratio of the fastest steps, which the machine disturbed least."""
+
+    @staticmethod
+    def of(slow: Sequence[float], fast: Sequence[float]) -> Speedup:
+        """The speedup of `fast` over `slow`, of as many steps each."""
+        return Speedup(
+            of_medians=median(slow) / median(fast),
+            paired=median(theirs / ours for theirs, ours in zip(slow, fast, strict=True)),
+            of_best=min(slow) / min(fast),
+        )
+
+
+def shown_ratio(ratio: float, spreads: Sequence[float]) -> str:
+    """The ratio with two significant digits, or with one where either side's steps differ by more than a fifth."""
+    digits = 1 if max(spreads) > DISTURBED else 2
+    return f"{float(f'{ratio:.{digits}g}'):g}x"

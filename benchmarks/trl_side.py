@@ -25,7 +25,6 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from benchmarks.cases import Case, make_parts, make_tasks, reward_of
 from benchmarks.ours import LEARNING_RATE
 from benchmarks.timing import StepTimes
-from fovea.config.model import LANGUAGE_LINEARS
 from fovea.models.tiny import TinyParts
 
 
@@ -55,22 +54,27 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Callback that times each step and then calls `after`."""
+    """Callback that times each step, the reading of its rows included, and then calls `after`."""
 
     def __init__(self, after: Callable[[StepTimes], None]) -> None:
         self._after = after
         self.trainer: TimedTrainer | None = None
         self._started = 0.0
 
-    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        assert self.trainer is not None
-        self.trainer.rollout_seconds = self.trainer.tokens = 0.0
-        self._started = perf_counter()
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self._restart()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         assert self.trainer is not None
         whole, rollout = perf_counter() - self._started, self.trainer.rollout_seconds
         self._after(StepTimes(step=whole, rollout=rollout, train=whole - rollout, tokens=self.trainer.tokens))
+        self._restart()
+
+    def _restart(self) -> None:
+        assert self.trainer is not None
+        self.trainer.rollout_seconds = self.trainer.tokens = 0.0
+        # not in `on_step_begin`, which comes after the rows have been read
+        self._started = perf_counter()
 
 
 def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: TinyParts | None = None) -> None:
@@ -146,9 +150,8 @@ def _dataset(case: Case, steps: int) -> Dataset:
 def _lora(case: Case) -> LoraConfig | None:
     if case.lora_rank is None:
         return None
-    names = "|".join(LANGUAGE_LINEARS)
     return LoraConfig(
-        r=case.lora_rank, lora_alpha=case.lora_rank, lora_dropout=0.0, target_modules=rf".*language_model.*\.({names})"
+        r=case.lora_rank, lora_alpha=case.lora_rank, lora_dropout=0.0, target_modules=r".*language_model.*_proj"
     )
 
 

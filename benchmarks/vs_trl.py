@@ -3,15 +3,20 @@
     python -m benchmarks.vs_trl --cases tiny,mid --steps 5 --json result.json
 
 Counted on both sides: image processing, tokenising, sampling, log-probs, rewards, loss, clipping, metrics, AdamW.
-Figures are medians over the steps after one warm-up step. Peak memory is measured in a separate process for each side.
+Figures are medians over the steps after one warm-up step; of ours, one update in `train.plain_update_every_steps`
+counts as one that reuses nothing. Peak memory is measured in a separate process for each side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,31 +25,38 @@ from rich.table import Table
 from benchmarks.cases import CASES, FAMILIES, Case
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
-from benchmarks.timing import StepTimes, medians, spread
+from benchmarks.timing import Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
+from fovea.config.run import Train
 from fovea.metrics.log import peak_rss_gib
 
 MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1
-THREADS = 1
+PHASES = ("step", "rollout", "train")
+Results = dict[str, dict[str, dict[str, Any]]]
+"""Figures of each case, in the groups of the JSON file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.alone:
+        torch.set_num_threads(options.threads)
         _run_alone(options.alone, CASES[options.cases[0]], options.steps)
         return
     restart_with_tuned_malloc(MODULE)
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(options.threads)
+    machine = f"{cpu_model()}, {options.threads} of {os.cpu_count()} cores"
     results = {name: _compare(name, options.steps, memory=not options.no_memory) for name in options.cases}
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
-    Console().print(_table(results))
+        with_machine = {name: result | {"machine": machine} for name, result in results.items()}
+        Path(options.json).write_text(json.dumps(with_machine, indent=2) + "\n")
+    Console().print(_table(results, machine))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vs_trl", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=_case_names, default=_default_cases(), help=_cases_help())
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each side")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
     parser.add_argument("--alone", choices=("ours", "trl"), help=argparse.SUPPRESS)
@@ -68,12 +80,12 @@ def _case_names(text: str) -> list[str]:
     return names
 
 
-def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, float]]:
+def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, Any]]:
     """Time both sides in turn, in this process."""
     from benchmarks import trl_side  # noqa: PLC0415  the process that measures Fovea's memory must not import TRL
 
     case, total = CASES[name], steps + WARM_STEPS
-    ours, our_times, their_times = Ours(case, total), list[StepTimes](), list[StepTimes]()
+    ours, our_times, their_times = Ours(case, total + 1), list[StepTimes](), list[StepTimes]()
 
     def after(theirs: StepTimes) -> None:
         their_times.append(theirs)
@@ -83,19 +95,22 @@ def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, floa
         print(f"{name}: TRL {theirs.step:.2f} s, ours {mine.step:.2f} s, {theirs.step / mine.step:.2f}x", flush=True)
 
     trl_side.train(case, total, after)
-    our_times, their_times = our_times[WARM_STEPS:], their_times[WARM_STEPS:]
-    result = {"ours": medians(our_times), "trl": medians(their_times)}
-    ratios = {
-        key: result["trl"][f"{key}_seconds"] / result["ours"][f"{key}_seconds"] for key in ("step", "rollout", "train")
-    }
-    result["spread"] = {"ours": spread(our_times), "trl": spread(their_times)}
+    every, plain = Train().plain_update_every_steps, ours.plain_step()
+    spreads = {"ours": spread(our_times[WARM_STEPS:]), "trl": spread(their_times[WARM_STEPS:])}
+    our_times = [with_plain_share(times, plain, every) for times in our_times[WARM_STEPS:]]
+    their_times = their_times[WARM_STEPS:]
+    result = {"ours": medians(our_times) | {"plain_step_seconds": plain.step}, "trl": medians(their_times)}
     for side in ("ours", "trl") if memory else ():
-        result[side]["peak_rss_gib"] = last_number(MODULE, "--alone", side, "--cases", name, "--steps", "2")
-    return result | {"speedup": ratios}
+        alone = ("--alone", side, "--cases", name, "--steps", "2", "--threads", str(torch.get_num_threads()))
+        result[side]["peak_rss_gib"] = last_number(MODULE, *alone)
+    speedups = {
+        phase: asdict(Speedup.of(*([getattr(times, phase) for times in side] for side in (their_times, our_times))))
+        for phase in PHASES
+    }
+    return result | {"spread": spreads, "speedup": speedups}
 
 
 def _run_alone(side: str, case: Case, steps: int) -> None:
-    torch.set_num_threads(THREADS)
     if side == "ours":
         ours = Ours(case, steps)
         for _ in range(steps):
@@ -107,21 +122,37 @@ def _run_alone(side: str, case: Case, steps: int) -> None:
     print(peak_rss_gib())
 
 
-def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
+def cpu_model() -> str:
+    """Name of the processor, as Linux has it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _table(results: Results, machine: str) -> Table:
     table = Table(title="Seconds a step (median) and how many times faster Fovea is than TRL")
-    for header in ("case", "ours", "TRL", "step", "rollout", "train", "spread ours/TRL", "GiB ours/TRL"):
-        table.add_column(header, justify="left" if header == "case" else "right")
+    headers = ("case", "machine", "ours", "TRL", "step", "paired", "best", "rollout", "train", "spread", "GiB")
+    for header in headers:
+        table.add_column(header, justify="left" if header in ("case", "machine") else "right")
     for name, result in results.items():
         ours, trl, speedup, spreads = (result[key] for key in ("ours", "trl", "speedup", "spread"))
         table.add_row(
             name,
+            machine,
             f"{ours['step_seconds']:.2f}",
             f"{trl['step_seconds']:.2f}",
-            *(f"{speedup[key]:.2f}x" for key in ("step", "rollout", "train")),
+            *(shown_ratio(ratio, tuple(spreads.values())) for ratio in _ratios(speedup)),
             f"{spreads['ours']:.0%} / {spreads['trl']:.0%}",
             f"{ours.get('peak_rss_gib', 0):.2f} / {trl.get('peak_rss_gib', 0):.2f}",
         )
     return table
+
+
+def _ratios(speedup: dict[str, dict[str, float]]) -> list[float]:
+    """Of medians, of pairs and of the best for a whole step; of medians for its halves."""
+    step = speedup["step"]
+    halves = (speedup[half]["of_medians"] for half in ("rollout", "train"))
+    return [step["of_medians"], step["paired"], step["of_best"], *halves]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""The rollout engines side by side: tokens per second, start-up, pushes and memory, on one model and the same requests.
+
+    python -m benchmarks.engines embedded=.venv/bin/python vllm=.venv-vllm/bin/python sglang=.venv-sglang/bin/python
+
+Each engine is a whole run of `fovea train` in the environment named for it, one after another, so that a figure holds
+what a user waits for. The model has random weights and a mid size, so that completions end at their longest. Start-up
+is the time until the first step begins, parity gate included. Memory is the most that the run's processes held
+together, pages that they share counted once (Pss). The gap is the largest difference of a token's log-prob between
+engine and trainer in the parity gate. The other figures are medians over the steps after the first ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.plan_check import COMMON, MID, RECIPES, REWARD
+from benchmarks.process import MALLOC
+from fovea.metrics.log import read_metrics
+from fovea.run.parity import PARITY_FILE
+
+WARM_STEPS = 2
+"""First steps of a run, which are not counted: caches fill, and the first push sends all weights."""
+LOOK_SECONDS = 0.1
+SIZES = (
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "rollout.max_new_tokens=64",
+    "evaluate.test_size=1",
+    "parity.prompts=4",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One engine's row of the table."""
+
+    startup_seconds: float
+    step_tokens: float
+    """Completion tokens of a step, the same for all engines where no completion ends early."""
+    tokens_per_second: float
+    """Completion tokens by the time of the rollout alone."""
+    push_seconds: float
+    peak_gib: float
+    largest_gap: float
+    """Largest difference between a token's log-prob in the engine and in the trainer, nats."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    found = {name: measure(name, python, options.steps, options.settings) for name, python in options.engines}
+    if options.json:
+        options.json.write_text(json.dumps({name: asdict(row) for name, row in found.items()}, indent=2) + "\n")
+    Console().print(_table(found))
+
+
+def measure(engine: str, python: str, steps: int, settings: Sequence[str] = ()) -> Figures:
+    """Run an engine; RuntimeError with the end of what the run printed if it fails."""
+    with tempfile.TemporaryDirectory(prefix="fovea-engines-") as name:
+        folder = Path(name)
+        (folder / "reward.py").write_text(REWARD)
+        words = [str(RECIPES / "shapes.yaml"), *COMMON, MID, *SIZES, *settings, f"max_steps={steps + WARM_STEPS}"]
+        places = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", f"rollout.engine={engine}"]
+        # not resolved: the path of an environment's interpreter is what makes it that environment's
+        return _figures(
+            folder / "run", _run([os.path.abspath(python), "-m", "fovea", "train", *words, *places], folder)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A run as seen from outside."""
+
+    peak_bytes: int
+    first_row_seconds: float
+    """Time until the metrics of the first step were written."""
+
+
+def _run(command: Sequence[str], folder: Path) -> Seen:
+    started, peak_bytes, first_row_seconds = time.monotonic(), 0, 0.0
+    with (folder / "output").open("w") as output:
+        environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            peak_bytes = max(peak_bytes, _held_bytes(process.pid))
+            if not first_row_seconds and read_metrics(folder / "run"):
+                first_row_seconds = time.monotonic() - started
+            time.sleep(LOOK_SECONDS)
+    if process.returncode:
+        said = (folder / "output").read_text()[-2000:]
+        raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}:\n{said}")
+    return Seen(peak_bytes=peak_bytes, first_row_seconds=first_row_seconds)
+
+
+def _figures(run: Path, seen: Seen) -> Figures:
+    first, *counted = read_metrics(run)
+    counted = counted[WARM_STEPS - 1 :]
+    tokens = [row["tokens_per_second"] * row["seconds/step"] for row in counted]
+    kinds = json.loads((run / PARITY_FILE).read_text())["prompts"]
+    return Figures(
+        startup_seconds=seen.first_row_seconds - first["seconds/step"],
+        step_tokens=median(tokens),
+        tokens_per_second=median(n / row["seconds/rollout"] for n, row in zip(tokens, counted, strict=True)),
+        push_seconds=median(row["seconds/push"] for row in counted),
+        peak_gib=seen.peak_bytes / 2**30,
+        largest_gap=max(kind["max_abs"] for kind in kinds),
+    )
+
+
+def _held_bytes(pid: int) -> int:
+    held = 0
+    try:
+        parent = psutil.Process(pid)
+        for each in (parent, *parent.children(recursive=True)):
+            held += each.memory_full_info().pss
+    except psutil.Error:  # one has ended meanwhile
+        pass
+    return held
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__.split("\n")[0])
+    parser.add_argument("engines", nargs="+", type=_engine, metavar="ENGINE=PYTHON", help="an engine, and its python")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each run")
+    parser.add_argument("--settings", nargs="*", default=(), help="further settings of all runs")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
+    return parser.parse_args(arguments)
+
+
+def _engine(text: str) -> tuple[str, str]:
+    name, _, python = text.partition("=")
+    if not Path(python).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file: {python!r}; give ENGINE=PATH/TO/python")
+    return name, python
+
+
+def _table(found: Mapping[str, Figures]) -> Table:
+    table = Table(title="rollout engines, the same model and requests", title_justify="left")
+    for heading in ("engine", "start-up s", "tokens", "tokens/s", "push s", "peak GiB", "log-prob gap"):
+        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    for name, row in found.items():
+        numbers = (f"{row.startup_seconds:.1f}", f"{row.step_tokens:.0f}", f"{row.tokens_per_second:.0f}")
+        table.add_row(name, *numbers, f"{row.push_seconds:.3f}", f"{row.peak_gib:.2f}", f"{row.largest_gap:.1e}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

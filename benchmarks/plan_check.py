@@ -1,0 +1,213 @@
+"""`fovea plan` against measured peaks, for recipes with tiny and mid models on this CPU.
+
+    python -m benchmarks.plan_check --json plan_check.json
+
+Every case is a run of three steps in a process of its own. Measured is the most that torch's allocator holds
+(`torch_memory`) in each phase of the last step, when the optimizer has its states and no checkpoint is being written;
+planned is what `fovea plan` says of the recipe with the lengths that the run had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.torch_memory import AllocationTrace
+from fovea.build.model import MODEL_FOLDER
+from fovea.build.run import build
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.loop import train
+from fovea.plan.plan import make_plan
+from fovea.run.context import Run
+
+MODULE = "benchmarks.plan_check"
+MIB = 2**20
+PHASES = ("rollout", "update")
+STEPS = 3
+ROWS = 100
+"""Training rows among which the longest prompt is looked for."""
+TABLE_WIDTH = 110
+RECIPES = Path(__file__).parents[1] / "recipes"
+REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7\n"
+"""A reward for random weights: with equal rewards a group is not trained on."""
+COMMON = (
+    "warmup=null",
+    f"max_steps={STEPS}",
+    "parity.prompts=0",
+    "log.tensorboard=false",
+    "log.progress=false",
+    "checkpoint.every_steps=0",
+    "evaluate.before_training=false",
+    "evaluate.image_controls=false",
+    "evaluate.every_steps=0",
+    "environment.train_size=200",
+    "environment.dev_size=8",
+    "environment.test_size=8",
+)
+MID = (
+    "model.tiny={hidden_size: 512, num_layers: 6, num_heads: 8, num_kv_heads: 4, head_dim: 64, "
+    "intermediate_size: 1536, vision_hidden_size: 256, vision_depth: 4, vision_heads: 4, vocabulary_size: 4096}"
+)
+CASES: dict[str, tuple[str, ...]] = {
+    "tiny, GRPO, trained tower": ("shapes.yaml",),
+    "tiny Qwen2.5-VL, PPO, own critic, KL": (
+        "shapes_ppo.yaml",
+        "model.tiny={family: qwen2_5_vl, num_heads: 2, num_kv_heads: 2}",
+        "algorithm.advantage.critic.trunk=separate",
+        "algorithm.kl={coef: 0.05}",
+        "rollout.prompts_per_step=80",
+    ),
+    "mid, GRPO, several micro-batches": (
+        "shapes.yaml",
+        MID,
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_new_tokens=32",
+        "rollout.engine.reuse_gib=0",
+        "train.max_tokens_per_microbatch=512",
+    ),
+    "mid, LoRA, frozen tower, checkpointing": (
+        "shapes.yaml",
+        MID,
+        "model.lora={rank: 16}",
+        "rollout.prompts_per_step=16",
+        "rollout.samples_per_prompt=8",
+        "rollout.max_new_tokens=48",
+        "train.gradient_checkpointing=full",
+    ),
+    "mid, frozen tower, recorded outputs": (
+        "shapes.yaml",
+        MID,
+        "model.freeze_vision_tower=true",
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=8",
+        "rollout.max_new_tokens=48",
+        # as much as a step records: the tape reserves it at once
+        "rollout.engine.reuse_gib=0.377",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One phase of one case, in MiB."""
+
+    case: str
+    phase: str
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.planned / self.measured
+
+
+def measure(case: str) -> list[Row]:
+    """Run a case in this process."""
+    recipe, *overrides = CASES[case]
+    with TemporaryDirectory(prefix="fovea-plan-") as folder:
+        reward = Path(folder, "reward.py")
+        reward.write_text(REWARD)
+        places = [f"run_dir={folder}/run", f"reward={reward}:score"]
+        config = load_config([RECIPES / recipe], [*COMMON, *places, *overrides])
+        run = build(config)
+        config = _with_lengths(run)
+        trace = AllocationTrace()
+        train(replace(run, profile=partial(_last_two_steps, trace)))
+        peaks = trace.peaks(PHASES)
+        plan = make_plan(config)
+    return [
+        Row(
+            case=case,
+            phase=phase.phase,
+            planned=phase.total / MIB,
+            measured=peaks[phase.phase][-1] / MIB,
+        )
+        for phase in plan.phases
+    ]
+
+
+@contextmanager
+def _last_two_steps(trace: AllocationTrace, step: int) -> Iterator[None]:
+    """Trace from the second step, counted from 0, to the end of the third."""
+    if step == STEPS - 2:
+        for thread in threading.enumerate():
+            # the copies of a checkpoint are freed by the thread that writes it
+            if thread.name == "checkpoint":
+                thread.join()
+        trace.start()
+    yield
+    if step == STEPS - 1:
+        trace.stop()
+
+
+def _with_lengths(run: Run) -> Config:
+    """The settings of a run with the model that it has made, and the longest of its first prompts."""
+    config, train_rows = run.config, run.sources.train
+    prompts = [found.prompt for index in range(ROWS) if (found := train_rows.get(index)) is not None]
+    longest = max(prompts, key=lambda prompt: prompt.num_tokens)
+    lengths = {
+        "prompt_tokens": longest.num_tokens,
+        "images_per_prompt": len(longest.images),
+        "image_tokens": longest.images[0].num_tokens,
+        "distinct_images": config.max_steps * config.rollout.prompts_per_step,
+    }
+    model = {"path": str(run.folder / MODEL_FOLDER), "tiny": None}
+    return config.model_copy(
+        update={
+            "plan": config.plan.model_copy(update=lengths | {"gpu": "cpu", "gpus": 1}),
+            "model": config.model.model_copy(update=model),
+        }
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Planned and measured peaks of all cases."""
+    out = Table(title="peak of torch's allocations, MiB", title_justify="left")
+    for name in ("case", "phase", "planned", "measured", "ratio"):
+        out.add_column(name, justify="left" if name in ("case", "phase") else "right")
+    for row in rows:
+        sizes = (f"{row.planned:,.1f}", f"{row.measured:,.1f}", f"{row.ratio:.3f}")
+        out.add_row(row.case, row.phase, *sizes)
+    return out
+
+
+def measure_apart(case: str) -> list[Row]:
+    """Run a case in a process of its own, whose memory no other case has touched."""
+    command = [sys.executable, "-m", MODULE, "--case", case]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{case} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+    return [Row(**values) for values in json.loads(done.stdout.strip().splitlines()[-1])]
+
+
+def main() -> None:
+    """Measure all cases and print the table, or one case as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="run one case in this process, and print JSON")
+    parser.add_argument("--json", type=Path, help="write the table as JSON too")
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps([asdict(row) for row in measure(arguments.case)]))
+        return
+    rows = [row for case in CASES for row in measure_apart(case)]
+    Console(width=TABLE_WIDTH).print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""How long a person waits for the page of `fovea view`, in headless Chromium, on runs of 10,000 recorded steps.
+
+    python -m benchmarks.view_browser --steps 10000
+
+Two made-up runs (`benchmarks.view`), served as `fovea view` serves them, by a process of its own. A time runs from the
+action until what it asks for is drawn: two frames after the page holds it. Needs Chromium and what tests need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.view import make_run
+from tests.chromium import Browser, open_browser
+
+REPEATS = 3
+DRAWN = """
+const drawn = async (ready) => {
+  const until = performance.now() + 30000;
+  while (!ready()) {
+    if (performance.now() > until) throw new Error(`never so: ${ready}`);
+    await new Promise(requestAnimationFrame);
+  }
+  await new Promise(requestAnimationFrame);
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+  return performance.now();
+};
+"""
+CHART = "document.querySelector('.plot polyline')"
+PLACE = "document.querySelector('.group .place')?.textContent"
+COUNT = "document.querySelector('.columns nav p')?.textContent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The time from an action to its picture, and how long the page's own thread was busy with it."""
+
+    wall_ms: float
+    busy_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something that a person does on the page, and the expression that is true once the page has followed."""
+
+    name: str
+    do: str
+    ready: str
+    hash: str = "#samples"
+    """Where the action starts."""
+
+
+def key(name: str) -> str:
+    return f"document.body.dispatchEvent(new KeyboardEvent('keydown', {{ key: {name!r}, bubbles: true }}))"
+
+
+def entered(selector: str, value: str, event: str = "change") -> str:
+    found = f"document.querySelector({selector!r})"
+    return f"({found}.value = {value!r}, {found}.dispatchEvent(new Event({event!r}, {{ bubbles: true }})))"
+
+
+def actions(steps: int) -> Iterator[Action]:
+    """What a person does, in about the order in which it is done."""
+    middle = steps // 2
+    newest, groups = f"step {steps:,} ", f"{4 * steps:,}"
+    yield Action(name="nothing: two frames", do="0", ready="true")
+    yield Action(
+        name="samples, the page being open", do=key("s"), ready=f"{PLACE}?.includes('{newest}')", hash="#curves"
+    )
+    yield Action(name="curves again", do=key("c"), ready=CHART)
+    yield Action(
+        name="search of a metric",
+        do=entered("#search", "metric/7", "input"),
+        ready="document.querySelectorAll('.plot polyline').length === 11",
+        hash="#curves",
+    )
+    yield Action(name="the step before", do=key("["), ready=f"{PLACE}?.includes('step {steps - 1:,} ')")
+    yield Action(
+        name="a step far away",
+        do=f"(location.hash = '#samples?step={middle}&group=0')",
+        ready=f"{PLACE}?.includes('step {middle:,} ')",
+    )
+    yield Action(
+        name="the next group", do=key("j"), ready=f"{PLACE}?.includes('kind 1')", hash=f"#samples?step={middle}&group=0"
+    )
+    filters = {
+        "question type": (entered("#kind", "kind 2"), f"{steps:,} of {groups}"),
+        "steps from": (entered("[name=from]", f"{middle + 1}"), f"{2 * steps:,} of {groups}"),
+        "reward from": (entered("[name=low]", "0.5"), f"{groups} of {groups}"),
+        "groups whose rewards differ": (entered("#only", "mixed"), f"0 of {groups}"),
+    }
+    for name, (do, count) in filters.items():
+        # a filter that nothing passes, so that the count that is waited for is not there yet
+        start = "#samples?low=2" if count.startswith(groups) else "#samples"
+        yield Action(name=f"filter: {name}", do=do, ready=f"{COUNT}?.includes('{count}')", hash=start)
+    yield Action(name="tokens by advantage", do=key("h"), ready="document.querySelectorAll('.token').length === 2400")
+    yield Action(
+        name="to the other end of the list",
+        do="((list) => { list.scrollTop = 0; })(document.querySelector('.list'))",
+        ready="document.querySelector('.list a span').textContent === '1'",
+    )
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    """The address of `fovea view` with these runs."""
+    command = (sys.executable, "-m", "fovea", "view", *map(str, folders), "--port", "0")
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def waits(browser: Browser, address: str, action: Action) -> list[Wait]:
+    """Times of one action, from the same start."""
+    times = []
+    for _ in range(REPEATS):
+        browser.open(f"{address}{action.hash}")
+        browser.wait_for(f"{CHART} || {COUNT}")
+        browser.evaluate("new Promise((done) => setTimeout(done, 300))")  # what else the page loads
+        before = busy_ms(browser)
+        wall_ms = browser.evaluate(
+            f"(async () => {{ {DRAWN} const start = performance.now(); {action.do};"
+            f" return await drawn(() => {action.ready}) - start; }})()"
+        )
+        times.append(Wait(wall_ms=wall_ms, busy_ms=busy_ms(browser) - before))
+    return times
+
+
+def openings(browser: Browser, address: str, ready: str) -> list[Wait]:
+    """Times from the start of a navigation until the page is drawn."""
+    times = []
+    for _ in range(REPEATS):
+        before = busy_ms(browser)
+        browser.open(address)
+        browser.wait_for("location.hash")
+        wall_ms = browser.evaluate(f"(async () => {{ {DRAWN} return drawn(() => {ready}); }})()")
+        times.append(Wait(wall_ms=wall_ms, busy_ms=busy_ms(browser) - before))
+    return times
+
+
+def busy_ms(browser: Browser) -> float:
+    """Processor time that the page's thread has spent on scripts, styles and layout."""
+    metrics = browser.call("Performance.getMetrics")["metrics"]
+    seconds: float = next(each["value"] for each in metrics if each["name"] == "TaskDuration")
+    return 1000 * seconds
+
+
+def table_of(browser: Browser, one: Path, other: Path, steps: int) -> Table:
+    """Medians over the repeats, and the worst of them."""
+    table = Table(title=f"fovea view of {steps:,} steps, {4 * steps:,} groups", title_justify="left")
+    for header in ("action", "wait ms", "worst ms", "busy ms"):
+        table.add_column(header, justify="left" if header == "action" else "right")
+
+    def add(name: str, waits: list[Wait]) -> None:
+        walls, busy = [each.wall_ms for each in waits], [each.busy_ms for each in waits]
+        table.add_row(name, f"{median(walls):.0f}", f"{max(walls):.0f}", f"{median(busy):.0f}")
+
+    newest = f"{PLACE}?.includes('step {steps:,} ')"
+    both = "document.querySelectorAll('.group .question').length === 2"
+    with served(one) as address:
+        add("open: curves", openings(browser, f"{address}#curves", CHART))
+        add("open: samples", openings(browser, f"{address}#samples", newest))
+        for action in actions(steps):
+            add(action.name, waits(browser, address, action))
+    with served(one, other) as address:
+        add("open: two runs, curves", openings(browser, f"{address}#curves", CHART))
+        add("open: two runs, samples", openings(browser, f"{address}#samples", both))
+        step = Action(
+            name="two runs: the step before", do=key("["), ready=f"{PLACE}?.includes('step {steps - 1:,} ') && {both}"
+        )
+        add(step.name, waits(browser, address, step))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    steps = parser.parse_args().steps
+    with TemporaryDirectory() as parent:
+        one, other = Path(parent, "one"), Path(parent, "other")
+        make_run(one, steps)
+        make_run(other, steps)
+        with open_browser(Path(parent, "profile")) as browser:
+            browser.call("Performance.enable", timeDomain="threadTicks")
+            Console().print(table_of(browser, one, other, steps))
+
+
+if __name__ == "__main__":
+    main()
