@@ -8,13 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.rollout.embedded.decode_step import CudaCapture, DecodeGraphs, GraphInputs, captured_rows, rerun
+from fovea.rollout.embedded.decode_step import CudaCapture, DecodeGraphs, Drawn, GraphInputs, captured_rows, rerun
+from fovea.rollout.embedded.sampler import Draw, SamplingNeeds, needs_of, row_settings, sample_tokens
+from fovea.types import Sampling
+from fovea.utils.tensor_records import map_tensors
+
+SAMPLED, GREEDY = Sampling(max_new_tokens=4, temperature=0.7), Sampling(max_new_tokens=4, temperature=0)
+TRUNCATED = Sampling(max_new_tokens=4, top_k=20, top_p=0.9, min_p=0.01)
+NEEDS = needs_of([SAMPLED])
 
 
-def inputs(rows: int, width: int = 3) -> GraphInputs:
+def inputs(rows: int, width: int = 3, sampling: Sampling = SAMPLED) -> GraphInputs:
     count = torch.arange(1, rows + 1)
-    table = (count[:, None] * 10 + torch.arange(width)).to(torch.int32)
-    return GraphInputs(token_B=count, position_B=count + 1, tokens_B=count + 2, table_BX=table)
+    return GraphInputs(
+        token_B=count,
+        position_B=count + 1,
+        tokens_B=count + 2,
+        table_BX=(count[:, None] * 10 + torch.arange(width)).to(torch.int32),
+        uniform_B=torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)),
+        settings=row_settings([sampling] * rows, torch.device("cpu")),
+    )
 
 
 def test_few_rows_are_padding() -> None:
@@ -27,44 +40,54 @@ def test_few_rows_are_padding() -> None:
 def test_steps_share_the_graph_of_the_next_number_of_rows() -> None:
     captured: list[int] = []
 
-    def capture(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        captured.append(len(function()))
+    def capture(function: Callable[[], Drawn]) -> Callable[[], Drawn]:
+        captured.append(len(function()[0]))
         return function
 
-    graphs = DecodeGraphs(lambda x: x.token_B[:, None] * 2.0, capture)
+    graphs = DecodeGraphs(lambda x, _: (x.token_B * 2, -x.uniform_B), capture)
     for rows in (5, 8, 3, 6, 1, 4):
-        assert graphs(inputs(rows))[:, 0].tolist() == [2.0 * (row + 1) for row in range(rows)]
+        given = inputs(rows)
+        token_B, logprob_B = graphs(NEEDS, given)
+        assert token_B.tolist() == [2 * (row + 1) for row in range(rows)]
+        assert torch.equal(logprob_B, -given.uniform_B)
     assert captured == [8, 4, 1]
-    graphs(inputs(4, width=6))
+    graphs(NEEDS, inputs(4, width=6))
     assert captured == [8, 4, 1, 4], "a wider table is another graph"
+    graphs(needs_of([GREEDY]), inputs(4, sampling=GREEDY))
+    assert captured == [8, 4, 1, 4, 4], "other operations are another graph"
 
 
 def test_rows_behind_the_live_ones_point_at_the_scratch_page() -> None:
     seen: list[GraphInputs] = []
 
-    def run(x: GraphInputs) -> Tensor:
+    def run(x: GraphInputs, _: SamplingNeeds) -> Drawn:
         seen.append(x)
-        return x.token_B[:, None].float()
+        return x.token_B, x.uniform_B
 
     graphs = DecodeGraphs(run, rerun)
-    graphs(inputs(8))
-    graphs(inputs(5))
+    graphs(NEEDS, inputs(8))
+    graphs(NEEDS, inputs(5))
     assert seen[0] is seen[1], "the graph reads the same memory each time"
     assert seen[1].table_BX[5:].eq(0).all()
     assert seen[1].tokens_B.tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
     assert torch.equal(seen[1].table_BX[:5], inputs(5).table_BX)
+    assert torch.equal(seen[1].settings.temperature_B1[:5], inputs(5).settings.temperature_B1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_graphs_of_one_pool_replay_in_any_order() -> None:
-    weight = torch.randn(64, 64, device="cuda")
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY, TRUNCATED])
+def test_graphs_of_one_pool_replay_in_any_order(sampling: Sampling) -> None:
+    weight = torch.randn(64, 6_400, device="cuda")
+    needs, banned_K = needs_of([sampling]), torch.tensor([3, 5], device="cuda")
 
-    def run(x: GraphInputs) -> Tensor:
-        return ((x.token_B[:, None].float() @ weight[:1]).relu() @ weight).tanh()
+    def run(x: GraphInputs, needs: SamplingNeeds) -> Drawn:
+        logits_BW = (x.token_B[:, None].float() * weight[:1, :64]).sin() @ weight
+        return sample_tokens(
+            logits_BW, Draw(uniform_B=x.uniform_B, settings=x.settings, needs=needs, banned_K=banned_K)
+        )
 
     graphs = DecodeGraphs(run, CudaCapture())
     for rows in (40, 5, 17, 40, 16, 5, 33):
-        given = inputs(rows)
-        on_gpu = GraphInputs(**{name: getattr(given, name).cuda() for name in GraphInputs.__slots__})
-        torch.testing.assert_close(graphs(on_gpu), run(on_gpu))
+        on_gpu = map_tensors(Tensor.cuda, inputs(rows, sampling=sampling))
+        torch.testing.assert_close(graphs(needs, on_gpu), run(on_gpu, needs))

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from fovea.rollout.embedded.sampler import (
+    Draw,
     _kept,
     inverse_cdf,
     inverse_cdf_plain,
@@ -32,8 +33,13 @@ EDGE = 1e-6
 def draw_rows(
     logits: torch.Tensor, uniform: torch.Tensor, samplings: list[Sampling], banned: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    settings, needs = row_settings(samplings, CPU), needs_of(samplings)
-    return sample_tokens(logits.clone(), uniform, settings, needs, torch.tensor(banned, dtype=torch.long))
+    draw = Draw(
+        uniform_B=uniform,
+        settings=row_settings(samplings, CPU),
+        needs=needs_of(samplings),
+        banned_K=torch.tensor(banned, dtype=torch.long),
+    )
+    return sample_tokens(logits.clone(), draw)
 
 
 def random_logits(rows: int = 64, vocabulary: int = 50) -> torch.Tensor:

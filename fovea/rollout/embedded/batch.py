@@ -10,8 +10,7 @@ Axes: `B` rows of the batch, `T` tokens of a completion plus one scratch column,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,8 +24,9 @@ from fovea.models.transfer import to_device
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
-from fovea.rollout.embedded.sampler import RowSettings, needs_of, row_settings, sample_tokens, uniforms
+from fovea.rollout.embedded.sampler import Draw, RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.types import Completion
+from fovea.utils.tensor_records import map_tensors
 
 
 @dataclass(slots=True, eq=False)
@@ -92,12 +92,11 @@ class DecodeStep:
     """Upper bound of `stored_B` over running rows, known without a device sync."""
     level: bool
     """`stored_B` is equal in all running rows."""
+    draw: Draw
 
 
-Forward = Callable[[DecodeStep], Tensor]
-"""The network: logits [B, W] in float32 of a decode step."""
-
-State = TypeVar("State", RowState, RowSettings)
+Forward = Callable[[DecodeStep], tuple[Tensor, Tensor]]
+"""The network and the sampler: the next token [B] of every row, with its log-prob [B] (`sample_tokens`)."""
 
 
 def completion_of(finished: FinishedRow, text: CompletionText, version: int) -> Completion:
@@ -139,11 +138,12 @@ class DecodeBatch:
         first = len(self.rows)
         self.rows.extend(DecodeRow(request=request, index=i) for request in requests for i in range(request.n))
         new = _new_rows(requests, self._device)
-        self._state = new if self._state is None else _map(_stack, self._state, new)
+        self._state = new if self._state is None else map_tensors(_stack, self._state, new)
         self._refresh()
         prompt_of_B = [prompt for prompt, request in enumerate(requests) for _ in range(request.n)]
         # one prefill serves the n completions of a prompt: they share its logits
-        self._record(logits_PW[to_device(torch.tensor(prompt_of_B), self._device)], first)
+        logits_BW = logits_PW[to_device(torch.tensor(prompt_of_B), self._device)]
+        self._record(*sample_tokens(logits_BW, self._draw(first)), first)
         self._measure()
 
     def step(self, forward: Forward, first_place: int = NOT_RECORDED) -> None:
@@ -160,8 +160,9 @@ class DecodeBatch:
             stored_B=stored_B,
             longest=self._longest - 1,
             level=self._level,
+            draw=self._draw(0),
         )
-        self._record(forward(step), 0)
+        self._record(*forward(step), 0)
         # an upper bound kept on the host: reading the true maximum would sync with the device at every step
         self._longest = min(self._longest + 1, self._limit)
 
@@ -183,7 +184,7 @@ class DecodeBatch:
         results = _results(state, [self.rows[index] for index in finished], finished)
         moves = fill_holes(len(self.rows), finished)
         moves.in_list(self.rows)
-        self._state = _map(lambda x: _move(x, moves), state)
+        self._state = map_tensors(lambda x: _move(x, moves), state)
         if self.rows:
             self._refresh()
             self._measure()
@@ -193,16 +194,25 @@ class DecodeBatch:
         assert self._state is not None, "a decode step of an empty batch"
         return self._state
 
-    def _record(self, logits_BW: Tensor, first: int) -> None:
-        """Sample the next token of the rows from `first` on, and mark those that finish.
+    def _draw(self, first: int) -> Draw:
+        """Draw of the next token of the rows from `first` on."""
+        state = self._live_state()
+        length_B = state.length_B[first:]
+        return Draw(
+            uniform_B=state.uniforms_BT[first:][torch.arange(len(length_B), device=self._device), length_B],
+            settings=map_tensors(lambda x: x[first:], state.settings),
+            needs=self._needs,
+            banned_K=self._banned_K,
+        )
+
+    def _record(self, token_B: Tensor, logprob_B: Tensor, first: int) -> None:
+        """Append these tokens to the rows from `first` on, and mark those that finish.
 
         Finished rows keep sampling until compaction; those tokens are discarded.
         """
         # views: what is written below lands in the batch
-        state = _map(lambda x: x[first:], self._live_state())
+        state = map_tensors(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B
-        uniform_B = state.uniforms_BT[row_B, column_B]
-        token_B, logprob_B = sample_tokens(logits_BW, uniform_B, state.settings, self._needs, self._banned_K)
         state.tokens_BT[row_B, column_B] = token_B
         state.logprobs_BT[row_B, column_B] = logprob_B
         state.token_B.copy_(token_B)
@@ -302,12 +312,3 @@ def _move(rows: Tensor, moves: Moves) -> Tensor:
         sources, targets = moves.index(rows.device)
         rows[targets] = rows[sources]
     return rows[: moves.count]
-
-
-def _map(make: Callable[..., Tensor], *states: State) -> State:
-    """Apply a function to every tensor of these states, field by field."""
-    values: dict[str, Any] = {}
-    for field in fields(states[0]):
-        parts = [getattr(state, field.name) for state in states]
-        values[field.name] = make(*parts) if isinstance(parts[0], Tensor) else _map(make, *parts)
-    return type(states[0])(**values)

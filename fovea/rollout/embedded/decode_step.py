@@ -1,4 +1,4 @@
-"""The forward pass of a decode step: from the newest token of every row to the logits of the next.
+"""A decode step: from the newest token of every row to the next one, drawn from the network's logits.
 
 Axes: `B` rows of the decode batch, `W` vocabulary, `X` pages of the longest row.
 """
@@ -6,8 +6,8 @@ Axes: `B` rows of the decode batch, `W` vocabulary, `X` pages of the longest row
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ from fovea.rollout.embedded.batch import DecodeStep
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
+from fovea.rollout.embedded.sampler import Draw, RowSettings, SamplingNeeds, sample_tokens
+from fovea.utils.tensor_records import map_tensors
 
 SMALL_STEP, LARGE_STEP, LAST_OF_SMALL_STEPS = 16, 32, 128
 """Multiples of rows that graphs are captured for. Below some 300 rows, decoding is bound by reading weights, so that a
 few rows more cost little."""
 
-Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Drawn: TypeAlias = tuple[Tensor, Tensor]
+"""Tokens [B] and their log-probs [B]."""
+Capture = Callable[[Callable[[], Drawn]], Callable[[], Drawn]]
 """Captures a function without arguments; the result replays it on the same memory."""
 
 
@@ -33,12 +37,13 @@ class Stepper:
     def __init__(self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> None:
         self._vlm, self._weights, self._shape, self._cache = vlm, weights, shape, cache
 
-    def __call__(self, step: DecodeStep) -> Tensor:
-        """Compute logits [B, W] in float32."""
+    def __call__(self, step: DecodeStep) -> Drawn:
+        """Draw the next token of every row."""
         attend = self._cache.step(step.stored_B, step.longest, step.level)
-        return self.logits(step.token_B, step.position_B, attend)
+        return sample_tokens(self.logits(step.token_B, step.position_B, attend), step.draw)
 
     def logits(self, token_B: Tensor, position_B: Tensor, attend: Attend) -> Tensor:
+        """Compute logits [B, W] in float32."""
         hidden_BE = self._weights.embed[token_B]
         # text tokens have one position on all M-RoPE axes
         rope = self._vlm.rope(position_B.expand(3, -1), hidden_BE)
@@ -46,7 +51,10 @@ class Stepper:
 
 
 class GraphStepper(Stepper):
-    """Replays decode steps as CUDA graphs; valid while weights and page pool keep their addresses."""
+    """Replays decode steps as CUDA graphs; valid while weights and page pool keep their addresses.
+
+    Drawing is part of the graph: it is some fifty small kernels, each of which would be launched by the host.
+    """
 
     def __init__(
         self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: PagedCache, capture: Capture
@@ -55,46 +63,51 @@ class GraphStepper(Stepper):
         self._pages = cache
         self._graphs = DecodeGraphs(self._run, capture)
 
-    def __call__(self, step: DecodeStep) -> Tensor:
+    def __call__(self, step: DecodeStep) -> Drawn:
         return self._graphs(
+            step.draw.needs,
             GraphInputs(
                 token_B=step.token_B,
                 position_B=step.position_B,
                 tokens_B=self._pages.tokens(step.stored_B),
                 table_BX=self._pages.table_BX,
-            )
+                uniform_B=step.draw.uniform_B,
+                settings=step.draw.settings,
+            ),
         )
 
-    def _run(self, inputs: GraphInputs) -> Tensor:
+    def _run(self, inputs: GraphInputs, needs: SamplingNeeds) -> Drawn:
         attend = self._pages.attention(inputs.table_BX, inputs.tokens_B)
-        return self.logits(inputs.token_B, inputs.position_B, attend)
+        draw = Draw(uniform_B=inputs.uniform_B, settings=inputs.settings, needs=needs, banned_K=self._vlm.banned_K)
+        return sample_tokens(self.logits(inputs.token_B, inputs.position_B, attend), draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInputs:
-    """Inputs of a captured decode step, besides weights and pages."""
+    """Inputs of a captured decode step, besides weights, pages and what is the same for all rows."""
 
     token_B: Tensor
     position_B: Tensor
     tokens_B: Tensor
     """Tokens of each row in the cache."""
     table_BX: Tensor
+    uniform_B: Tensor
+    settings: RowSettings
 
     def copy_from(self, other: GraphInputs) -> None:
         """Copy the inputs into the first rows, and pad the others."""
         rows = len(other.token_B)
-        for field in fields(self):
-            getattr(self, field.name)[:rows].copy_(getattr(other, field.name))
-        # padding rows attend to one token of the scratch page, and write there
+        map_tensors(lambda mine, others: mine[:rows].copy_(others), self, other)
+        # padding rows attend to one token of the scratch page, and write there; nobody reads what they draw
         self.tokens_B[rows:] = 0
         self.table_BX[rows:] = SCRATCH
 
 
-StepFunction = Callable[[GraphInputs], Tensor]
-"""The captured computation: logits [B, W]."""
+StepFunction = Callable[[GraphInputs, SamplingNeeds], Drawn]
+"""The captured computation; the operations that are needed are part of what is captured."""
 
 
-def rerun(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def rerun(function: Callable[[], Drawn]) -> Callable[[], Drawn]:
     """Stand-in for a capture: returns the function itself. Tests use it to cover padding and choice of graph."""
     return function
 
@@ -109,7 +122,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, function: Callable[[], Drawn]) -> Callable[[], Drawn]:
         # a first run outside of the capture, on a side stream, as PyTorch's manual asks: libraries start themselves
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -121,7 +134,7 @@ class CudaCapture:
             output = function()
         self._pool = graph.pool()
 
-        def replay() -> Tensor:
+        def replay() -> Drawn:
             graph.replay()
             return output
 
@@ -131,8 +144,8 @@ class CudaCapture:
 def captured_rows(rows: int) -> int:
     """Number of rows of the graph that runs so many, of which the others are padding.
 
-    Every row of padding costs its logits. Powers of two up to 16, then multiples of 16, from 128 on of 32: at most 31
-    rows of padding, and 24 graphs up to 512 rows.
+    Every row of padding costs its logits and a draw. Powers of two up to 16, then multiples of 16, from 128 on of 32:
+    at most 31 rows of padding, and 24 graphs up to 512 rows.
     """
     if rows <= SMALL_STEP:
         return 1 << (rows - 1).bit_length()
@@ -141,26 +154,31 @@ def captured_rows(rows: int) -> int:
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step, captured on demand: one per number of rows (`captured_rows`) and table width."""
+    """CUDA graphs of the decode step, captured on demand.
+
+    There is one per number of rows (`captured_rows`), width of the page table and needs of the sampling.
+    """
 
     def __init__(self, run: StepFunction, capture: Capture) -> None:
         """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
         self._run, self._capture = run, capture
-        self._graphs: dict[tuple[int, int], tuple[GraphInputs, Callable[[], Tensor]]] = {}
-        """Static inputs and replay function by (rows, width of the page table)."""
+        self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], Drawn]]] = {}
+        """Static inputs and replay function by (rows, width of the page table, needs)."""
 
-    def __call__(self, inputs: GraphInputs) -> Tensor:
-        """Compute logits [B, W]; the next call overwrites them."""
+    def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> Drawn:
+        """Draw the next tokens; the next call overwrites them."""
         rows, width = inputs.table_BX.shape
-        size = captured_rows(rows)
-        if (size, width) not in self._graphs:
-            self._graphs[size, width] = self._captured(inputs, size)
-        static, replay = self._graphs[size, width]
+        key = (captured_rows(rows), width, needs)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(inputs, key[0], needs)
+        static, replay = self._graphs[key]
         static.copy_from(inputs)
-        return replay()[:rows]
+        token_B, logprob_B = replay()
+        return token_B[:rows], logprob_B[:rows]
 
-    def _captured(self, inputs: GraphInputs, size: int) -> tuple[GraphInputs, Callable[[], Tensor]]:
-        # the graph reads these tensors at every replay: inputs are copied into them
-        tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        static = GraphInputs(**{name: x.new_zeros(size, *x.shape[1:]) for name, x in tensors.items()})
-        return static, self._capture(lambda: self._run(static))
+    def _captured(
+        self, inputs: GraphInputs, size: int, needs: SamplingNeeds
+    ) -> tuple[GraphInputs, Callable[[], Drawn]]:
+        # the graph reads these tensors at every replay: inputs are copied into them; zeros are the scratch page
+        static = map_tensors(lambda x: x.new_zeros(size, *x.shape[1:]), inputs)
+        return static, self._capture(lambda: self._run(static, needs))

@@ -22,6 +22,7 @@ from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.cache import QueuedRequest
+from fovea.rollout.embedded.sampler import sample_tokens
 from fovea.types import Completion, Request, Weights
 
 
@@ -73,14 +74,13 @@ class PlainEngine:
         cache, axes = out.past_key_values, len(queued.positions_3L)
         cache.batch_repeat_interleave(queued.n)
 
-        def forward(step: DecodeStep) -> Tensor:
+        def forward(step: DecodeStep) -> tuple[Tensor, Tensor]:
             # [B, 1] for positions with one axis, [3, B, 1] for M-RoPE
             positions_XB1 = step.position_B[:, None].expand(axes, -1, -1).squeeze(0)
             following = self._network(
                 input_ids=step.token_B[:, None], past_key_values=cache, position_ids=positions_XB1, use_cache=True
             )
-            logits_BW: Tensor = following.logits[:, -1].float()
-            return logits_BW
+            return sample_tokens(following.logits[:, -1].float(), step.draw)
 
         batch = DecodeBatch(self._device, self._stop_ids, self._banned_K, self._text)
         batch.add([queued], out.logits[:, -1].float())

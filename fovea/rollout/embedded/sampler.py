@@ -49,6 +49,17 @@ class SamplingNeeds:
     has_sampled: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What the next token of every row is drawn with."""
+
+    uniform_B: Tensor
+    """Uniform numbers in [0, 1), float64."""
+    settings: RowSettings
+    needs: SamplingNeeds
+    banned_K: Tensor
+
+
 def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
     """Build the settings of a batch, one row per entry."""
 
@@ -82,31 +93,29 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(key=seed)).random((n, num_tokens))
 
 
-def sample_tokens(
-    logits_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds, banned_K: Tensor
-) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_BW: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before top-k, top-p and min-p.
 
-    The log-probs are among the ids that are not banned (`drawn_logprobs_`, which overwrites the logits). `uniform_B` is
-    float64. With float32 logits a token's probability is exact to float32 rounding.
+    The log-probs are among the ids that are not banned (`drawn_logprobs_`, which overwrites the logits). With float32
+    logits a token's probability is exact to float32 rounding.
     """
-    temperature = settings.temperature_B1 if needs.needs_temperature else 1.0
-    logprobs_BW = kept_BW = drawn_logprobs_(logits_BW, temperature, banned_K)
-    if needs.needs_truncation:
-        kept_BW = logprobs_BW.masked_fill(~_kept(logprobs_BW, settings), -torch.inf)
-    tokens_B = _choose(kept_BW, uniform_B, settings, needs)
+    temperature = draw.settings.temperature_B1 if draw.needs.needs_temperature else 1.0
+    logprobs_BW = kept_BW = drawn_logprobs_(logits_BW, temperature, draw.banned_K)
+    if draw.needs.needs_truncation:
+        kept_BW = logprobs_BW.masked_fill(~_kept(logprobs_BW, draw.settings), -torch.inf)
+    tokens_B = _choose(kept_BW, draw)
     return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _choose(kept_BW: Tensor, uniform_B: Tensor, settings: RowSettings, needs: SamplingNeeds) -> Tensor:
+def _choose(kept_BW: Tensor, draw: Draw) -> Tensor:
     """Choose the argmax in greedy rows, a sampled token in the others."""
-    if not needs.has_sampled:
+    if not draw.needs.has_sampled:
         likeliest_B: Tensor = kept_BW.argmax(dim=-1)
         return likeliest_B
-    drawn_B: Tensor = inverse_cdf(kept_BW.softmax(dim=-1), uniform_B)
-    if not needs.has_greedy:
+    drawn_B: Tensor = inverse_cdf(kept_BW.softmax(dim=-1), draw.uniform_B)
+    if not draw.needs.has_greedy:
         return drawn_B
-    return torch.where(settings.greedy_B, kept_BW.argmax(dim=-1), drawn_B)
+    return torch.where(draw.settings.greedy_B, kept_BW.argmax(dim=-1), drawn_B)
 
 
 def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
