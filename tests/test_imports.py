@@ -42,7 +42,7 @@ LATE_IMPORTS = {
     "fovea/build/engine.py": {"make_streamed"},
     "fovea/build/environment.py": {"named_environment", "make_caption"},
     "fovea/build/model.py": {"_liger_kernels"},
-    "fovea/build/megatron.py": {"make_megatron_policy"},
+    "fovea/build/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
     "fovea/build/trackers.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},
     "fovea/cli/data.py": {"geospot", "geo3k", "vqa", "caption", "shapes", "easy_vqa"},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Config, Model
@@ -31,6 +33,20 @@ class PushedPolicy(PolicyWorker, Protocol):
         ...
 
 
+class SavedPolicy(Protocol):
+    """What a checkpoint has of a model."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Every weight whole, under its Hugging Face name."""
+        ...
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of what the checkpoint holds besides: a value function."""
+        ...
+
+
 def trains_with_megatron(config: Config) -> bool:
     """Whether Megatron holds the policy, in a layout of its own that no engine samples with."""
     return isinstance(config.train.backend, MegatronBackend)
@@ -42,3 +58,14 @@ def make_megatron_policy(config: Config, model: Model, banned_ids: Sequence[int]
     module = importlib.import_module("fovea.train.megatron.policy")
     made: PushedPolicy = module.MegatronPolicy(config, model, banned_ids)
     return made
+
+
+def saved_by_megatron(config: Config, model: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedPolicy:
+    """Read the weights of a checkpoint in this process alone, however many have written it."""
+    alone = config.train.model_copy(update={"backend": MegatronBackend()})
+    # imported here, since the packages may be absent; the module names what to install
+    module = importlib.import_module("fovea.train.megatron.saved_policy")
+    saved: SavedPolicy = module.SavedPolicy.read(
+        config.model_copy(update={"train": alone}), model, banned_ids, checkpoint
+    )
+    return saved

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from fovea.build.environment import make_environment
-from fovea.build.megatron import trains_with_megatron
+from fovea.build.megatron import saved_by_megatron, trains_with_megatron
 from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.build.trust import check_trust
 from fovea.config.base import leaves
@@ -37,6 +37,7 @@ from fovea.models.trainable import factored_weights
 from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpoint, read_checkpoint
 from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.checkpoint import load_trained
+from fovea.train.torch.sharding import copy_weights
 from fovea.types import Weights
 from fovea.utils.local_path import is_hub_id, near_folder
 from fovea.utils.shown_text import without_secrets
@@ -316,16 +317,25 @@ def open_checkpoint(
     """
     file = target.run / CONFIG_FILE
     config = _without_first_adapter(load_config([file], overrides))
-    if trains_with_megatron(config):
+    if trains_with_megatron(config) and not trust:
         raise ConfigError(
-            f"{target.name} is a checkpoint of train.backend=megatron, which evaluation and export do not read yet; "
-            "give them a checkpoint of the torch backend, or a model folder"
+            f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can run "
+            "code when it is read; trust it, by the option of that name, if the run is your own"
         )
     model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
     processor = load_processor(model)
     vlm = open_vlm(config, model, processor.banned_ids)
-    left_out = load_trained(target.folder, vlm)
+    left_out = _load_trained(target.folder, config, model, vlm)
     return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
+
+
+def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNetwork) -> tuple[str, ...]:
+    """Restore the weights of a checkpoint of either backend in place; returns the names of what was left out."""
+    if not trains_with_megatron(config):
+        return load_trained(checkpoint, vlm)
+    saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
+    copy_weights(saved.weights, dict(vlm.network.named_parameters()))
+    return saved.left_out
 
 
 def _environment_of(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> Environment:

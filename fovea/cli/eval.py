@@ -19,7 +19,10 @@ TARGETS_HELP = (
     "http://HOST:PORT#MODEL, OpenAI-compatible), or a baseline: majority (the most "
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
-TRUST_HELP = "Run the reward function or environment that a folder's own settings name (a run of yours)."
+TRUST_HELP = (
+    "Run the reward function or environment that a folder's own settings name, and read Megatron's checkpoints (a run "
+    "of yours)."
+)
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 
 

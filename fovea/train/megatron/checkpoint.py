@@ -1,6 +1,6 @@
 """The state of a Megatron policy in a checkpoint, by Megatron-core's own distributed files.
 
-They are read by as many processes as have written them, divided as those were.
+They are read by any number of processes, divided in any way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fovea.errors import TrainError, broken_checkpoint
 from fovea.train.megatron.optimizer import MegatronOptimizer
@@ -20,6 +22,9 @@ from fovea.train.megatron.parallel import Place
 
 STATE, COUNTS = "megatron", "policy.json"
 """Folder of the tensors, and the file of the counters beside it."""
+
+RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""The moments under the names and in the shapes of their weights, whatever part of them a process has."""
 
 
 class Checkpoints:
@@ -37,20 +42,10 @@ class Checkpoints:
         dist_checkpointing.save(self._state(is_loading=False), str(target))
         self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, counts))
 
-    def load(self, folder: Path, *, num_processes: int) -> dict[str, int]:
-        """Restore all tensors in place and return the counters.
-
-        TrainError where they belong to another model, or were written by another number of processes.
-        """
+    def load(self, folder: Path) -> dict[str, int]:
+        """Restore all tensors in place and return the counters; TrainError where they belong to another model."""
         with _reading(folder):
             counts: dict[str, int] = json.loads((folder / COUNTS).read_text())
-            saved_by = counts["num_processes"]
-        if saved_by != num_processes:
-            raise TrainError(
-                f"{folder} was saved by {saved_by} training processes of train.backend=megatron, and these are "
-                f"{num_processes}, whose parts of the optimizer are others; start as many as before"
-            )
-        with _reading(folder):
             state = dist_checkpointing.load(self._state(is_loading=True), str(folder / STATE))
             self._model.module.load_state_dict(state["model"])
             self._optimizer.inner.load_state_dict(state["optimizer"])
@@ -58,15 +53,26 @@ class Checkpoints:
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         model = self._model.module.sharded_state_dict()
-        return {"model": model, "optimizer": self._optimizer.inner.sharded_state_dict(model, is_loading=is_loading)}
+        optimizer = self._optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=RESHARDABLE)
+        return {"model": model, "optimizer": optimizer}
+
+
+def load_weights(folder: Path, chunk: Any) -> None:
+    """Restore the weights of a model alone, in place; TrainError where they belong to another model."""
+    with _reading(folder):
+        state = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(folder / STATE))
+        chunk.load_state_dict(state["model"])
 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, CheckpointingException) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
+    except CheckpointException as error:  # what failed on each rank; no Exception
+        failed = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
+        raise TrainError(f"{folder}: {broken_checkpoint(failed[0] if failed else RuntimeError(error))}") from error
 
 
 def _write(file: Path, counts: Mapping[str, int]) -> None:

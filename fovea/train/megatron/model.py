@@ -138,10 +138,13 @@ class MegatronModel:
         provider.finalize()
         return provider
 
-    def for_training(self, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    def for_training(self) -> DistributedDataParallel:
         """The model with buffers that its gradients are summed up in, over micro-batches and then over shares."""
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+            # also of a single share: the files of this optimizer are those that other numbers of processes read
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=False,
         )
         return DistributedDataParallel(self.config, settings, self.chunk)
 

@@ -36,6 +36,7 @@ class MegatronOptimizer:
         for group in self.inner.param_groups:
             # which Megatron leaves to a scheduler of its own, so that vectors would decay as well
             group["weight_decay"] = train.weight_decay * group["wd_mult"]
+        self._make_moments()
 
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
@@ -65,3 +66,19 @@ class MegatronOptimizer:
     def step(self) -> None:
         """Clip the gradients to `max_grad_norm` and take a step."""
         self.inner.step()
+
+    def _make_moments(self) -> None:
+        """Allocate the moments, which checkpoints hold before the first step too: by a step of size 0, not counted.
+
+        Megatron-core has this function for the loading of files, but does not call it for those of all layouts.
+        """
+        for optimizer in self.inner.chained_optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            optimizer._init_optimizer_states_with_dummy_values()
+            for state in optimizer.optimizer.state.values():
+                if "step" in state:  # of torch's AdamW; Transformer Engine's counts in the groups
+                    state["step"].zero_()
+            for group in optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = 0

@@ -46,7 +46,7 @@ class MegatronPolicy:
         self._shape = skeleton(settings, banned_ids)
         self._place = place = take_place(config, self._shape.device)
         self._model = MegatronModel(config, settings, self._shape, place)
-        self._training = self._model.for_training(distributed_optimizer=place.dealt.size > 1)
+        self._training = self._model.for_training()
         self._optimizer = MegatronOptimizer(self._training, train, max_steps=config.max_steps, dtype=self._shape.dtype)
         chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / self._shape.logits_bytes_per_token))
         temperature = config.rollout.temperature
@@ -131,15 +131,14 @@ class MegatronPolicy:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and counters into an existing folder, each process its part."""
-        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
-        self._checkpoints.save(folder, counts | {"num_processes": self._place.everyone.size})
+        self._checkpoints.save(folder, {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row})
 
     def finish_save(self) -> None:
         """Return: `save` has written everything."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote; TrainError where another number of processes did."""
-        counts = self._checkpoints.load(folder, num_processes=self._place.everyone.size)
+        """Restore the state that `save` wrote, on any number of processes; TrainError where it is of another model."""
+        counts = self._checkpoints.load(folder)
         self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
 
     def limit_microbatches(self, max_tokens: int) -> None:

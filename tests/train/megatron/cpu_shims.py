@@ -43,6 +43,7 @@ def install() -> None:
         del sys.modules[name]  # others ask whether these packages are there
     _random_states()
     _causal_mask()
+    _steps_of_adamw()
     _layers()
     CudaToCpu().__enter__()
 
@@ -92,6 +93,22 @@ def _causal_mask() -> None:
 
     for module in (fused_softmax, utils):
         module.get_default_causal_mask = lambda size: torch.triu(torch.ones(size, size, dtype=torch.bool), 1)
+
+
+def _steps_of_adamw() -> None:
+    """Restore the step counts of torch's AdamW: Megatron reads those of Transformer Engine's, which are in groups."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    restore = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        step = state.pop("step")
+        restore(self, model_param, tensors)
+        state["step"] = step.clone()  # so far one tensor for all weights, to which each would add 1
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
 class _Stub(types.ModuleType):

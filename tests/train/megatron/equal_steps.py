@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fovea.build.megatron import PushedPolicy
 from fovea.config.run import Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
@@ -25,10 +27,13 @@ from tests.tiny_models import tiny
 from tests.train.megatron import cpu_shims
 
 NUM_STEPS = 5
+SAVED_AFTER = 3
 SIZES = {"num_layers": 2, "num_kv_heads": 2, "vocabulary_size": 318}
 """What can be divided in two."""
 COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "rollout_train_abs")
 PATIENCE = timedelta(seconds=240)
+RESUMED = "resumed"
+"""Name of the file of the steps from a checkpoint that was divided otherwise."""
 Case = tuple[str, Path, Mapping[str, int]]
 """Family and folder of a model, and settings of the backend."""
 
@@ -68,11 +73,11 @@ def settings_of(folder: Path, **sections: Any) -> Config:
     return Config.model_validate(given | sections)
 
 
-def run_steps(policy: PolicyWorker, parts: TinyParts) -> Steps:
+def run_steps(policy: PolicyWorker, parts: TinyParts, steps: Sequence[int] = range(NUM_STEPS)) -> Steps:
     """Train on batches with rows of no, one and two images of unequal size."""
     metrics, logprobs = [], []
     needs = Needs(old_logprobs=True, reference_logprobs=True)
-    for step in range(NUM_STEPS):
+    for step in steps:
         batch = policy.annotate(make_batch(parts, seed=step), needs)
         old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
         logprobs.append(np.concatenate(old).tolist())
@@ -99,27 +104,57 @@ def torch_steps(config: Config, parts: TinyParts) -> Steps:
     return run_steps(policy, parts)
 
 
-def megatron_steps(case: Case) -> Steps:
-    """The steps by Megatron on all ranks of torch.distributed, or on this process alone."""
+def megatron_steps(case: Case, checkpoint: Path | None = None) -> Steps:
+    """The steps by Megatron on all ranks of torch.distributed, or on this process alone; saved after `SAVED_AFTER`."""
+    family, folder, backend = case
+    with megatron_policy(folder, **backend) as policy:
+        parts = tiny(family, **SIZES)
+        first = run_steps(policy, parts, range(SAVED_AFTER))
+        if checkpoint is not None:
+            checkpoint.mkdir(exist_ok=True)
+            policy.save(checkpoint)
+            policy.finish_save()
+        later = run_steps(policy, parts, range(SAVED_AFTER, NUM_STEPS))
+    return replace(later, metrics=first.metrics + later.metrics, logprobs=first.logprobs + later.logprobs)
+
+
+def resumed_steps(case: Case, checkpoint: Path) -> Steps:
+    """The steps after a checkpoint."""
+    family, folder, backend = case
+    with megatron_policy(folder, **backend) as policy:
+        policy.load(checkpoint)
+        return run_steps(policy, tiny(family, **SIZES), range(SAVED_AFTER, NUM_STEPS))
+
+
+@contextmanager
+def megatron_policy(folder: Path, **backend: int) -> Iterator[PushedPolicy]:
+    """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends."""
     # after the stand-ins
     from megatron.core import parallel_state  # noqa: PLC0415
 
     from fovea.train.megatron.policy import MegatronPolicy  # noqa: PLC0415
 
-    family, folder, backend = case
     config = settings_of(folder, train={"backend": {"name": "megatron", **backend}})
     try:
-        policy = MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
-        return run_steps(policy, tiny(family, **SIZES))
+        yield MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
     finally:
         parallel_state.destroy_model_parallel()
 
 
 def steps_of_two_ranks(cases: Sequence[Case], folder: Path) -> list[Steps]:
-    """The steps of each case, one after another in the same two processes: importing Megatron takes the most time."""
+    """The steps of each case, one after another in the same two processes: importing Megatron takes the most time.
+
+    The last steps are those of the second case from the checkpoint of the first, which is of the same model.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     torch.multiprocessing.spawn(_rank, (store.port, cases, folder), nprocs=2)
-    return [Steps(**torch.load(folder / f"{number}.pt", weights_only=True)) for number in range(len(cases))]
+    names = [*range(len(cases)), RESUMED]
+    return [Steps(**torch.load(folder / f"{name}.pt", weights_only=True)) for name in names]
+
+
+def checkpoint_of(folder: Path, number: int) -> Path:
+    """The checkpoint after `SAVED_AFTER` steps of a case."""
+    return folder / f"checkpoint-{number}"
 
 
 def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path) -> None:
@@ -130,7 +165,10 @@ def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     for number, case in enumerate(cases):
-        steps = megatron_steps(case)
+        steps = megatron_steps(case, checkpoint_of(folder, number))
         if rank == 0:
             torch.save(asdict(steps), folder / f"{number}.pt")
+    steps = resumed_steps(cases[1], checkpoint_of(folder, 0))
+    if rank == 0:
+        torch.save(asdict(steps), folder / f"{RESUMED}.pt")
     dist.destroy_process_group()

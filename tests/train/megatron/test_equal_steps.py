@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ import torch
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     COMPARED,
+    SAVED_AFTER,
     SIZES,
     Steps,
+    checkpoint_of,
     megatron_steps,
+    resumed_steps,
     settings_of,
     steps_of_two_ranks,
     torch_steps,
@@ -39,6 +43,9 @@ BACKENDS: dict[str, dict[str, int]] = {
 }
 
 
+Divided = tuple[Path, dict[tuple[str, str], Steps], Steps]
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Steps]]:
     """Folder and steps of the torch backend by family, computed here with the same version of transformers."""
@@ -50,12 +57,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def divided(
-    expected: dict[str, tuple[Path, Steps]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], Steps]:
-    """The steps of two ranks, by family and layout."""
+def divided(expected: dict[str, tuple[Path, Steps]], tmp_path_factory: pytest.TempPathFactory) -> Divided:
+    """Folder of the checkpoints and steps of two ranks by family and layout, and those that were resumed."""
     cases = [(family, expected[family][0], BACKENDS[layout]) for family, layout in DIVIDED]
-    return dict(zip(DIVIDED, steps_of_two_ranks(cases, tmp_path_factory.mktemp("divided")), strict=True))
+    folder = tmp_path_factory.mktemp("divided")
+    *steps, resumed = steps_of_two_ranks(cases, folder)
+    return folder, dict(zip(DIVIDED, steps, strict=True)), resumed
 
 
 @pytest.mark.parametrize(("family", "layout"), ALONE)
@@ -68,9 +75,30 @@ def test_five_steps_are_those_of_the_torch_backend(
 
 @pytest.mark.parametrize(("family", "layout"), DIVIDED)
 def test_two_ranks_take_the_same_steps(
-    family: str, layout: str, expected: dict[str, tuple[Path, Steps]], divided: dict[tuple[str, str], Steps]
+    family: str, layout: str, expected: dict[str, tuple[Path, Steps]], divided: Divided
 ) -> None:
-    check_equal(divided[family, layout], expected[family][1])
+    check_equal(divided[1][family, layout], expected[family][1])
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_another_layout(
+    expected: dict[str, tuple[Path, Steps]], divided: Divided
+) -> None:
+    """From tensor parallel to data parallel."""
+    check_equal(divided[2], last_of(expected["qwen3_vl"][1]))
+
+
+@pytest.mark.parametrize(("family", "layout"), DIVIDED)
+def test_one_process_goes_on_from_the_checkpoint_of_two(
+    family: str, layout: str, expected: dict[str, tuple[Path, Steps]], divided: Divided
+) -> None:
+    folder, by_torch = expected[family]
+    checkpoint = checkpoint_of(divided[0], DIVIDED.index((family, layout)))
+    check_equal(resumed_steps((family, folder, BACKENDS["alone"]), checkpoint), last_of(by_torch))
+
+
+def last_of(steps: Steps) -> Steps:
+    """Those after the checkpoint."""
+    return replace(steps, metrics=steps.metrics[SAVED_AFTER:], logprobs=steps.logprobs[SAVED_AFTER:])
 
 
 def check_equal(found: Steps, by_torch: Steps) -> None:

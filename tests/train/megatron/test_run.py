@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
+from fovea.build.targets import parse_target, shared_settings
+from fovea.config.run import Model
+from fovea.errors import ConfigError
+from fovea.eval_targets import EvalSet, compare
+from fovea.exporting.export import export
+from fovea.metrics.log import read_metrics
+from fovea.models.load import load_network
+from fovea.utils.checksum import bit_hash, combined
 from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS, check_exact
+from tests.test_runs import untimed
+from tests.train.megatron.equal_steps import megatron_policy
 
 SETTINGS = (
     "train.backend.name=megatron",
@@ -26,8 +39,8 @@ SETTINGS = (
 COMMAND = ("-m", "tests.train.megatron.fovea_on_cpu", "train", "recipes/shapes.yaml")
 
 
-def fovea(run_dir: Path) -> None:
-    command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS]
+def fovea(run_dir: Path, *settings: str) -> None:
+    command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS, *settings]
     done = subprocess.run(
         command, timeout=LIMIT_SECONDS, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
     )
@@ -45,3 +58,54 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_engine_samples_with_the_weights_of_each_step(straight: Path) -> None:
     """The embedded engine has tensors of its own: the log-probs of every step are those of the newest weights."""
     check_exact(straight, "embedded", steps=4)
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(straight: Path, tmp_path: Path) -> None:
+    """From the checkpoint of step 2, as after a kill in step 4; metrics have sums over all weights."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-4")
+    fovea(run_dir, "resume=auto")
+    assert untimed(run_dir) == untimed(straight)
+    assert len({row["weights_checksum"] for row in untimed(run_dir)}) == 4
+
+
+@pytest.fixture(scope="module")
+def exported(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    done = export(straight, folder, trust=True)
+    assert done.max_logprob_difference < 1e-4
+    assert done.left_out == ()
+    return folder
+
+
+def test_an_export_has_the_weights_that_the_engine_was_given(straight: Path, exported: Path) -> None:
+    tensors = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).state_dict()
+    with megatron_policy(exported) as policy:
+        pushed = [weight.name for weight in policy.outgoing() if weight.is_trained]  # in the order of a push
+    found = combined(bit_hash(tensors[name]) for name in pushed)
+    assert found == read_metrics(straight)[-1]["weights_checksum"]
+
+
+def test_either_backend_goes_on_from_an_export(exported: Path) -> None:
+    network = load_network(Model(path=str(exported), dtype="float32"))
+    by_torch = dict(network.named_parameters())
+    with megatron_policy(exported) as policy:
+        by_megatron = dict(policy.weights())
+    assert by_torch.keys() == by_megatron.keys()
+    assert all(torch.equal(by_megatron[name], weight) for name, weight in by_torch.items())
+
+
+def test_a_checkpoint_answers_as_its_export_does(straight: Path, exported: Path) -> None:
+    found = [parse_target(str(target)) for target in (straight, exported)]
+    config = shared_settings(found, None, ["evaluate.test_size=4"])
+    answers = compare(found, EvalSet.of(config, "test"), [], lambda _: None, trust=True).targets
+    texts = [[(row.id, row.answers[0].text) for row in each.greedy.values()] for each in answers]
+    assert len(texts[0]) == 4
+    assert texts[0] == texts[1]
+
+
+def test_a_checkpoint_is_read_by_trust_alone(straight: Path, tmp_path: Path) -> None:
+    """A pickle is among its files."""
+    with pytest.raises(ConfigError, match=r"a pickle among its files, .* trust it, by the option of that name"):
+        export(straight, tmp_path / "model")

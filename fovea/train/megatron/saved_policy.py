@@ -1,0 +1,39 @@
+"""The weights of a Megatron checkpoint in one process, for evaluation and export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core import parallel_state
+from torch import Tensor
+
+from fovea.config.run import Config, Model
+from fovea.train.megatron.checkpoint import load_weights
+from fovea.train.megatron.model import MegatronModel, skeleton
+from fovea.train.megatron.parallel import take_place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPolicy:
+    """What a checkpoint has of a model."""
+
+    weights: Mapping[str, Tensor]
+    """Every weight whole, under its Hugging Face name."""
+    left_out: tuple[str, ...] = ()
+    """Names of what the checkpoint holds besides: a value function."""
+
+    @staticmethod
+    def read(config: Config, settings: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedPolicy:
+        """Read them through a model that nothing is divided in (`config`), and the bridge's conversion.
+
+        TrainError where they belong to another model.
+        """
+        shape = skeleton(settings, banned_ids)
+        try:
+            model = MegatronModel(config, settings, shape, take_place(config, shape.device))
+            load_weights(checkpoint, model.chunk)
+            return SavedPolicy(weights={weight.name: weight.parameter for weight in model.outgoing()})
+        finally:
+            parallel_state.destroy_model_parallel()

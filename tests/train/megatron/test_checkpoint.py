@@ -1,0 +1,100 @@
+"""Checkpoints of a Megatron policy: training goes on from one as if it had never stopped, and others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fovea.build.megatron import saved_by_megatron
+from fovea.config.backends import MegatronBackend
+from fovea.errors import ConfigError, TrainError
+from fovea.models.processor import load_processor
+from fovea.train.megatron.checkpoint import COUNTS, STATE
+from fovea.train.megatron.model import check_division
+from tests.tiny_models import save, tiny
+from tests.train.megatron.equal_steps import (
+    NUM_STEPS,
+    SAVED_AFTER,
+    SIZES,
+    Steps,
+    megatron_policy,
+    run_steps,
+    settings_of,
+)
+
+FAMILY = "qwen3_vl"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny(FAMILY, **SIZES), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Steps]:
+    """A checkpoint after three steps, and the steps after it of the policy that wrote it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with megatron_policy(model) as policy:
+        run_steps(policy, tiny(FAMILY, **SIZES), range(SAVED_AFTER))
+        policy.save(folder)
+        policy.finish_save()
+        return folder, run_steps(policy, tiny(FAMILY, **SIZES), range(SAVED_AFTER, NUM_STEPS))
+
+
+def test_a_resumed_policy_takes_the_steps_of_one_that_never_stopped(model: Path, saved: tuple[Path, Steps]) -> None:
+    folder, straight = saved
+    with megatron_policy(model) as policy:
+        policy.load(folder)
+        resumed = run_steps(policy, tiny(FAMILY, **SIZES), range(SAVED_AFTER, NUM_STEPS))
+    assert resumed.metrics == straight.metrics
+    assert resumed.logprobs == straight.logprobs
+    assert resumed.weights.keys() == straight.weights.keys()
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in straight.weights.items())
+
+
+def test_its_weights_are_read_without_the_policy(model: Path, saved: tuple[Path, Steps]) -> None:
+    config = settings_of(model, train={"backend": {"name": "megatron", "tensor_parallel_size": 2}})
+    read = saved_by_megatron(config, config.model, load_processor(config.model).banned_ids, saved[0])
+    with megatron_policy(model) as policy:
+        policy.load(saved[0])
+        loaded = dict(policy.weights())
+        assert read.weights.keys() == loaded.keys()
+        assert all(torch.equal(read.weights[name], weight) for name, weight in loaded.items())
+    assert any(not torch.equal(read.weights[name], saved[1].weights[name]) for name in loaded), "steps change weights"
+
+
+def test_a_checkpoint_with_a_part_missing_is_named(model: Path, saved: tuple[Path, Steps], tmp_path: Path) -> None:
+    (tmp_path / COUNTS).write_text((saved[0] / COUNTS).read_text())
+    (tmp_path / STATE).mkdir()
+    with megatron_policy(model) as policy, pytest.raises(TrainError, match=str(tmp_path)):
+        policy.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Path, Steps], tmp_path: Path) -> None:
+    other = save(tiny(FAMILY, **SIZES | {"num_layers": 3}), tmp_path)
+    with megatron_policy(other) as policy, pytest.raises(TrainError, match=r"checkpoint0: .*shape mismatch"):
+        policy.load(saved[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "message"),
+    [
+        (FAMILY, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*number of training processes, 1; start a mul"),
+        ("qwen2_vl", {}, "is a qwen2_vl, and only qwen2_5_vl and qwen3_vl .* set train.backend=torch"),
+    ],
+)
+def test_what_it_cannot_run_is_refused(family: str, backend: dict[str, int], message: str, tmp_path: Path) -> None:
+    folder = save(tiny(family), tmp_path)
+    with pytest.raises(ConfigError, match=message), megatron_policy(folder, **backend):
+        pass
+
+
+def test_sizes_that_do_not_divide_the_model_are_refused() -> None:
+    text = tiny(FAMILY, num_layers=3, num_kv_heads=1).network.config.text_config
+    for setting, part in (("tensor_parallel_size", "key-value heads"), ("pipeline_parallel_size", "layers")):
+        with pytest.raises(ConfigError, match=rf"{setting}=2 does not divide the model's \d {part}; set it to a div"):
+            check_division(FAMILY, text, MegatronBackend.model_validate({setting: 2}))
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2, but the model is a qwen2_5_vl"):
+        check_division("qwen2_5_vl", text, MegatronBackend(pipeline_parallel_size=2))
