@@ -79,6 +79,12 @@ class Trainer:
         self._overrides = [*self._algorithm(), *overrides_of(described, further, more, made)]
         self._folder: Path | None = None
         self.config: Config = self._checked(load_run_config(self._recipes, self._overrides))
+        if rows is None and recipe is None and not is_set("environment", *others):
+            raise ConfigError(
+                f"fovea.{self._name} is given nothing to train on; give rows=frame and reward=function, an environment "
+                "such as environment='shapes' (docs/environments.md), or a recipe such as recipe='shapes' "
+                "(`fovea recipes`)"
+            )
 
     def train(self, *, export_to: str | os.PathLike[str] | None = None) -> TrainedRun:
         """Train from the start, or with `resume="auto"` from the newest checkpoint, to the end.

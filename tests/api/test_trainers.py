@@ -211,8 +211,11 @@ def test_an_environment_may_be_an_object() -> None:
 
 
 def test_settings_are_one_tree_however_they_are_written() -> None:
-    dotted = fovea.GRPO(settings={"model.tiny": {}, "rollout.top_p": 0.9, "algorithm.loss": "sapo"}).config
-    nested = fovea.GRPO(model={"tiny": {}}, rollout={"top_p": 0.9}, algorithm={"loss": {"name": "sapo"}}).config
+    settings = {"model.tiny": {}, "environment.name": "shapes", "rollout.top_p": 0.9, "algorithm.loss": "sapo"}
+    dotted = fovea.GRPO(settings=settings).config
+    nested = fovea.GRPO(
+        model={"tiny": {}}, environment="shapes", rollout={"top_p": 0.9}, algorithm={"loss": {"name": "sapo"}}
+    ).config
     assert dotted == nested
     assert dotted.rollout.top_p == 0.9
 
@@ -248,6 +251,20 @@ def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
 def test_what_wrong_arguments_are_told(arguments: Mapping[str, Any], message: str) -> None:
     with pytest.raises(fovea.FoveaError, match=message):
         fovea.GRPO(**{"model": {"tiny": {}}, **arguments})
+
+
+@pytest.mark.parametrize("trainer", [fovea.GRPO, fovea.PPO])
+def test_a_run_of_nothing_is_told_what_to_give(trainer: type[fovea.GRPO | fovea.PPO]) -> None:
+    """The command has a data set by default; a line of Python that forgets its rows must not train on that."""
+    nothing = rf"fovea\.{trainer.__name__} is given nothing to train on; give rows=frame and reward=function, an env"
+    for more in ({}, {"max_steps": 3}, {"reward": later}):
+        with pytest.raises(fovea.FoveaError, match=nothing):
+            trainer(model={"tiny": {}}, **more)
+    with pytest.raises(fovea.FoveaError, match=r"enviroment: no such setting; did you mean environment"):
+        trainer(model={"tiny": {}}, enviroment="shapes")  # type: ignore[call-arg]
+    assert trainer(model={"tiny": {}}, environment="shapes").config.environment.name == "shapes"
+    assert trainer(model={"tiny": {}}, settings={"environment.train_size": 8}).config.environment.name == "shapes"
+    assert trainer(recipe="shapes").config.environment.name == "shapes"
 
 
 def test_ppo_refuses_an_algorithm_without_a_value_function() -> None:
