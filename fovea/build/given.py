@@ -10,12 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias, get_args
 
-from fovea.config.run import Config
+from fovea.config.run import Config, FileEnvironment
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
 from fovea.data.given_rows import GivenRows, common_folder, digest_of
 from fovea.data.readers.base import listed
+from fovea.data.readers.columns import check_named, nearest
 from fovea.data.rows import InMemory, Rows, given_rows
 from fovea.environments.base import Split
+from fovea.environments.dataset_tasks import check_question
 from fovea.errors import ConfigError, DataError
 from fovea.utils.files import atomic_file
 
@@ -82,18 +84,15 @@ def _settings_of(config: Config, frames: Frames) -> SplitFiles:
 
 def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> GivenRows:
     names, columns = settings.image_names, rows.columns
+    check_named(columns, settings.named_columns, f"the argument {argument} has")
+    if isinstance(settings, FileEnvironment):
+        check_question(settings, columns, argument)
     present = [name for name in names if name in columns]
-    if settings.names_images and len(present) < len(names):
-        missing = next(name for name in names if name not in columns)
-        raise DataError(
-            f"{argument}: there is no column {missing}, which environment.image_key or image_keys names; the columns "
-            f"are {listed(columns)}"
-        )
     if not settings.names_images and not present:
         raise DataError(
             f"{argument}: no column is called {' or '.join(names)}, so where are the pictures? The columns are "
-            f"{listed(columns)}; set environment.image_key to one of them, or environment.image_keys=[] for rows "
-            "without pictures"
+            f"{listed(columns)}; set environment.image_key{nearest(names, columns)}, or environment.image_keys=[] for "
+            "rows without pictures"
         )
     return GivenRows(
         rows=rows,

@@ -64,6 +64,12 @@ class GeoSpotEnvironment(SplitFiles):
         return ("image", "image_url") if self.image_key is None else (self.image_key,)
 
     @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        keys = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
+        named = [(f"environment.{key}", getattr(self, key)) for key in keys]
+        return [(setting, column) for setting, column in named if column is not None]
+
+    @property
     def names_images(self) -> bool:
         return self.image_key is not None
 

@@ -103,6 +103,14 @@ class FileEnvironment(SplitFiles):
         return ("images", "image") if named is None else named
 
     @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        named = [
+            (key, getattr(self, key)) for key in ("prompt_key", "answer_key", "kind_key", "level_key", "image_key")
+        ]
+        named += [("image_keys", key) for key in self.image_keys or ()]
+        return [(f"environment.{key}", column) for key, column in named if column is not None]
+
+    @property
     def names_images(self) -> bool:
         return self.image_key is not None or self.image_keys is not None
 

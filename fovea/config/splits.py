@@ -51,6 +51,11 @@ class SplitFiles(Section):
         return ()
 
     @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """The settings that name columns, each with the column."""
+        return []
+
+    @property
     def names_images(self) -> bool:
         """Whether a setting says which columns hold images."""
         return False

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from fovea.config.run import FileEnvironment
 from fovea.data.order import LazyTasks, Place
 from fovea.data.readers.base import listed
+from fovea.data.readers.columns import nearest
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import (
@@ -78,18 +79,9 @@ class FileTasks:
         return interleaved(self._framed([*history, ("user", task.question)]), task.images, task.id)
 
     def _open(self, split: Split, sources: Sequence[str]) -> Rows:
-        settings = self._settings
-        images = settings.image_keys or ()
-        named = [("prompt_key", settings.prompt_key), ("answer_key", settings.answer_key)]
-        named += [("kind_key", settings.kind_key), ("level_key", settings.level_key), ("image_key", settings.image_key)]
-        named += [("image_keys", key) for key in images]
-        columns = [(f"environment.{name}", key) for name, key in named if key is not None]
-        rows = open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
-        if settings.prompt_key is None and not set(PROMPT_KEYS) & set(rows.columns):
-            raise DataError(
-                f"environment.{split}_files: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? "
-                f"The columns are {listed(rows.columns)}; set environment.prompt_key to one of them"
-            )
+        settings, source = self._settings, f"environment.{split}_files"
+        rows = open_rows(sources, columns=settings.named_columns, setting=source, access=self._access)
+        check_question(settings, rows.columns, source)
         return rows
 
     def _image_columns(self, rows: Rows) -> list[str]:
@@ -136,6 +128,18 @@ class FileTasks:
             question = settings.prompt_template.replace("{prompt}", question)
         system: Texts = [] if settings.system_prompt is None else [("system", settings.system_prompt)]
         return [*system, *texts[:-1], (role, question)]
+
+
+def check_question(settings: FileEnvironment, columns: Sequence[str], source: str) -> None:
+    """Raise DataError where no setting names the column of the question and none of its usual names is there.
+
+    `source` is what gave the rows.
+    """
+    if settings.prompt_key is None and not set(PROMPT_KEYS) & set(columns):
+        raise DataError(
+            f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? The columns are "
+            f"{listed(columns)}; set environment.prompt_key{nearest(PROMPT_KEYS, columns)}"
+        )
 
 
 def _cells(rows: Rows, key: str | None) -> list[str] | None:

@@ -139,11 +139,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a row that is none": ([{"photo": png("red")}, 3], r"rows row 1 is of type int, not a mapping of columns"),
     "no such column": (
         [{"picture": png("red"), "question": "?"}],
-        r"rows: there is no column photo, which environment\.image_key or image_keys names; the columns are picture",
+        r"environment\.image_key: the argument rows has no column 'photo'; its columns are picture, question; set",
     ),
     "no question": (
         [{"photo": png("red"), "text": "?"}] * 4,
-        r"environment\.train_files: no column is called problem, prompt, question.*set environment\.prompt_key",
+        r"^rows: no column is called problem, prompt, question.* columns are photo, text; set environment\.prompt_key",
     ),
     "no image": (
         [{"photo": png("red"), "question": "?"}, {"photo": 3.5, "question": "?"}],
@@ -174,6 +174,44 @@ def test_what_broken_rows_are_told(case: str) -> None:
     with pytest.raises(fovea.FoveaError, match=message):
         trained(given)
     assert not Path("run").exists(), "a folder was made for a run that never began"
+
+
+MISSPELT: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
+    "no column of questions": (
+        {"question": "questoin"},
+        {},
+        r"^rows: no column is called .* columns are photo, questoin, answer; set environment\.prompt_key=questoin$",
+    ),
+    "a named question": (
+        {},
+        {"prompt_key": "questoin"},
+        r"^environment\.prompt_key: the argument rows has no column "
+        r"'questoin'; its columns are photo, question, answer; set environment\.prompt_key=question$",
+    ),
+    "a named answer": (
+        {},
+        {"answer_key": "anwser"},
+        r"rows has no column 'anwser'.*set environment\.answer_key=answer",
+    ),
+    "a named picture": ({"photo": "photos"}, {}, r"rows has no column 'photo'.*set environment\.image_key=photos"),
+    "a named type": ({}, {"kind_key": "kind"}, r"rows has no column 'kind'.*set environment\.kind_key to one of them"),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+def test_a_column_that_is_not_there_is_told_with_the_nearest_one(case: str) -> None:
+    names, columns, message = MISSPELT[case]
+    given = [{names.get(key, key): cell for key, cell in row.items()} for row in rows()]
+    with pytest.raises(fovea.FoveaError, match=message):
+        fovea.GRPO(
+            rows=given, reward=score, environment={**PHOTOS, **columns}, settings=SETTINGS, run_dir="run"
+        ).train()
+
+
+def test_the_rows_that_lack_a_column_are_named() -> None:
+    misspelt = [{"photo": row["photo"], "questoin": "?"} for row in rows(3)]
+    with pytest.raises(fovea.FoveaError, match=r"^test_rows: no column is called problem, prompt, question"):
+        fovea.GRPO(rows=rows(), test_rows=misspelt, reward=score, environment=PHOTOS, settings=SETTINGS).train()
 
 
 def test_rows_without_a_column_for_pictures_say_so() -> None:

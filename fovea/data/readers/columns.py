@@ -21,10 +21,21 @@ def check_columns(table: Table, wanted: Sequence[tuple[str, str]], setting: str)
             f"{setting}: {table.name} has several columns called {listed(repeated)}, of which one would be read; "
             "rename or drop all but one"
         )
+    if len(table):
+        check_named(table.columns, wanted, f"{table.name} has")
+
+
+def check_named(columns: Sequence[str], wanted: Sequence[tuple[str, str]], source: str) -> None:
+    """Raise DataError, with the nearest column there is, for a wanted one that is not among those `source` has."""
     for asking, column in wanted:
-        if column not in table.columns and len(table):
-            near = difflib.get_close_matches(column, table.columns, n=1)
-            fix = f"set {asking}={near[0]}" if near else f"set {asking} to one of them"
+        if column not in columns:
             raise DataError(
-                f"{asking}: {table.name} has no column {column!r}; its columns are {listed(table.columns)}; {fix}"
+                f"{asking}: {source} no column {column!r}; its columns are {listed(columns)}; set {asking}"
+                f"{nearest([column], columns)}"
             )
+
+
+def nearest(meant: Sequence[str], columns: Sequence[str]) -> str:
+    """The value of a setting that should name one of these columns: the nearest to what was meant."""
+    near = [found for name in meant for found in difflib.get_close_matches(name, columns, n=1)]
+    return f"={near[0]}" if near else " to one of them"

@@ -71,9 +71,7 @@ class GeoSpot(Environment):
         return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
 
     def _open(self, split: Split, sources: Sequence[str]) -> Rows:
-        names = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
-        wanted = [(f"environment.{name}", getattr(self._config, name)) for name in names]
-        columns = [(name, key) for name, key in wanted if key is not None]
+        columns = self._config.named_columns
         return open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
 
     def _image_columns(self, rows: Rows) -> list[str]:
