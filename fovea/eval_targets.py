@@ -91,21 +91,20 @@ def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
     `rows` are asked in place of those of the test split.
     """
     targets = parse_targets(words, api_key_env)
+    progress = Console(quiet=quiet)
+
+    def say(text: str) -> None:
+        progress.print(Text(printable(without_secrets(text)), style="dim"))
+
     with ExitStack() as stack:
         if rows is None:
             config = shared_settings(targets, recipe, overrides, trust=trust)
         else:
-            config = stack.enter_context(_asking(rows, _settings_beside_rows(targets, recipe, overrides, trust=trust)))
+            config = _settings_beside_rows(targets, recipe, overrides, trust=trust)
+            config = stack.enter_context(_asking(rows, config, say))
         eval_set = EvalSet.of(config, split, given)
         stack.enter_context(closing(eval_set.grading))
-        progress = Console(quiet=quiet)
-        results = compare(
-            targets,
-            eval_set,
-            overrides,
-            lambda text: progress.print(Text(printable(without_secrets(text)), style="dim")),
-            trust=trust,
-        )
+        results = compare(targets, eval_set, overrides, say, trust=trust)
         return _write(results, eval_set, split, output_files)
 
 
@@ -120,12 +119,14 @@ def _settings_beside_rows(
 
 
 @contextmanager
-def _asking(rows: InMemory, config: Config) -> Iterator[Config]:
+def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
     """The settings with files of these rows, which are there until the block ends, as those of the test split."""
     with (
         rows_as_files(config.with_own_files, {"test": rows}) as written,
         TemporaryDirectory(prefix="fovea-rows-") as folder,
     ):
+        for remark in written.remarks:
+            say(remark)
         written.move_into(Path(folder))
         yield written.config.with_files_of(folder)
 

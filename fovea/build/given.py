@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,8 @@ class WrittenRows:
     config: Config
     files: Mapping[str, Path] = field(default_factory=dict)
     """By the name in the folder of rows."""
+    remarks: Sequence[str] = ()
+    """What is to be said of the rows before they are used."""
 
     def move_into(self, folder: Path) -> None:
         """Move the files into a run folder, where it does not have them yet."""
@@ -58,7 +60,7 @@ def rows_as_files(config: Config, frames: Frames | None) -> Iterator[WrittenRows
     cache = Path(config.data.cache_dir).expanduser() / ROWS_FOLDER
     cache.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="given-", dir=cache) as scratch:
-        files, changes, paths = dict[str, Path](), dict[str, tuple[str, ...]](), list[str]()
+        files, changes, paths, remarks = dict[str, Path](), dict[str, tuple[str, ...]](), list[str](), list[str]()
         for split, frame in frames.items():
             given = _given(config, settings, given_rows(frame, ARGUMENTS[split]), ARGUMENTS[split])
             file = Path(scratch) / split
@@ -66,8 +68,10 @@ def rows_as_files(config: Config, frames: Frames | None) -> Iterator[WrittenRows
             name = f"{given.argument}-{digest_of(file)}.parquet"
             files[name], changes[f"{split}_files"] = file, (f"{RUN_DIR}/{ROWS_FOLDER}/{name}",)
             paths += given.paths
+            if given.remark and isinstance(settings, FileEnvironment):  # in geospot they are bad rows
+                remarks.append(given.remark)
         config = config.model_copy(update={"environment": settings.model_copy(update=changes)})
-        yield WrittenRows(config=_with_image_root(config, frames, paths), files=files)
+        yield WrittenRows(config=_with_image_root(config, frames, paths), files=files, remarks=remarks)
 
 
 def _settings_of(config: Config, frames: Frames) -> SplitFiles:

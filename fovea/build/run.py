@@ -57,6 +57,8 @@ def build(
         graded = make_environment(config, environment, reward)
         user = environment.environment if isinstance(environment, GradedEnvironment) else environment
         run = _make_services(config, graded, started, GivenCode(environment=user, reward=reward))
+        for remark in rows.remarks:
+            run.progress.warn(remark)
         # from here on it is the run that closes its folder
         return replace(run, held=on_failure.pop_all())
 

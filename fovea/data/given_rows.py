@@ -48,11 +48,25 @@ class GivenRows:
     """Write what is no image as a bad row; False: an error."""
     paths: list[str] = field(default_factory=list, init=False)
     """Paths of the images that are files of this machine, once they are written."""
+    without_picture: list[int] = field(default_factory=list, init=False)
+    """Places of the rows whose columns of images are all empty, once they are written."""
 
     def write(self, file: Path) -> None:
         """Write all rows; DataError, by argument, row and column, for a cell that no file can hold."""
         types = {name: self._type_of(name) for name in self.rows.columns}
         write_rows(file, pa.schema(list(types.items())), self._cells(types), ROWS_PER_GROUP)
+
+    @property
+    def remark(self) -> str | None:
+        """What is to be said of the rows that were written; None: nothing."""
+        if not self.without_picture:
+            return None
+        num_rows, columns = len(self.without_picture), listed(self.image_columns)
+        return (
+            f"{self.argument}: {num_rows} of {len(self.rows)} rows have no picture in {columns} "
+            f"({'row' if num_rows == 1 else 'rows'} {listed([str(row) for row in self.without_picture], 5)}), and are "
+            "asked without one; leave them out where a picture is missing"
+        )
 
     def _type_of(self, name: str) -> Any:
         values = list(self.rows.column(name))
@@ -91,6 +105,8 @@ class GivenRows:
         for index, row in enumerate(self.rows):
             where = self.rows.where(index)
             images = {name: self._images(row.get(name), where, types[name]) for name in self.image_columns}
+            if images and not any(images.values()):
+                self.without_picture.append(index)
             yield {**row, **images}
 
     def _images(self, cell: object, where: str, type_of_column: Any) -> object:

@@ -219,6 +219,35 @@ def test_rows_without_a_column_for_pictures_say_so() -> None:
         fovea.GRPO(rows=rows(), reward=score, settings=SETTINGS, run_dir="run").train()
 
 
+def long(task: fovea.Task, text: str, images: Any) -> float:
+    return float(len(text))
+
+
+@pytest.mark.parametrize("form", ["DataFrame", "list"])
+def test_rows_without_a_picture_are_counted_and_said(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """They train, since a data set may hold questions of words alone; one whose pictures went missing is no such."""
+    given = rows()
+    given[2]["photo"] = given[5]["photo"] = None
+    table = FORMS[form](given)
+    fovea.GRPO(rows=table, reward=long, environment=PHOTOS, settings=SETTINGS, run_dir="run").train()
+    said = "rows: 2 of 8 rows have no picture in photo (rows 2, 5), and are asked without one; leave them out"
+    assert said in "".join(capfd.readouterr())
+    fovea.evaluate("gold", rows=table, reward=long, environment=PHOTOS, settings={"data.cache_dir": "cache"})
+    assert said in " ".join("".join(capfd.readouterr()).split())
+
+
+def test_rows_with_a_picture_in_one_of_their_columns_are_told_nothing_of() -> None:
+    columns = {"image_keys": ["photo", "second"]}
+    config = fovea.GRPO(rows=rows(), reward=score, environment=columns, settings=SETTINGS).config
+    pair = [{**row, "photo": [], "second": row["photo"]} for row in rows()]
+    with rows_as_files(config, {"train": pair}) as written:
+        assert written.remarks == []
+    pair[3]["second"] = None
+    with rows_as_files(config, {"train": pair, "test": pair}) as written:
+        rest = "of 8 rows have no picture in photo, second (row 3), and are asked without one"
+        assert [each.partition(";")[0] for each in written.remarks] == [f"rows: 1 {rest}", f"test_rows: 1 {rest}"]
+
+
 def test_a_row_that_holds_no_image_may_be_skipped_and_is_counted() -> None:
     given = [*rows(), {"photo": 3, "question": "?", "answer": "red"}]
     run = trained(given, **{"data.on_bad_row": "skip", "max_epochs": 1, "max_steps": 9})
