@@ -12,6 +12,7 @@ from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
+from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
@@ -86,9 +87,16 @@ def _check_same(saved: Path, config: Config) -> None:
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise ConfigError(
-                f"{key}={now.get(key)}, but the run in {saved.parent} began with {before.get(key)}; set it back "
-                "to resume, or start anew in another run_dir"
+                f"{key}={now.get(key)}, but the run in {saved.parent} began with {before.get(key)}; "
+                f"{_set_back(key, before.get(key), saved)} to resume, or start anew in another run_dir"
             )
+
+
+def _set_back(key: str, value: object, saved: Path) -> str:
+    if isinstance(value, str) and value.startswith(FROM_PYTHON):
+        argument = key.partition(".")[0]
+        return f"give that object again from Python, fovea.GRPO(recipe='{saved}', {argument}=..., resume='auto'),"
+    return "set it back"
 
 
 def _fixed_settings(tree: dict[str, object]) -> dict[str, object]:

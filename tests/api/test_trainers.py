@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -178,6 +179,23 @@ def test_a_reward_that_was_changed_is_told_on_resume() -> None:
     assert len(fovea.GRPO(settings=again, reward=pays(0.5)).train().metrics) == 3
     with pytest.raises(fovea.FoveaError, match=r"reward=python:.* is an object that Python code has given"):
         fovea.evaluate("run", trust=True)
+
+
+def test_the_command_says_how_a_run_with_a_lambda_goes_on() -> None:
+    """And what it says works."""
+    fovea.GRPO(settings={**SETTINGS, **SHAPES}, run_dir="run", reward=pays(0.5)).train()
+    Path("rewards.py").write_text("def half(task, text, images):\n    return 0.5\n")
+    command = ["train", "run/config.yaml", "resume=auto", "max_steps=3"]
+    from_python = r"give .* again from Python,.* fovea\.GRPO\(recipe='{}config\.yaml', reward=\.\.\., resume='auto'\)"
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert re.search(from_python.format("RUN/"), done.output)
+    assert "reward=path/to/file.py:name (a lambda or a local name has to become a def or class" in done.output
+    done = CliRunner().invoke(app, [*command, "reward=rewards.py:half"])
+    assert re.search(from_python.format("run/"), done.output)
+    resumed = fovea.GRPO(recipe="run/config.yaml", reward=pays(0.5), resume="auto", max_steps=3)
+    assert len(resumed.train().metrics) == 3
+    assert CliRunner().invoke(app, ["eval", "run", "reward=rewards.py:half"]).exit_code == 0
 
 
 class DarkOrLight:

@@ -106,11 +106,7 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
 def load_named(spec: str, setting: str) -> object:
     """The object that a file defines under a name."""
     if spec.startswith(FROM_PYTHON):
-        raise ConfigError(
-            f"{setting}={spec} is an object that Python code has given, and is in no file that is named; give it again "
-            f"from Python (fovea.GRPO, fovea.PPO and fovea.evaluate take {setting}=...), or name the same code as "
-            f"{setting}=path/to/file.py:name"
-        )
+        raise ConfigError(_is_from_python(spec, setting))
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{setting}={spec} does not name a file and something in it; write path/to/file.py:name")
@@ -123,6 +119,17 @@ def load_named(spec: str, setting: str) -> object:
         meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
         raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
     return getattr(module, name)
+
+
+def _is_from_python(spec: str, setting: str) -> str:
+    """What to do about an object of a Python program that nobody gives: to resume, to evaluate, or to train anew."""
+    made_in_place = " (a lambda or a local name has to become a def or class at the top of one)"
+    return (
+        f"{setting}={spec} is an object that Python code has given, and is in no file that is named; give it again "
+        f"from Python, to resume with fovea.GRPO(recipe='RUN/config.yaml', {setting}=..., resume='auto') or fovea.PPO, "
+        f"to evaluate with fovea.evaluate('RUN', {setting}=...); for `fovea eval` and new runs name the same code in a "
+        f"file, {setting}=path/to/file.py:name{made_in_place if '<' in spec else ''}"
+    )
 
 
 def name_of(given: object) -> str:
