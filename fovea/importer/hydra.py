@@ -1,5 +1,6 @@
-"""Settings of a YAML file that names others in a Hydra `defaults` list, as far as those lie in its folder of configs.
+"""Settings of a YAML file that names others in a Hydra `defaults` list, as far as those lie in its folders of configs.
 
+These are the folder of the file and those of its `hydra.searchpath` that are on this machine.
 Rules of the list: https://hydra.cc/docs/advanced/defaults_list/, of the packages that settings come under:
 https://hydra.cc/docs/advanced/overriding_packages/. Files are read as YAML; nothing of Hydra runs.
 """
@@ -18,8 +19,9 @@ from fovea.config.recipes import read_recipe
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.importer.given import Given
+from fovea.importer.interpolation import resolve
 
-DEFAULTS, ITSELF = "defaults", "_self_"
+DEFAULTS, ITSELF, SEARCHPATH = "defaults", "_self_", "hydra.searchpath"
 _NESTED_AT_MOST = 50
 """Files below files; deeper ones name each other in a circle."""
 _HEADER = re.compile(r"^#\s*@package\s+([\w.]+)\s*$", re.MULTILINE)
@@ -31,9 +33,10 @@ class _Config:
     """A file of a folder of configs."""
 
     file: Path
-    root: Path
+    roots: tuple[Path, ...]
+    """Folders of configs; the first that has a file wins."""
     name: str
-    """Path below the root, with its suffix."""
+    """Path below its root, with its suffix."""
     package: str
     """The dotted key under which its settings come; empty: at the top."""
 
@@ -42,20 +45,35 @@ class _Config:
         return f"{self.package}.{name}" if self.package else name
 
 
-def composed(file: Path) -> dict[str, Given]:
+def composed(file: Path, searchpath: object = None) -> dict[str, Given]:
     """The settings of a YAML file and of those that it names, by key: later files of a list win over earlier ones.
 
-    Names of a list without a file here are the value of `defaults`. ConfigError for files that name each other in a
-    circle.
+    `searchpath` replaces the file's own `hydra.searchpath`. Names of a list without a file here are the value of
+    `defaults`. ConfigError for files that name each other in a circle.
     """
     found: dict[str, Given] = {}
     unread: list[str] = []
-    top = _Config(file=file, root=file.parent, name=file.name, package="")
+    own = leaves(read_recipe(file)).get(SEARCHPATH)
+    roots = (file.parent, *_folders(own if searchpath is None else searchpath, file))
+    top = _Config(file=file, roots=roots, name=file.name, package="")
     for each in _settings(top, unread, depth=0):
         _put(found, each)
     if unread:
         found[DEFAULTS] = Given(key=DEFAULTS, value=unread, where=file.name)
     return found
+
+
+def _folders(searchpath: object, file: Path) -> Iterator[Path]:
+    """The folders of a search path that are there: relative ones are below the working directory, as for Hydra.
+
+    Or below a folder around the file, where the command that it is meant for starts in that.
+    """
+    for entry in searchpath if isinstance(searchpath, list) else []:
+        scheme, _, path = str(resolve(entry, SEARCHPATH, lambda _: None)).rpartition("://")
+        places = [base / path for base in (Path(), *file.resolve().parents)]
+        folder = next(filter(Path.is_dir, places), None)
+        if folder is not None and path and scheme in ("", "file"):
+            yield folder
 
 
 def _put(found: dict[str, Given], setting: Given) -> None:
@@ -110,10 +128,10 @@ def _of(config: _Config, entry: str, unread: list[str], depth: int) -> Iterator[
     name, _, package = entry[keyword.end() :].partition("@")
     folder = "" if name.startswith("/") else posixpath.dirname(config.name)
     path = posixpath.normpath(posixpath.join(folder, name.lstrip("/"))).removesuffix(".yaml") + ".yaml"
-    file = config.root / path
-    if keyword[1] != "override" and not path.startswith("../") and file.is_file():
+    file = next((root / path for root in config.roots if (root / path).is_file()), None)
+    if keyword[1] != "override" and not path.startswith("../") and file is not None:
         package = package or _package_of(file) or posixpath.dirname(name.lstrip("/")).replace("/", ".")
-        chosen = _Config(file=file, root=config.root, name=path, package=_within(config, package))
+        chosen = _Config(file=file, roots=config.roots, name=path, package=_within(config, package))
         yield from _settings(chosen, unread, depth + 1)
     elif keyword[1] != "optional":
         unread.append(entry)

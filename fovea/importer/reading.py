@@ -11,7 +11,7 @@ from fovea.config.elsewhere import System, systems
 from fovea.config.recipes import COMMAND_LINE, read_yaml
 from fovea.errors import ConfigError
 from fovea.importer.given import Given, Unread
-from fovea.importer.hydra import composed
+from fovea.importer.hydra import SEARCHPATH, composed
 from fovea.importer.shell import Word, words_of
 
 IMPORTED = ("verl", "rlinf")
@@ -83,7 +83,10 @@ def _over_config(settings: dict[str, Given], folder: Path) -> dict[str, Given]:
     name = f"{given.get('--config-name')}.yaml"
     places = [folder / str(place) for option, place in given.items() if option != "--config-name"]
     file = next((place / name for place in places if (place / name).is_file()), None)
-    return settings if file is None else composed(file) | {k: v for k, v in settings.items() if k not in given}
+    if file is None:
+        return settings
+    searchpath = settings[SEARCHPATH].value if SEARCHPATH in settings else None
+    return composed(file, searchpath) | {k: v for k, v in settings.items() if k not in given}
 
 
 def _of_script(file: Path) -> Iterator[Given]:
