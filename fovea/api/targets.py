@@ -60,6 +60,10 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
     of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` lets code run that a run's own settings name as a
     file (docs/evaluation.md). Raises FoveaError.
     """
+    if not targets:
+        raise ConfigError(
+            "nothing to evaluate; give a run, a checkpoint, a model, a server or a baseline such as 'gold'"
+        )
     if rows is not None and split != "test":
         raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
     named = (code_settings(environment, reward), settings or {})

@@ -203,7 +203,9 @@ def shared_settings(
         return load_config([recipe], overrides)
     sources = [file for target in targets if (file := settings_file(target)) is not None]
     if not sources:
-        raise ConfigError("no target says which rows to ask; give a recipe that does, such as geo3k")
+        raise ConfigError(
+            "no target says which rows to ask; give a recipe that does, such as geo3k, or rows from Python"
+        )
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):
         if (config.environment, config.reward) != (configs[0].environment, configs[0].reward):

@@ -102,7 +102,7 @@ class FileTasks:
                 "prompt_role",
             )
         interleaved(self._framed(texts), images, where)
-        answer = self._read_answer(self._answer_cell(row, key, where), where)
+        answer = self._answer(row, key, where)
         task_id = f"{split}/{index}"
         task = Task(id=task_id, question=texts[-1][1], answer=answer, images=images, kind=kind, row=row)
         if self._is_gradable is not None and not self._is_gradable(task):
@@ -113,6 +113,17 @@ class FileTasks:
         """The messages before the answer."""
         texts = texts_of(row.get(key), where)
         return texts[:-1] if answer_key(row, key, self._settings) == key else texts
+
+    def _answer(self, row: Row, key: str, where: str) -> str:
+        cell = self._answer_cell(row, key, where)
+        try:
+            return self._read_answer(cell, where)
+        except BadRowError as error:
+            if self._settings.answer_key is not None or set(ANSWER_KEYS) & set(row) or cell is not None:
+                raise
+            problem = f"no column is called {' or '.join(ANSWER_KEYS)} (the columns are {listed(list(row))})"
+            fix = f"set environment.answer_key{nearest(ANSWER_KEYS, list(row))}, or data.on_bad_row=skip"
+            raise BadRowError(f"{where}: {problem}, so nothing can be right; {fix}", error.reason) from None
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
         answer = answer_key(row, key, self._settings)

@@ -34,6 +34,8 @@ def read(words: Sequence[str]) -> dict[str, Given]:
     overrides = [word for word in joined if Path(word) not in files]
     found, last = dict[str, Given](), _over_config({each.key: each for each in map(_of_word, overrides)}, Path())
     for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file}: no such file in {Path.cwd()}; give a YAML file or a script of verl or RLinf")
         if file.suffix in (".yaml", ".yml"):
             found |= composed(file)
         else:

@@ -84,6 +84,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
     own = run.config_file.read_text().replace("python:tests.api.small.score", "stranger.py:score")
     run.config_file.write_text(own)
     wrong: list[tuple[Callable[[], object], str]] = [
+        (fovea.evaluate, "nothing to evaluate; give a run, a checkpoint, a model, a server or a baseline such as"),
         (lambda: fovea.evaluate("majority"), "no target says which rows to ask; give a recipe that does"),
         (lambda: fovea.evaluate("gold", rows=rows(3), environment=PHOTOS), "grades no answers; set reward to"),
         (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, and rows"),

@@ -136,6 +136,10 @@ def test_rows_may_have_a_grader_of_fovea() -> None:
 BROKEN: dict[str, tuple[Any, str]] = {
     "no rows": ([], r"rows holds no rows; give some"),
     "no table": (3, r"rows: an object of type int holds no rows that can be read; give a pandas DataFrame"),
+    "a file": (
+        Path("data.csv"),
+        r"rows=\w+\('data\.csv'\) is no table but a text or a path; read the file, such as by",
+    ),
     "a row that is none": ([{"photo": png("red")}, 3], r"rows row 1 is of type int, not a mapping of columns"),
     "no such column": (
         [{"picture": png("red"), "question": "?"}],
@@ -212,6 +216,16 @@ def test_the_rows_that_lack_a_column_are_named() -> None:
     misspelt = [{"photo": row["photo"], "questoin": "?"} for row in rows(3)]
     with pytest.raises(fovea.FoveaError, match=r"^test_rows: no column is called problem, prompt, question"):
         fovea.GRPO(rows=rows(), test_rows=misspelt, reward=score, environment=PHOTOS, settings=SETTINGS).train()
+
+
+def test_rows_without_a_column_for_answers_say_so() -> None:
+    """A reward of one's own may do without; an environment that grades may not."""
+    given = [{"photo": row["photo"], "question": row["question"], "anwser": row["answer"]} for row in rows()]
+    nearest = (
+        r"row \d: no column is called answer or reward_model \(the columns are photo, question, anwser\), .*=anwser,"
+    )
+    with pytest.raises(fovea.FoveaError, match=nearest):
+        fovea.GRPO(rows=given, environment={"name": "vqa", **PHOTOS}, settings=SETTINGS, run_dir="run").train()
 
 
 def test_rows_without_a_column_for_pictures_say_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from fovea.data.readers.base import listed
@@ -93,9 +94,14 @@ def _cells(source: object, name: str) -> _Cells:
         return _cells_of_columns(source, name)
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
         return _cells_of_rows(source, name)
+    if isinstance(source, str | bytes | PathLike):
+        raise DataError(
+            f"{name}={source!r:.80} is no table but a text or a path; read the file, such as by pandas.read_csv, or "
+            "name it in environment.train_files in place of this argument (docs/data.md)"
+        )
     raise DataError(
         f"{name}: an object of type {type(source).__name__} holds no rows that can be read; give a pandas DataFrame, a "
-        "datasets.Dataset, a list of mappings, a mapping of columns, or the path of a file"
+        "datasets.Dataset, a list of mappings or a mapping of columns"
     )
 
 

@@ -158,7 +158,8 @@ def _number(value: object, name: str) -> float:
     """A number of Python, numpy or torch; ValueError for anything else, and for one that is not finite."""
     called = f" as {name}" if name else ""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
-        raise ValueError(f"{value!r:.60}{called}, which is no number")
+        no_return = " (is there a `return`?)" if value is None and not name else ""
+        raise ValueError(f"{value!r:.60}{called}, which is no number{no_return}; a score is one, or parts by name")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays of several values, as numpy and torch say it

@@ -125,8 +125,8 @@ def test_marks_are_kept_beside_the_parts() -> None:
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
-        (None, "None, which is no number"),
-        ("1.0", "'1.0', which is no number"),
+        (None, "None, which is no number (is there a `return`?); a score is one, or parts by name; fix it"),
+        ("1.0", "'1.0', which is no number; a score is one, or parts by name; fix it"),
         (float("nan"), "nan, which is not finite"),
         ({}, "{}, which names no part and no reward"),
         ({"image_parts": []}, "which names no part and no reward"),
