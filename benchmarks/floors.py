@@ -147,7 +147,7 @@ def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
         _vision("update", sizes, made),
         _prompts("update", sizes, made),
         _completions(case, sizes, made),
-        _head(case, sizes, passes),
+        _head(case, sizes, made),
         # AdamW reads weight, gradient and two moments, and writes all but the gradient
         Part(phase="update", name="AdamW", passes=0, linear=0, attention=0, bytes=7 * sizes.trained_bytes),
     ]

@@ -20,6 +20,7 @@ from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
+from fovea.models.recorded_distributions import DistributionTape
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -109,7 +110,8 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     if vlm.device.type != "cpu" or not records_rollouts(config):
         return None
     widths = vlm.linear_widths if records_linears(config, vlm.text_config.hidden_size) else []
-    return Tape(widths, settings.reuse_gib * 2**30, vlm.dtype)
+    distributions = DistributionTape(vlm.vocabulary_size, config.rollout.temperature)
+    return Tape(widths, settings.reuse_gib * 2**30, vlm.dtype, distributions)
 
 
 def records_rollouts(config: Config) -> bool:

@@ -57,14 +57,18 @@ class PolicyNetwork(nn.Module):
         """
         hidden_UE = self.action_states(row)
         head: Any = self.network.get_output_embeddings()
-        scores = token_scores(
-            hidden_UE,
-            head.weight,
-            row.target_ids_U,
-            self.banned_K,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-        )
+        known = None if row.recorded is None else row.recorded.distributions(row.hidden_index_U)
+        if known is None:
+            scores = token_scores(
+                hidden_UE,
+                head.weight,
+                row.target_ids_U,
+                self.banned_K,
+                temperature=temperature,
+                chunk_tokens=chunk_tokens,
+            )
+        else:
+            scores = known.scores(hidden_UE, head.weight, row.target_ids_U, chunk_tokens=chunk_tokens)
         if self.value_head is not None:
             scores = replace(scores, values_A=self.value_head(hidden_UE))
         return scores.at(row.computed_A)
@@ -84,10 +88,15 @@ class PolicyNetwork(nn.Module):
         return self.banned_K.device
 
     @property
+    def vocabulary_size(self) -> int:
+        """Logits of a token: rows of the embedding."""
+        size: int = self._embedding.num_embeddings
+        return size
+
+    @property
     def logits_bytes_per_token(self) -> int:
         """Bytes of the float32 logits of one token."""
-        vocabulary: int = self._embedding.num_embeddings
-        return 4 * vocabulary
+        return 4 * self.vocabulary_size
 
     @property
     def trains_vision(self) -> bool:

@@ -7,6 +7,7 @@ Axes: `A` actions, `E` width of the model, `W` vocabulary, `K` banned ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,14 +111,29 @@ class LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_AE, head_WE, targets_A, probs_AW, entropies_A = ctx.saved_tensors
-        of_logprobs_A, of_entropies_A, _ = gradients
-        of_logits_AW = _gradient_of_logits(probs_AW, targets_A, entropies_A, of_logprobs_A, of_entropies_A)
-        if ctx.temperature != 1:
-            of_logits_AW /= ctx.temperature
-        of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
-        of_hidden = of_logits_AW @ head_WE if ctx.needs_input_grad[0] else None
-        of_head = of_logits_AW.t() @ hidden_AE if ctx.needs_input_grad[1] else None
+        of_hidden, of_head = gradients_of_head(ctx, hidden_AE, head_WE, (probs_AW, targets_A, entropies_A), gradients)
         return of_hidden, of_head, None, None, None
+
+
+def gradients_of_head(
+    ctx: Any,
+    hidden_AE: Tensor,
+    head_WE: Tensor,
+    scored: tuple[Tensor, Tensor, Tensor],
+    gradients: Sequence[Tensor | None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and head where they are needed.
+
+    `scored`: probabilities [A, W], which are overwritten, targets and entropies. `gradients`: those of log-probs and
+    entropies.
+    """
+    of_logits_AW = _gradient_of_logits(*scored, *gradients[:2])
+    if ctx.temperature != 1:
+        of_logits_AW /= ctx.temperature
+    of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
+    of_hidden = of_logits_AW @ head_WE if ctx.needs_input_grad[0] else None
+    of_head = of_logits_AW.t() @ hidden_AE if ctx.needs_input_grad[1] else None
+    return of_hidden, of_head
 
 
 def _gradient_of_logits(

@@ -19,7 +19,7 @@ MACHINE = MachineRates(large=Rates(gemm=100.0, attention=10.0, read=50.0, copy=2
 @pytest.mark.parametrize("reuses", [False, True])
 @pytest.mark.parametrize("freeze_vision", [False, True])
 def test_the_parts_add_up_to_the_work_of_the_model(freeze_vision: bool, reuses: bool) -> None:
-    """What the update takes over from the rollout spares it one forward pass of linear layers and of the tower."""
+    """What the update takes over from the rollout spares it one forward pass of linear layers, head and tower."""
     case = replace(CASE, freeze_vision=freeze_vision)
     sizes = sizes_of(case, Ours(case, 1))
     parts = parts_of(case, sizes, reuses=reuses)
@@ -33,7 +33,8 @@ def test_the_parts_add_up_to_the_work_of_the_model(freeze_vision: bool, reuses: 
             for prompt in sizes.prompts
         )
         spared = sum(
-            sizes.work.prompt(prompt.num_tokens, prompt.images, once) + 3 * (4 * sizes.work.token)
+            sizes.work.prompt(prompt.num_tokens, prompt.images, once)
+            + 3 * (4 * sizes.work.token + 5 * sizes.work.action)
             for prompt in sizes.prompts
         )
         assert made == pytest.approx(whole - spared * (reuses and phase == "update"))

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.models.activation_tape import Tape
+from fovea.models.recorded_distributions import DistributionTape
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
@@ -32,6 +33,7 @@ from tests.saved import save_policy
 from tests.tiny_models import DENSE_FAMILIES, FAMILIES, mixed_prompts, tiny
 
 GRADIENT_TOLERANCE = 1e-5
+TEMPERATURE = 0.9
 FROZEN = Model(tiny=TinyModel(), freeze_vision_tower=True)
 LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))
 TRAINED = Model(tiny=TinyModel())
@@ -47,6 +49,7 @@ class Pair:
         max_bytes: float = 2**26,
         linears: bool = True,
         algorithm: Algorithm | None = None,
+        distributions: bool = False,
         **train: object,
     ) -> None:
         choose_trainable(parts.network, settings, seed=0)
@@ -55,14 +58,15 @@ class Pair:
             parts.processor.banned_ids,
             feature_cache=None if settings.trains_vision else FeatureCache(2**20),
         )
-        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
+        kept = DistributionTape(self.vlm.vocabulary_size, TEMPERATURE) if distributions else None
+        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32, kept)
         self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
         self.policy = TorchPolicy(
             self.vlm,
             train=Train.model_validate(values),
             algorithm=algorithm or Algorithm(),
-            temperature=0.9,
+            temperature=TEMPERATURE,
             max_steps=10,
             tape=self.tape,
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.activation_tape import NOT_RECORDED
+from fovea.models.recorded_distributions import DistributionRows
 from fovea.models.transfer import to_device
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.cache import QueuedRequest
@@ -133,7 +134,9 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(self, requests: Sequence[QueuedRequest], logits_PW: Tensor) -> None:
+    def add(
+        self, requests: Sequence[QueuedRequest], logits_PW: Tensor, recorded: DistributionRows | None = None
+    ) -> None:
         """Append a row per completion of these requests, and sample their first tokens from prefill's logits."""
         first = len(self.rows)
         self.rows.extend(DecodeRow(request=request, index=i) for request in requests for i in range(request.n))
@@ -143,10 +146,10 @@ class DecodeBatch:
         prompt_of_B = [prompt for prompt, request in enumerate(requests) for _ in range(request.n)]
         # one prefill serves the n completions of a prompt: they share its logits
         logits_BW = logits_PW[to_device(torch.tensor(prompt_of_B), self._device)]
-        self._record(*sample_tokens(logits_BW, self._draw(first)), first)
+        self._record(*sample_tokens(logits_BW, self._draw(first, recorded)), first)
         self._measure()
 
-    def step(self, forward: Forward, first_place: int = NOT_RECORDED) -> None:
+    def step(self, forward: Forward, first_place: int = NOT_RECORDED, recorded: DistributionRows | None = None) -> None:
         """Sample one more token per row; `first_place` is the tape place of row 0's activations, if recorded."""
         state = self._live_state()
         # the newest token is not in the KV cache yet: this step feeds it
@@ -160,7 +163,7 @@ class DecodeBatch:
             stored_B=stored_B,
             longest=self._longest - 1,
             level=self._level,
-            draw=self._draw(0),
+            draw=self._draw(0, recorded),
         )
         self._record(*forward(step), 0)
         # an upper bound kept on the host: reading the true maximum would sync with the device at every step
@@ -194,7 +197,7 @@ class DecodeBatch:
         assert self._state is not None, "a decode step of an empty batch"
         return self._state
 
-    def _draw(self, first: int) -> Draw:
+    def _draw(self, first: int, recorded: DistributionRows | None) -> Draw:
         """Draw of the next token of the rows from `first` on."""
         state = self._live_state()
         length_B = state.length_B[first:]
@@ -203,6 +206,7 @@ class DecodeBatch:
             settings=map_tensors(lambda x: x[first:], state.settings),
             needs=self._needs,
             banned_K=self._banned_K,
+            recorded=recorded,
         )
 
     def _record(self, token_B: Tensor, logprob_B: Tensor, first: int) -> None:

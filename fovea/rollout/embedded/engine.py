@@ -249,7 +249,7 @@ class EmbeddedEngine:
             weights = self._loaded_weights()
             row = prefill_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
             hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
-            batch.add(admitted, weights.logits(hidden_PE))
+            batch.add(admitted, weights.logits(hidden_PE), self._recorder.first_distributions(admitted))
             self._may_approximate = not any(request.sampling.exact for request in self._running)
             # a first token may already be a stop token, or the only one allowed
             self._retire(batch, cache)
@@ -268,7 +268,7 @@ class EmbeddedEngine:
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
         for _ in range(self._tuning.decode_steps_on(self._device)):
             with self._recorder.recording(len(batch)) as first_place:
-                batch.step(stepper, first_place)
+                batch.step(stepper, first_place, self._recorder.distributions(first_place, len(batch)))
         self._retire(batch, cache)
 
     def _retire(self, batch: DecodeBatch, cache: Cache) -> None:

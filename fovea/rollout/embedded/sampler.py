@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.drawn_distribution import drawn_logprobs_
+from fovea.models.recorded_distributions import DistributionRows
 from fovea.types import Sampling
 
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
@@ -58,6 +59,8 @@ class Draw:
     settings: RowSettings
     needs: SamplingNeeds
     banned_K: Tensor
+    recorded: DistributionRows | None = None
+    """Where the distributions are recorded."""
 
 
 def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
@@ -100,10 +103,13 @@ def sample_tokens(logits_BW: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     logits a token's probability is exact to float32 rounding.
     """
     temperature = draw.settings.temperature_B1 if draw.needs.needs_temperature else 1.0
+    banned_logits_BK = None if draw.recorded is None else logits_BW[:, draw.banned_K] / temperature
     logprobs_BW = kept_BW = drawn_logprobs_(logits_BW, temperature, draw.banned_K)
     if draw.needs.needs_truncation:
         kept_BW = logprobs_BW.masked_fill(~_kept(logprobs_BW, draw.settings), -torch.inf)
     tokens_B = _choose(kept_BW, draw)
+    if draw.recorded is not None and banned_logits_BK is not None:
+        draw.recorded.write(logits_BW, logprobs_BW, tokens_B, banned_logits_BK)
     return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
 
 
