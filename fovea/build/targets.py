@@ -23,10 +23,11 @@ from fovea.build.environment import make_environment
 from fovea.build.megatron import saved_by_megatron, trains_with_megatron
 from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.build.trust import check_trust
-from fovea.config.base import leaves
+from fovea.config.base import Section, leaves
 from fovea.config.loading import keys_of, load_config
 from fovea.config.recipes import Override, section_of
 from fovea.config.run import Config, Model
+from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError, ModelError
 from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -208,7 +209,7 @@ def shared_settings(
         )
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):
-        if (config.environment, config.reward) != (configs[0].environment, configs[0].reward):
+        if (_environment(config), config.reward) != (_environment(configs[0]), configs[0].reward):
             raise ConfigError(
                 f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); "
                 "give a recipe, to say which rows all targets are asked"
@@ -230,10 +231,16 @@ def settings_file(target: Target) -> Path | None:
     return None
 
 
+def _environment(config: Config) -> Section:
+    """The environment, equal for runs that hold the same rows."""
+    environment = config.environment
+    return environment.of_any_run() if isinstance(environment, SplitFiles) else environment
+
+
 def _first_difference(first: Config, second: Config) -> str:
-    if first.environment == second.environment:
+    if _environment(first) == _environment(second):
         return f"reward: {first.reward} and {second.reward}"
-    one, other = (leaves(config.environment.model_dump()) for config in (first, second))
+    one, other = (leaves(_environment(config).model_dump()) for config in (first, second))
     key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
     return f"environment.{key}: {one.get(key)} and {other.get(key)}"
 

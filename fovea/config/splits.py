@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -12,6 +14,7 @@ ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
 RUN_DIR = "{run_dir}"
 """The run folder in the name of a file, for the rows that it holds itself."""
+_GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)")
 
 
 class SplitFiles(Section):
@@ -66,11 +69,20 @@ class SplitFiles(Section):
 
     def inside(self, run_folder: str) -> SplitFiles:
         """The same settings with the names of files in the run folder completed."""
+        return self._renamed(lambda file: run_folder + file.removeprefix(RUN_DIR) if _is_own(file) else file)
+
+    def of_any_run(self) -> SplitFiles:
+        """The same settings with rows that Python code has given in no run folder of a name: to compare those of runs.
+
+        The name of such a file holds a checksum of its rows.
+        """
+        return self._renamed(lambda file: f"{RUN_DIR}/{found[1]}" if (found := _GIVEN.fullmatch(file)) else file)
+
+    def _renamed(self, rename: Callable[[str], str]) -> SplitFiles:
         names = ("train_files", "dev_files", "test_files")
         given = {name: files for name in names if (files := getattr(self, name)) is not None}
-        filled = {name: tuple(_inside(file, run_folder) for file in files) for name, files in given.items()}
-        return self.model_copy(update=filled)
+        return self.model_copy(update={name: tuple(map(rename, files)) for name, files in given.items()})
 
 
-def _inside(file: str, run_folder: str) -> str:
-    return run_folder + file.removeprefix(RUN_DIR) if file.startswith(f"{RUN_DIR}/") else file
+def _is_own(file: str) -> bool:
+    return file.startswith(f"{RUN_DIR}/")

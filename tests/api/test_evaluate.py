@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def test_a_run_answers_other_rows_than_its_own() -> None:
     assert constant.accuracy.mean == pytest.approx(1 / 6)
     (again,) = fovea.evaluate(run, rows=rows(10)[4:], reward=score, settings=settings, quiet=True)
     assert again.accuracy.mean == own.accuracy.mean
+
+
+def test_a_run_is_compared_with_another_on_its_rows_and_with_one_of_equal_rows() -> None:
+    """The rows lie in the folders of the first and the third; the second names those of the first."""
+    settings = {**SETTINGS, "max_steps": 1}
+    first = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings=settings, run_dir="first").train()
+    second = fovea.GRPO(recipe=first.config_file, reward=score, run_dir="second", seed=1).train()
+    third = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings=settings, run_dir="third").train()
+    for targets in ((first, second, third), (second, first)):
+        compared = fovea.evaluate(*targets, reward=score, quiet=True)
+        assert [each.accuracy.n for each in compared] == [1] * len(targets)
+    for before, after, difference in (
+        ("rows-", "rows-0", "train_files"),
+        ("test_share: 0.1", "test_share: 0.2", "test_share"),
+    ):
+        other = Path(shutil.copytree("third", difference))
+        (other / "config.yaml").write_text(third.config_file.read_text().replace(before, after))
+        with pytest.raises(fovea.FoveaError, match=rf"different environments \(environment\.{difference}: "):
+            fovea.evaluate(second, other, reward=score)
 
 
 def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path) -> None:
