@@ -237,8 +237,10 @@ def doctor(
         sorted_words = sort_words(words, command="doctor") if words else None
         typer.echo("checking (this imports torch) ...", err=True)
         found = probe()
-        for name, text in findings(found).items():
-            typer.echo(f"{name:<14}{text}")
+        lines = findings(found)
+        width = max(map(len, lines)) + 2
+        for name, text in lines.items():
+            typer.echo(f"{name:<{width}}{text}")
         passed = not found.broken and (sorted_words is None or check_parity(*sorted_words))
     if not passed:
         raise typer.Exit(1)

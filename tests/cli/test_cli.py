@@ -257,7 +257,8 @@ def test_a_notebooks_backend_of_matplotlib_is_not_ours(tmp_path: Path) -> None:
 def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"typer": "import typer", "pydantic": "import pydantic.none", "nowhere": "import nowhere"}
     monkeypatch.setattr(doctor, "PACKAGES", packages)
-    monkeypatch.setattr(doctor, "EXTRAS", {"far": doctor.Extra(("absent", "typer"), "log.absent")})
+    extras = {"far": doctor.Extra(("absent", "typer", "absent-with-a-long-name"), "log.absent")}
+    monkeypatch.setattr(doctor, "EXTRAS", extras)
     result = fovea("doctor")
     assert result.exit_code == 1
     lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
@@ -265,7 +266,8 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert lines["typer"][0].isdigit()
     assert lines["pydantic"].endswith("but broken: ModuleNotFoundError: No module named 'pydantic.none'")
     assert lines["nowhere"] == "not installed: pip install nowhere"
-    assert lines["absent"] == "not installed; log.absent needs it: pip install 'fovea-rl[far]'"
+    for absent in ("absent", "absent-with-a-long-name"):
+        assert lines[absent] == "not installed; log.absent needs it: pip install 'fovea-rl[far]'"
     assert lines["devices"].startswith("cpu")
     assert int(lines["cores"].split()[0]) >= 1
 
