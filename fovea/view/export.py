@@ -35,7 +35,7 @@ def export(runs: Sequence[ViewedRun], folder: Path) -> Path:
         raise ConfigError(f"--export {folder}: it is not empty; give a new folder")
     with atomic_folder(folder) as partial:
         _write_page(partial)
-        _write_data(partial, "runs", [run.facts() | {"finished": True, "folder": run.folder.name} for run in runs])
+        _write_data(partial, "runs", [run.facts() | {"folder": run.folder.name} for run in runs])
         for place, run in enumerate(runs):
             _write_run(partial, place, run)
     return folder / "index.html"

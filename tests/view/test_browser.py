@@ -307,6 +307,12 @@ def test_the_policy_alone_stops_a_script(browser: Browser, tmp_path: Path) -> No
             assert any("Content Security Policy" in problem for problem in browser.problems)
 
 
+def test_the_exported_page_of_a_run_that_goes_on_does_not_call_it_finished(browser: Browser, tmp_path: Path) -> None:
+    page = export([ViewedRun(write_run(tmp_path / "run"))], tmp_path / "out")
+    open_page(browser, page.as_uri(), LINE)
+    assert text_of(browser, ".runs summary") == "run step 5 of 10"
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_narrow_screen_and_the_dark(browser: Browser, tmp_path: Path, dark: bool) -> None:
     with served(write_run(tmp_path / "run")) as address:

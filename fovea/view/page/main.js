@@ -30,6 +30,7 @@ function drawHead(runs) {
 function progress(run) {
   const steps = run.max_steps ? `step ${whole(run.step)} of ${whole(run.max_steps)}` : `step ${whole(run.step)}`;
   if (run.finished) return `${steps}, finished`;
+  if (isExported) return steps; // when the step was is not known to a page that stays as it is
   return run.seconds_since_step === null ? "no step yet" : `${steps}, ${ago(run.seconds_since_step)}`;
 }
 
