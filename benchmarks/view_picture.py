@@ -1,0 +1,77 @@
+"""Pictures of the page of `fovea view` for docs/view.md, of one run folder or of two.
+
+    python -m benchmarks.view_picture runs/grpo runs/other --step 100 --group 2 --out docs
+
+The page is exported, opened in headless Chromium and photographed. Needs Chromium and what tests need.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+
+from fovea.view.export import export
+from fovea.view.viewed_run import ViewedRun
+from tests.chromium import Browser, open_browser
+
+WIDTH, HEIGHT = 1280, 800
+"""Pixels of the window; a picture is what a person sees in it."""
+NUM_COLOURS = 256
+"""The page has few, and a palette makes a file a third of the size; those of lines and marks cover little of it."""
+LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture: the part of the page that it shows, and the expression that is true once that is drawn."""
+
+    name: str
+    hash: str
+    ready: str
+
+
+def pictures(num_runs: int, step: int | None, group: int) -> Iterator[Picture]:
+    """The curves; the groups of a recorded step (None: the newest), with its tokens coloured by their advantage."""
+    place = "" if step is None else f"&step={step}&group={group}"
+    yield Picture(name="view_curves", hash="#curves", ready="document.querySelector('.plot polyline')")
+    yield Picture(
+        name="view_samples" if num_runs == 1 else "view_compared",
+        hash=f"#samples?heat=advantage{place}",
+        ready=f"document.querySelectorAll('.group .question').length === {num_runs} && {LOADED}",
+    )
+
+
+def take(browser: Browser, runs: Sequence[Path], out: Path, *, step: int | None = None, group: int = 0) -> list[Path]:
+    """Take the pictures of these runs; returns their files."""
+    made = []
+    with TemporaryDirectory() as parent:
+        page = export([ViewedRun(run) for run in runs], Path(parent, "page"))
+        for each in pictures(len(runs), step, group):
+            browser.open(f"{page.as_uri()}{each.hash}", width=WIDTH, height=HEIGHT)
+            browser.wait_for(each.ready)
+            file = out / f"{each.name}.png"
+            browser.screenshot(file, whole=False)
+            Image.open(file).convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
+            made.append(file)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--step", type=int, help="recorded step of the samples; default: the newest")
+    parser.add_argument("--group", type=int, default=0, help="group of that step, from 0 on")
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    given = parser.parse_args()
+    with TemporaryDirectory() as profile, open_browser(Path(profile)) as browser:
+        for file in take(browser, given.runs, given.out, step=given.step, group=given.group):
+            print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

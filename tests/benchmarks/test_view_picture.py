@@ -1,0 +1,48 @@
+"""Pictures of the page show what they are named after, in files that a page of docs can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.view_picture import HEIGHT, WIDTH, take
+from tests.chromium import open_browser
+from tests.view.folders import write_run
+
+DOCS = Path(__file__).parents[2] / "docs"
+MAX_BYTES = 150_000
+
+
+def colours(file: Path) -> int:
+    found = Image.open(file).convert("RGB").getcolors(WIDTH * HEIGHT)
+    assert found is not None
+    return len(found)
+
+
+@pytest.mark.browser
+def test_pictures_of_one_run_and_of_two(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", recorded=(1, 5))
+    with open_browser(tmp_path / "profile") as browser:
+        taken = take(browser, [one], tmp_path)
+        assert browser.evaluate("document.querySelectorAll('.token').length") > 0
+        assert [file.name for file in taken] == ["view_curves.png", "view_samples.png"]
+        before = taken[0].read_bytes()
+        compared = take(browser, [one, other], tmp_path, step=4, group=1)
+        place = browser.evaluate("[...document.querySelectorAll('.group .place')].map((each) => each.textContent)")
+    assert place == ["one · step 4 · count · train/1", "other · step 5 · count · train/1"]
+    assert [file.name for file in compared] == ["view_curves.png", "view_compared.png"]
+    assert taken[0].read_bytes() != before, "the curves of two runs"
+    for file in {*taken, *compared}:
+        assert Image.open(file).size == (WIDTH, HEIGHT)
+        assert colours(file) > 8, "a page that was drawn"
+        assert file.stat().st_size < MAX_BYTES
+
+
+def test_the_pictures_of_the_page_in_docs_are_small() -> None:
+    shown = [DOCS / f"view_{name}.png" for name in ("curves", "samples")]
+    text = (DOCS / "view.md").read_text(encoding="utf-8")
+    for file in shown:
+        assert f"({file.name})" in text
+        assert file.stat().st_size < MAX_BYTES
