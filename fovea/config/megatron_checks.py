@@ -8,19 +8,16 @@ from fovea.config.algorithm import Algorithm
 from fovea.config.backends import MegatronBackend
 from fovea.config.cluster import Cluster
 from fovea.config.model import Model
-from fovea.config.sections import Train, Warmup
+from fovea.config.sections import Train
 
 
-def megatron_complaints(
-    train: Train, model: Model, algorithm: Algorithm, cluster: Cluster, warmup: Warmup | None
-) -> Iterator[str]:
+def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster) -> Iterator[str]:
     """Complaints about train.backend=megatron; none where it is another."""
     if not isinstance(train.backend, MegatronBackend):
         return
     refused = {
         "model.lora": model.lora is not None and "its adapters have not been compared with the torch backend's",
         "algorithm.advantage=gae": algorithm.critic is not None and "it has no value function",
-        "warmup": warmup is not None and "it takes no supervised steps",
         "cluster.placement=disaggregated": cluster.placement == "disaggregated"
         and "its process groups are those of all processes, of which some would not train",
         "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",

@@ -239,7 +239,7 @@ def _disagreements(config: Config) -> Iterator[str]:
         )
     yield from engine_complaints(rollout, config.data, corrected=algorithm.corrects_for_engine)
     yield from lora_complaints(rollout.engine, config.model.lora)
-    yield from megatron_complaints(config.train, config.model, algorithm, config.cluster, config.warmup)
+    yield from megatron_complaints(config.train, config.model, algorithm, config.cluster)
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
     yield from _rewards_of_parts(config)

@@ -154,12 +154,15 @@ class ImagesByRank:
         return self._union(self.policy.images_of_ranks(groups, self.limit_tokens) for groups in passes)
 
     def to_imitate(self, prompts: Sequence[Prompt]) -> list[ImageKeys]:
-        return self.policy.images_to_imitate(prompts)
+        return self._of_workers(self.policy.images_to_imitate(prompts))
 
     def _union(self, passes: Iterable[Sequence[ImageKeys]]) -> list[ImageKeys]:
         keys: list[ImageKeys] = [frozenset()] * self.policy.num_ranks
         for of_ranks in passes:
             keys = [mine | more for mine, more in zip(keys, of_ranks, strict=True)]
+        return self._of_workers(keys)
+
+    def _of_workers(self, keys: list[ImageKeys]) -> list[ImageKeys]:
         return [keys[share] for share in self.shares] if self.shares else keys
 
 

@@ -22,7 +22,6 @@ def test_sizes_are_settings_of_the_backend() -> None:
     [
         (["model.lora.rank=4"], r"model\.lora with train\.backend=megatron: its adapters"),
         (["algorithm.name=ppo"], r"algorithm\.advantage=gae with .*: it has no value function"),
-        (["warmup.max_steps=4"], r"warmup with .*: it takes no supervised steps; .* or set train\.backend=torch"),
         (
             ["cluster.placement=disaggregated", "cluster.rollout_gpus=1"],
             r"cluster\.placement=disaggregated with .*process groups",

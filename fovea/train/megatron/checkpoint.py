@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -23,6 +24,7 @@ from fovea.train.megatron.parallel import Place
 STATE, COUNTS = "megatron", "policy.json"
 """Folder of the tensors, and the file of the counters beside it."""
 
+HAS_REFERENCE = "has_reference"
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The moments under the names and in the shapes of their weights, whatever part of them a process has."""
 
@@ -35,26 +37,40 @@ class Checkpoints:
         self._optimizer = optimizer
         self._place = place
 
-    def save(self, folder: Path, counts: Mapping[str, int]) -> None:
-        """Write all tensors and counters into an existing folder, by all processes together."""
+    def save(self, folder: Path, counts: Mapping[str, int], reference: Any | None = None) -> None:
+        """Write all tensors and counters into an existing folder, by all processes together.
+
+        `reference` is the model of the KL term where it is not the one that was loaded.
+        """
         target = folder / STATE
         self._place.everyone.run_on_first(target.mkdir)
-        dist_checkpointing.save(self._state(is_loading=False), str(target))
-        self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, counts))
+        dist_checkpointing.save(self._state(reference, is_loading=False), str(target))
+        written = {**counts, HAS_REFERENCE: int(reference is not None)}
+        self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, written))
 
-    def load(self, folder: Path) -> dict[str, int]:
-        """Restore all tensors in place and return the counters; TrainError where they belong to another model."""
+    def load(self, folder: Path, reference: Any | None = None) -> dict[str, int]:
+        """Restore all tensors in place and return the counters; TrainError where they belong to another model.
+
+        `reference` is left as it is where none was saved.
+        """
         with _reading(folder):
             counts: dict[str, int] = json.loads((folder / COUNTS).read_text())
-            state = dist_checkpointing.load(self._state(is_loading=True), str(folder / STATE))
+            saved = reference if counts[HAS_REFERENCE] else None
+            state = dist_checkpointing.load(self._state(saved, is_loading=True), str(folder / STATE))
+            if saved is not None:
+                saved.load_state_dict(state["reference"])
             self._model.module.load_state_dict(state["model"])
             self._optimizer.inner.load_state_dict(state["optimizer"])
         return counts
 
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+    def _state(self, reference: Any | None, *, is_loading: bool) -> dict[str, Any]:
         model = self._model.module.sharded_state_dict()
         optimizer = self._optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=RESHARDABLE)
-        return {"model": model, "optimizer": optimizer}
+        state = {"model": model, "optimizer": optimizer}
+        if reference is not None:
+            state["reference"] = reference.sharded_state_dict()
+            add_prefix_for_sharding(state["reference"], "reference.")
+        return state
 
 
 def load_weights(folder: Path, chunk: Any) -> None:

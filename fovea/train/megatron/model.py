@@ -192,6 +192,13 @@ class MegatronModel:
         return exported
 
 
+@torch.no_grad()
+def copy_slices(source: MegatronModel, target: MegatronModel) -> None:
+    """Copy this process's slices of one model into those of another, which is divided in the same way."""
+    for mine, theirs in zip(source.chunk.parameters(), target.chunk.parameters(), strict=True):
+        theirs.copy_(mine)
+
+
 @contextmanager
 def _without_head(language: Any) -> Iterator[None]:
     """Make the last stage return states instead of logits of all tokens: few of them predict an action."""

@@ -67,6 +67,10 @@ class MegatronOptimizer:
         """Clip the gradients to `max_grad_norm` and take a step."""
         self.inner.step()
 
+    def sync_from_model(self) -> None:
+        """Copy the model's weights into the float32 ones, after another optimizer has trained it."""
+        self.inner.reload_model_params()
+
     def _make_moments(self) -> None:
         """Allocate the moments, which checkpoints hold before the first step too: by a step of size 0, not counted.
 

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from fovea.models.plain import PlainRow, plain_rows
+from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores
 from fovea.models.value_head import ValueHead
 from fovea.train.megatron.model import MegatronModel
@@ -28,6 +29,8 @@ from fovea.train.packing import MicroBatch
 
 Loss = Callable[[MicroBatch, TokenScores], Tensor]
 """The loss of a micro-batch; all of them are added up."""
+LossOfRow = Callable[[int, TokenScores], Tensor]
+"""That of the row of this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,52 +72,60 @@ class Passes:
 
     def backward(self, micros: Sequence[MicroBatch], loss: Loss) -> None:
         """Add up the gradients of the sum of `loss` over all micro-batches of all shares."""
-        assert self._training is not None, "a backward pass of a model that is not trained"
-        # Megatron takes the mean over micro-batches and over shares
-        factor = len(micros) * self.model.place.dealt.size
-        self._run(micros, lambda micro, scores: factor * loss(micro, scores), self._training, forward_only=False)
+        self._backward([micro.row for micro in micros], lambda number, scores: loss(micros[number], scores))
+
+    def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
+        """Add up the gradients of the sum of `loss` over one row of each share."""
+        self._backward([row], lambda _, scores: loss(scores))
 
     @torch.no_grad()
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenScores]]:
         """The scores of each micro-batch on the last stage; empty on others."""
         found: list[tuple[MicroBatch, TokenScores]] = []
 
-        def keep(micro: MicroBatch, scores: TokenScores) -> Tensor:
-            found.append((micro, scores))
+        def keep(number: int, scores: TokenScores) -> Tensor:
+            found.append((micros[number], scores))
             return torch.zeros((), device=self.model.device)
 
-        self._run(micros, keep, self._training or self.model.chunk, forward_only=True)
+        rows = [micro.row for micro in micros]
+        self._run(rows, keep, self._training or self.model.chunk, forward_only=True)
         return found
 
-    def _run(self, micros: Sequence[MicroBatch], loss: Loss, module: Any, *, forward_only: bool) -> None:
-        if not micros:
+    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow) -> None:
+        assert self._training is not None, "a backward pass of a model that is not trained"
+        # Megatron takes the mean over micro-batches and over shares
+        factor = len(packed) * self.model.place.dealt.size
+        self._run(packed, lambda number, scores: factor * loss(number, scores), self._training, forward_only=False)
+
+    def _run(self, packed: Sequence[PackedRow], loss: LossOfRow, module: Any, *, forward_only: bool) -> None:
+        if not packed:
             return
 
-        def step(iterator: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            micro = next(iterator)
-            rows = _rows(micro, self.model)
+        def step(iterator: Iterator[tuple[int, PackedRow]], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            number, row = next(iterator)
+            rows = _rows(row, self.model)
             states = self.model.states(module, rows)
-            self._count(micro, rows)
+            self._count(row, rows)
 
             def of_states(states_LRE: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(micro, self._scores(micro, rows, states_LRE)), {}
+                return loss(number, self._scores(row, rows, states_LRE)), {}
 
             return states, of_states
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(micros),
+            data_iterator=enumerate(packed),
             model=[module],
-            num_microbatches=len(micros),
+            num_microbatches=len(packed),
             seq_length=1,  # not read: lengths go with the tensors (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
-    def _scores(self, micro: MicroBatch, rows: Sequence[PlainRow], states_LRE: Tensor) -> TokenScores:
+    def _scores(self, row: PackedRow, rows: Sequence[PlainRow], states_LRE: Tensor) -> TokenScores:
         states_RLE = states_LRE.transpose(0, 1)
-        hidden_UE = torch.cat([each_LE[row.hidden_index_A] for each_LE, row in zip(states_RLE, rows, strict=True)])
-        head, row = self.model.head, micro.row
+        hidden_UE = torch.cat([each_LE[plain.hidden_index_A] for each_LE, plain in zip(states_RLE, rows, strict=True)])
+        head = self.model.head
         of = VocabularySlice(
             first=parallel_state.get_tensor_model_parallel_rank() * len(head),
             size=len(head),
@@ -134,12 +145,12 @@ class Passes:
             scores = replace(scores, values_A=self._value_head(hidden_UE))
         return scores.at(row.computed_A)
 
-    def _count(self, micro: MicroBatch, rows: Sequence[PlainRow]) -> None:
-        padded = len(rows) * max(len(row.token_ids_L) for row in rows)
-        self.work += Work(tokens=micro.row.num_tokens, padded_tokens=padded)
+    def _count(self, row: PackedRow, rows: Sequence[PlainRow]) -> None:
+        padded = len(rows) * max(len(each.token_ids_L) for each in rows)
+        self.work += Work(tokens=row.num_tokens, padded_tokens=padded)
 
 
-def _rows(micro: MicroBatch, model: MegatronModel) -> list[PlainRow]:
+def _rows(row: PackedRow, model: MegatronModel) -> list[PlainRow]:
     """One row for each unequal completion; where there is none, to keep in step with others, one without actions."""
-    rows = list(plain_rows(micro.row, model.shape.family))
-    return rows or [PlainRow(token_ids_L=micro.row.token_ids_N, images=micro.row.images, hidden_index_A=[])]
+    rows = list(plain_rows(row, model.shape.family))
+    return rows or [PlainRow(token_ids_L=row.token_ids_N, images=row.images, hidden_index_A=[])]

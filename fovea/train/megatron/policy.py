@@ -23,11 +23,12 @@ from fovea.models.trainable import count_parameters, trainable_parameters
 from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.deal import ImagesByRank, Schedule
-from fovea.train.megatron.checkpoint import Checkpoints
-from fovea.train.megatron.model import MegatronModel, skeleton
+from fovea.train.megatron.checkpoint import HAS_REFERENCE, Checkpoints
+from fovea.train.megatron.model import MegatronModel, copy_slices, skeleton
 from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import take_place
 from fovea.train.megatron.passes import Passes
+from fovea.train.megatron.sft import SupervisedTrainer
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.row_dealer import RowDealer, in_batch_order
@@ -40,15 +41,17 @@ class MegatronPolicy:
 
     def __init__(self, config: Config, settings: Model, banned_ids: Sequence[int]) -> None:
         """Load `settings.path`, which all processes of the policy do together."""
-        train = config.train
-        self._train = train
+        self._config = config
+        self._train = train = config.train
         self._algorithm = config.algorithm
         self._shape = skeleton(settings, banned_ids)
         self._place = place = take_place(config, self._shape.device)
         self._model = MegatronModel(config, settings, self._shape, place)
         self._training = self._model.for_training()
         self._optimizer = MegatronOptimizer(self._training, train, max_steps=config.max_steps, dtype=self._shape.dtype)
-        chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / self._shape.logits_bytes_per_token))
+        self._chunk_tokens = chunk_tokens = max(
+            1, int(train.backend.logits_mib * 2**20 / self._shape.logits_bytes_per_token)
+        )
         temperature = config.rollout.temperature
         self._passes = Passes(self._model, temperature=temperature, chunk_tokens=chunk_tokens, training=self._training)
         self._reference = None
@@ -57,6 +60,8 @@ class MegatronPolicy:
             self._reference = Passes(frozen, temperature=temperature, chunk_tokens=chunk_tokens)
         self._limit = MicrobatchLimit(train, place.everyone)
         self._dealer = RowDealer(self._shape, train, place.dealt, self._limit, shards_tower=False)
+        self._sft: SupervisedTrainer | None = None
+        self._reference_is_loaded_model = True
         self._checkpoints = Checkpoints(self._training, self._optimizer, place)
         self._steps = 0
         self._skipped_in_a_row = 0
@@ -106,11 +111,19 @@ class MegatronPolicy:
         return stats.metrics() | always
 
     def sft(self, pairs: Sequence[Pair]) -> Metrics:
-        """Not reached: a warm-up under Megatron is refused with the settings."""
-        raise AssertionError(f"{len(pairs)} pairs for supervised steps, which Megatron takes none of")
+        """Take one step of supervised fine-tuning. Its optimizer is freed by `snapshot_reference`."""
+        if self._sft is None:
+            passes = Passes(self._model, temperature=1.0, chunk_tokens=self._chunk_tokens, training=self._training)
+            self._sft = SupervisedTrainer(self._config, self._shape, self._training, passes, self._place)
+        return {"loss": self._sft.update(pairs)}
 
     def snapshot_reference(self) -> None:
-        """Do nothing: without a warm-up RL begins with the weights that were loaded."""
+        """Copy the present weights into master weights and reference, and free the optimizer of the warm-up."""
+        self._sft = None
+        self._optimizer.sync_from_model()
+        if self._reference is not None:
+            copy_slices(self._model, self._reference.model)
+            self._reference_is_loaded_model = False
 
     def outgoing(self) -> Iterable[OutgoingWeight]:
         """Every weight whole, for a push; made by all processes together."""
@@ -131,15 +144,19 @@ class MegatronPolicy:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and counters into an existing folder, each process its part."""
-        self._checkpoints.save(folder, {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row})
+        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+        reference = None if self._reference is None or self._reference_is_loaded_model else self._reference.model.chunk
+        self._checkpoints.save(folder, counts, reference)
 
     def finish_save(self) -> None:
         """Return: `save` has written everything."""
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, on any number of processes; TrainError where it is of another model."""
-        counts = self._checkpoints.load(folder)
+        reference = None if self._reference is None else self._reference.model.chunk
+        counts = self._checkpoints.load(folder, reference)
         self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
+        self._reference_is_loaded_model = not counts[HAS_REFERENCE]
 
     def limit_microbatches(self, max_tokens: int) -> None:
         """Pack micro-batches of so many tokens at most, where that is less than the setting."""

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from fovea.config.run import Warmup
-from fovea.errors import TrainError
-from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
-from fovea.train.deal import deal_in_turn, dummy_prompt
 from fovea.train.lr_schedule import learning_rate
-from fovea.train.packing import pack_row
 from fovea.train.ranks import ALONE, Ranks
+from fovea.train.supervised import (
+    BETAS,
+    EPS,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    check_answers,
+    check_finite,
+    cross_entropy,
+    row_of_share,
+)
 from fovea.train.torch.dropout import dropout_seed
 from fovea.train.torch.optimizer import MasterWeights, make_adamw, set_learning_rate
 from fovea.train.torch.sharding import shards_tower
-
-MAX_GRAD_NORM = 1.0
-BETAS = (0.9, 0.95)
-EPS = 1e-8
-WEIGHT_DECAY = 0.01
 
 
 class SupervisedTrainer:
@@ -53,8 +52,7 @@ class SupervisedTrainer:
     def update(self, pairs: Sequence[Pair]) -> float:
         """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
         settings = self._settings
-        for pair in pairs:
-            check_drawable(np.asarray(pair.answer_ids), self._vlm.banned_ids, "an answer of the warm-up")
+        check_answers(pairs, self._vlm.banned_ids)
         rate = learning_rate(
             self._steps,
             peak=settings.learning_rate,
@@ -69,8 +67,7 @@ class SupervisedTrainer:
             part = self._loss(pairs)
         # summed before the check, so that all ranks raise or none
         loss: float = sum(self._ranks.gather(float(part.detach())))
-        if not math.isfinite(loss):
-            raise TrainError(f"the loss is {loss} at warm-up step {self._steps + 1}; lower warmup.learning_rate")
+        check_finite(loss, self._steps)
         torch.autograd.backward(part)
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
         self._masters.take_gradients()
@@ -83,13 +80,8 @@ class SupervisedTrainer:
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
         """This rank's summand of the loss."""
-        mine = deal_in_turn(pairs, self._ranks.size)[self._ranks.rank]
-        prompts = [pair.prompt for pair in mine]
-        answers = [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in mine]
-        if self._ranks.size > 1:
-            # a rank without pairs, or without images, must enter the same sharded modules as the others
-            images = [image for pair in pairs for image in pair.prompt.images] if shards_tower(self._vlm) else []
-            prompts, answers = [*prompts, dummy_prompt(images, self._vlm.family.image_token_id)], [*answers, []]
-        row = pack_row(self._vlm.family, prompts, answers, self._vlm.device)
+        # a rank without images must enter the same sharded modules as the others
+        images = [image for pair in pairs for image in pair.prompt.images] if shards_tower(self._vlm) else []
+        row = row_of_share(self._vlm, pairs, self._ranks, images)
         scores = self._vlm(row, temperature=1.0, chunk_tokens=max(row.num_actions, 1))
-        return -torch.as_tensor(scores.logprobs_A).sum() / sum(len(pair.answer_ids) for pair in pairs)
+        return cross_entropy(scores.logprobs_A, pairs)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,17 +21,21 @@ from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
-from fovea.train.base import Needs, PolicyWorker
+from fovea.train.base import Needs, Pair, PolicyWorker
 from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
-from tests.tiny_models import tiny
+from tests.tiny_models import mixed_prompts, random_completions, tiny
 from tests.train.megatron import cpu_shims
 
 NUM_STEPS = 5
+WARMED_UP = ("qwen3_vl",)
+"""Families that take supervised steps first; others have the loaded model as the reference of the KL term."""
 SAVED_AFTER = 3
 SIZES = {"num_layers": 2, "num_kv_heads": 2, "vocabulary_size": 318}
 """What can be divided in two."""
 COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "rollout_train_abs")
+ADAM_EPS = 1e-5
+"""Larger than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors."""
 PATIENCE = timedelta(seconds=240)
 RESUMED = "resumed"
 """Name of the file of the steps from a checkpoint that was divided otherwise."""
@@ -47,13 +52,12 @@ class Steps:
     """Log-probs of all actions before each step."""
     weights: Mapping[str, torch.Tensor]
     """The weights after the last one, by transformers' names."""
+    warmup_losses: list[float]
+    """Of the supervised steps before them."""
 
 
 def settings_of(folder: Path, **sections: Any) -> Config:
-    """A run's settings with this model; two minibatches and a KL term, so that every part of an update has work.
-
-    A larger eps than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors.
-    """
+    """A run's settings with this model; two minibatches and a KL term, so that every part of an update has work."""
     given = {
         "run_dir": str(folder / "run"),
         "max_steps": 10,
@@ -64,17 +68,19 @@ def settings_of(folder: Path, **sections: Any) -> Config:
     }
     train = {
         "learning_rate": 1e-3,
-        "adam_eps": 1e-5,
+        "adam_eps": ADAM_EPS,
         "max_grad_norm": 0.5,
         "weight_decay": 0.1,
         "max_tokens_per_microbatch": 120,
     }
     given["train"] = train | sections.pop("train", {})
+    given["warmup"] = {"learning_rate": 1e-2, "lr_warmup_steps": 2}
     return Config.model_validate(given | sections)
 
 
 def run_steps(policy: PolicyWorker, parts: TinyParts, steps: Sequence[int] = range(NUM_STEPS)) -> Steps:
     """Train on batches with rows of no, one and two images of unequal size."""
+    warmup_losses = warm_up(policy, parts) if 0 in steps and parts.processor.family.model_type in WARMED_UP else []
     metrics, logprobs = [], []
     needs = Needs(old_logprobs=True, reference_logprobs=True)
     for step in steps:
@@ -84,7 +90,21 @@ def run_steps(policy: PolicyWorker, parts: TinyParts, steps: Sequence[int] = ran
         found = policy.update(batch)
         metrics.append({name: found[name] for name in COMPARED})
     weights = {name: weight.detach().clone() for name, weight in policy.weights()}
-    return Steps(metrics=metrics, logprobs=logprobs, weights=weights)
+    return Steps(metrics=metrics, logprobs=logprobs, weights=weights, warmup_losses=warmup_losses)
+
+
+def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
+    """Three supervised steps, of which the last one has a single pair, so that a share has none."""
+    prompts = mixed_prompts(parts)
+    pairs = [
+        Pair(prompt=prompt, answer_ids=tuple(ids.tolist()))
+        for prompt, (ids,) in zip(prompts, random_completions([[4], [2], [3]]), strict=True)
+    ]
+    backend = "torch" if isinstance(policy, TorchPolicy) else "megatron"
+    with patch(f"fovea.train.{backend}.sft.EPS", ADAM_EPS):
+        losses = [policy.sft(some)["loss"] for some in (pairs, pairs[1:], pairs[:1])]
+    policy.snapshot_reference()
+    return losses
 
 
 def torch_steps(config: Config, parts: TinyParts) -> Steps:
@@ -100,6 +120,7 @@ def torch_steps(config: Config, parts: TinyParts) -> Steps:
         temperature=config.rollout.temperature,
         max_steps=config.max_steps,
         reference=vlm().requires_grad_(False),
+        warmup=config.warmup,
     )
     return run_steps(policy, parts)
 
@@ -115,7 +136,8 @@ def megatron_steps(case: Case, checkpoint: Path | None = None) -> Steps:
             policy.save(checkpoint)
             policy.finish_save()
         later = run_steps(policy, parts, range(SAVED_AFTER, NUM_STEPS))
-    return replace(later, metrics=first.metrics + later.metrics, logprobs=first.logprobs + later.logprobs)
+    joined = {name: getattr(first, name) + getattr(later, name) for name in ("metrics", "logprobs", "warmup_losses")}
+    return replace(later, **joined)
 
 
 def resumed_steps(case: Case, checkpoint: Path) -> Steps:
