@@ -16,15 +16,12 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_parameters
 from fovea.run.warmup import Warmup
+from fovea.train.lr_schedule import critic_rate
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import shard
-
-CRITIC_RATE_OVER_POLICY = 20
-"""Ratio of the value function's learning rate to the policy's where algorithm.advantage.critic.learning_rate is unset:
-1e-5 to 5e-7, at any scale (decision 009)."""
 
 
 def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
@@ -63,7 +60,7 @@ def make_value_model(vlm: PolicyNetwork) -> ValueModel:
 def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork, model: ValueModel | None) -> Critic:
     """Make the value function: the head that `make_vlm` put on the policy, or a separate model."""
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
-    rate = settings.learning_rate or CRITIC_RATE_OVER_POLICY * config.train.learning_rate
+    rate = critic_rate(settings, config.train)
     return Critic(
         optimizer=Optimizer(parameters, config.train, peak_learning_rate=rate, max_steps=config.max_steps),
         model=model,

@@ -17,7 +17,9 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
         return
     refused = {
         "model.lora": model.lora is not None and "its adapters have not been compared with the torch backend's",
-        "algorithm.advantage=gae": algorithm.critic is not None and "it has no value function",
+        "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
+        and algorithm.critic.trunk == "separate"
+        and "its value function is a head on the policy's states",
         "cluster.placement=disaggregated": cluster.placement == "disaggregated"
         and "its process groups are those of all processes, of which some would not train",
         "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",

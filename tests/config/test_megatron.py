@@ -21,7 +21,10 @@ def test_sizes_are_settings_of_the_backend() -> None:
     ("overrides", "message"),
     [
         (["model.lora.rank=4"], r"model\.lora with train\.backend=megatron: its adapters"),
-        (["algorithm.name=ppo"], r"algorithm\.advantage=gae with .*: it has no value function"),
+        (
+            ["algorithm.name=ppo", "algorithm.advantage.critic.trunk=separate"],
+            r"algorithm\.advantage\.critic\.trunk=separate with .*: its value function is a head",
+        ),
         (
             ["cluster.placement=disaggregated", "cluster.rollout_gpus=1"],
             r"cluster\.placement=disaggregated with .*process groups",

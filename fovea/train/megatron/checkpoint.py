@@ -18,12 +18,15 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fovea.errors import TrainError, broken_checkpoint
+from fovea.train.megatron.critic import Critic
 from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import Place
 
 STATE, COUNTS = "megatron", "policy.json"
 """Folder of the tensors, and the file of the counters beside it."""
 
+VALUE = "value"
+"""Key of the value head and its moments."""
 HAS_REFERENCE = "has_reference"
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The moments under the names and in the shapes of their weights, whatever part of them a process has."""
@@ -32,9 +35,12 @@ RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 class Checkpoints:
     """Writes and reads weights, moments and counters of one process's part of the policy."""
 
-    def __init__(self, model: DistributedDataParallel, optimizer: MegatronOptimizer, place: Place) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, critic: Critic | None, place: Place
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._critic = critic
         self._place = place
 
     def save(self, folder: Path, counts: Mapping[str, int], reference: Any | None = None) -> None:
@@ -44,7 +50,10 @@ class Checkpoints:
         """
         target = folder / STATE
         self._place.everyone.run_on_first(target.mkdir)
-        dist_checkpointing.save(self._state(reference, is_loading=False), str(target))
+        state = self._state(reference, is_loading=False)
+        if self._critic is not None:
+            state[VALUE] = self._critic.state()
+        dist_checkpointing.save(state, str(target))
         written = {**counts, HAS_REFERENCE: int(reference is not None)}
         self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, written))
 
@@ -61,6 +70,8 @@ class Checkpoints:
                 saved.load_state_dict(state["reference"])
             self._model.module.load_state_dict(state["model"])
             self._optimizer.inner.load_state_dict(state["optimizer"])
+            if self._critic is not None:
+                self._critic.load(state[VALUE])
         return counts
 
     def _state(self, reference: Any | None, *, is_loading: bool) -> dict[str, Any]:
@@ -73,11 +84,15 @@ class Checkpoints:
         return state
 
 
-def load_weights(folder: Path, chunk: Any) -> None:
-    """Restore the weights of a model alone, in place; TrainError where they belong to another model."""
+def load_weights(folder: Path, chunk: Any) -> tuple[str, ...]:
+    """Restore the weights of a model alone, in place; TrainError where they belong to another model.
+
+    Returns the names of what else there is: of a value function.
+    """
     with _reading(folder):
         state = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(folder / STATE))
         chunk.load_state_dict(state["model"])
+    return (VALUE,) if VALUE in state else ()
 
 
 @contextmanager

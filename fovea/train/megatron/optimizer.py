@@ -7,7 +7,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from fovea.config.run import Train
-from fovea.train.lr_schedule import learning_rate
+from fovea.train.lr_schedule import rate_of_run
 
 
 class MegatronOptimizer:
@@ -17,7 +17,7 @@ class MegatronOptimizer:
         self._model = model
         self._train = train
         self._max_steps = max_steps
-        # vectors do not decay, as in `train.torch.optimizer.make_adamw`: the default of Megatron too
+        # vectors do not decay, as in `train.adamw.make_adamw`: the default of Megatron too
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -40,15 +40,7 @@ class MegatronOptimizer:
 
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
-        train = self._train
-        rate = learning_rate(
-            step,
-            peak=train.learning_rate,
-            warmup_steps=train.lr_warmup_steps,
-            total_steps=self._max_steps,
-            shape=train.lr_schedule,
-            final_frac=train.final_lr_frac,
-        )
+        rate = rate_of_run(step, self._train, peak=self._train.learning_rate, max_steps=self._max_steps)
         for group in self.inner.param_groups:
             group["lr"] = rate
         return rate

@@ -66,6 +66,11 @@ class Passes:
         self._chunk_tokens = chunk_tokens
         self._value_head = value_head
 
+    @property
+    def has_values(self) -> bool:
+        """Whether scores have values, of a value head."""
+        return self._value_head is not None
+
     def restart(self) -> None:
         """Count the work from here on."""
         self.work = Work()

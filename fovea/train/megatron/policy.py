@@ -1,4 +1,4 @@
-"""Policy worker on Megatron-core: GRPO and its variants on a model split over tensor, data and pipeline axes.
+"""Policy worker on Megatron-core: GRPO, PPO and their variants on a model split over tensor, data and pipeline axes.
 
 Every process is called with the same batch. Micro-batches are dealt to shares of the data axis as the torch backend
 deals them to its ranks; the processes of one share run them together.
@@ -9,6 +9,7 @@ Axes: `T` tokens of a completion.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,11 @@ from fovea.errors import TrainError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.save import save_network
 from fovea.models.trainable import count_parameters, trainable_parameters
-from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs
+from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.deal import ImagesByRank, Schedule
 from fovea.train.megatron.checkpoint import HAS_REFERENCE, Checkpoints
+from fovea.train.megatron.critic import Critic
 from fovea.train.megatron.model import MegatronModel, copy_slices, skeleton
 from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import take_place
@@ -34,6 +36,15 @@ from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.row_dealer import RowDealer, in_batch_order
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scores:
+    """Results of a pass over a batch, an array [T] for each sample."""
+
+    logprobs: list[NDArray[np.float32]]
+    values: list[NDArray[np.float32]]
+    """None at all without a value function."""
 
 
 class MegatronPolicy:
@@ -53,7 +64,14 @@ class MegatronPolicy:
             1, int(train.backend.logits_mib * 2**20 / self._shape.logits_bytes_per_token)
         )
         temperature = config.rollout.temperature
-        self._passes = Passes(self._model, temperature=temperature, chunk_tokens=chunk_tokens, training=self._training)
+        self._critic = self._make_critic()
+        self._passes = Passes(
+            self._model,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            training=self._training,
+            value_head=None if self._critic is None else self._critic.head,
+        )
         self._reference = None
         if config.copies_reference:
             frozen = MegatronModel(config, settings, self._shape, place)
@@ -62,18 +80,28 @@ class MegatronPolicy:
         self._dealer = RowDealer(self._shape, train, place.dealt, self._limit, shards_tower=False)
         self._sft: SupervisedTrainer | None = None
         self._reference_is_loaded_model = True
-        self._checkpoints = Checkpoints(self._training, self._optimizer, place)
+        self._checkpoints = Checkpoints(self._training, self._optimizer, self._critic, place)
         self._steps = 0
         self._skipped_in_a_row = 0
 
+    def _make_critic(self) -> Critic | None:
+        settings = self._algorithm.critic
+        if settings is None:
+            return None
+        width = self._shape.text_config.hidden_size
+        return Critic(self._config, settings, self._place, width=width, device=self._model.device)
+
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        """Add the old and reference log-probs that are needed to the samples of a batch."""
-        assert not needs.values, "train.backend=megatron has no value function"
-        if needs.old_logprobs:
-            batch = with_old_logprobs(batch, self._logprobs(batch, self._passes))
+        """Add the old and reference log-probs and values that are needed to the samples of a batch."""
+        if needs.old_logprobs or needs.values:
+            scores = self._scores(batch, self._passes)
+            if needs.values:
+                batch = with_values(batch, scores.values)
+            # the engine's, where they are the old ones, are there already
+            batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, scores.logprobs)
         if needs.reference_logprobs:
             assert self._reference is not None, "no reference model was kept"
-            batch = with_reference_logprobs(batch, self._logprobs(batch, self._reference))
+            batch = with_reference_logprobs(batch, self._scores(batch, self._reference).logprobs)
         return batch
 
     def update(self, batch: Batch) -> Metrics:
@@ -82,12 +110,14 @@ class MegatronPolicy:
         A minibatch with a non-finite loss or gradient ends the update without its step; TrainError when that happens in
         more than `max_skipped_updates` updates in a row.
         """
-        always: Metrics = {"learning_rate": self._optimizer.set_rate(self._steps)}
+        always = self._set_rates()
         stats = UpdateStats()
         given = has_old_logprobs(batch)
         scored = given and self._algorithm.old_logprobs == "trainer"
         before = old_logprobs(batch) if scored else []
-        left_out = self._logprobs(Batch(groups=batch.left_out), self._passes) if self._schedule.is_plain else None
+        left_out = (
+            self._scores(Batch(groups=batch.left_out), self._passes).logprobs if self._schedule.is_plain else None
+        )
         self._passes.restart()
         self._training.train()
         for epoch in range(self._algorithm.ppo_epochs):
@@ -176,7 +206,8 @@ class MegatronPolicy:
             device=str(device),
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             parameters=tuple(count_parameters(network)),
-            num_saved=sum(parameter.numel() for parameter in trainable_parameters(network).values()),
+            num_saved=sum(parameter.numel() for parameter in trainable_parameters(network).values())
+            + (0 if self._critic is None else self._critic.num_parameters),
             num_workers=self._place.everyone.size,
         )
 
@@ -206,12 +237,8 @@ class MegatronPolicy:
             stats.not_finite = done.bad_tasks
             if stats.not_finite or (limit is not None and done.policy_kl > limit):
                 return False
-            norm = self._optimizer.norm()
-            if not np.isfinite(norm):
-                stats.not_finite = [group.task_id for group in groups]
+            if not self._step(groups, stats):
                 return False
-            stats.norms.append([norm])
-            self._optimizer.step()
             logprobs += done.logprobs
         if len(minibatches) == 1:
             stats.logprobs = in_batch_order(logprobs, batch.groups, self._place.results)
@@ -222,6 +249,8 @@ class MegatronPolicy:
 
         def passes() -> PassResult:
             self._optimizer.zero_grad()
+            if self._critic is not None:
+                self._critic.zero_grad()
             done = PassResult()
             self._passes.backward(
                 self._dealer.micro_batches(groups),
@@ -233,13 +262,35 @@ class MegatronPolicy:
 
         return self._limit.fit(passes, groups, self._dealer.deal.cost)
 
-    def _logprobs(self, batch: Batch, passes: Passes) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample, on all processes."""
+    def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
+        """Take an optimizer step unless a gradient is non-finite; returns whether it was taken."""
+        norms = [self._optimizer.norm(), *([] if self._critic is None else [self._critic.clip()])]
+        if not np.isfinite(norms).all():
+            stats.not_finite = [group.task_id for group in groups]
+            return False
+        stats.norms.append(norms)
+        if self._critic is not None:
+            self._critic.step()
+        # values near their initial 0 make poor advantages: the critic trains alone first
+        if self._critic is None or self._steps >= self._critic.warmup_steps:
+            self._optimizer.step()
+        return True
 
-        def score() -> list[NDArray[np.float32]]:
+    def _set_rates(self) -> Metrics:
+        rates = {"learning_rate": self._optimizer.set_rate(self._steps)}
+        return rates if self._critic is None else rates | {"learning_rate/value": self._critic.set_rate(self._steps)}
+
+    def _scores(self, batch: Batch, passes: Passes) -> _Scores:
+        """Log-probs and values of every sample, on all processes."""
+
+        def score() -> _Scores:
             found = passes.scores(self._dealer.micro_batches(batch.groups))
-            of_actions = [(micro, scores.logprobs_A) for micro, scores in found]
-            return in_batch_order(of_actions, batch.groups, self._place.results)
+            logprobs = [(micro, scores.logprobs_A) for micro, scores in found]
+            values = [(micro, scores.values_A) for micro, scores in found if scores.values_A is not None]
+            return _Scores(
+                logprobs=in_batch_order(logprobs, batch.groups, self._place.results),
+                values=in_batch_order(values, batch.groups, self._place.results) if passes.has_values else [],
+            )
 
         return self._limit.fit(score, batch.groups, self._dealer.deal.cost)
 
@@ -249,8 +300,9 @@ class MegatronPolicy:
         if self._skipped_in_a_row > limit:
             raise TrainError(
                 f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
-                f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate, "
-                "which may change on resume, or look for non-finite values in the model and the rewards"
+                f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate (or "
+                "algorithm.advantage.critic.learning_rate), which may change on resume, or look for non-finite "
+                "values in the model and the rewards"
             )
 
     @property

@@ -21,7 +21,7 @@ class SavedPolicy:
 
     weights: Mapping[str, Tensor]
     """Every weight whole, under its Hugging Face name."""
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
     """Names of what the checkpoint holds besides: a value function."""
 
     @staticmethod
@@ -33,7 +33,8 @@ class SavedPolicy:
         shape = skeleton(settings, banned_ids)
         try:
             model = MegatronModel(config, settings, shape, take_place(config, shape.device))
-            load_weights(checkpoint, model.chunk)
-            return SavedPolicy(weights={weight.name: weight.parameter for weight in model.outgoing()})
+            left_out = load_weights(checkpoint, model.chunk)
+            weights = {weight.name: weight.parameter for weight in model.outgoing()}
+            return SavedPolicy(weights=weights, left_out=left_out)
         finally:
             parallel_state.destroy_model_parallel()

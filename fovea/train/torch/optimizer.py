@@ -5,7 +5,7 @@ Master weights: Micikevicius et al., arXiv 1710.03740, section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fovea.config.run import Train
-from fovea.train.lr_schedule import learning_rate
+from fovea.train.adamw import make_adamw, set_learning_rate
+from fovea.train.lr_schedule import rate_of_run
 from fovea.train.torch.checkpoint import load_optimizer, load_weights, optimizer_folder, optimizer_tensors
 from fovea.train.torch.sharding import full
 
@@ -43,15 +44,7 @@ class Optimizer:
 
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
-        train = self._train
-        rate = learning_rate(
-            step,
-            peak=self._peak,
-            warmup_steps=train.lr_warmup_steps,
-            total_steps=self._max_steps,
-            shape=train.lr_schedule,
-            final_frac=train.final_lr_frac,
-        )
+        rate = rate_of_run(step, self._train, peak=self._peak, max_steps=self._max_steps)
         set_learning_rate(self._adamw, rate)
         return rate
 
@@ -85,26 +78,6 @@ class Optimizer:
         load_weights(folder, name, self._masters.by_name)
         load_optimizer(folder, name, self._masters.by_name, self._adamw)
         self._masters.write_back()
-
-
-def make_adamw(
-    parameters: Sequence[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a learning rate of 0, to be set before every step.
-
-    Matrices decay, LoRA's two and a value head's among them. Vectors do not: they are biases, and scales of norms,
-    which decay would draw to 0.
-    """
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 class MasterWeights:

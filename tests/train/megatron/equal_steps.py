@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -14,18 +14,22 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from fovea.advantages import with_advantages
 from fovea.build.megatron import PushedPolicy
-from fovea.config.run import Config
+from fovea.build.model import make_vlm
+from fovea.build.policy import make_policy
+from fovea.config.run import Algorithm, Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
-from fovea.models.vlm import VLM
 from fovea.train.base import Needs, Pair, PolicyWorker
 from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 from tests.train.megatron import cpu_shims
+from tests.train.test_ppo import with_rewards
 
 NUM_STEPS = 5
 WARMED_UP = ("qwen3_vl",)
@@ -34,13 +38,20 @@ SAVED_AFTER = 3
 SIZES = {"num_layers": 2, "num_kv_heads": 2, "vocabulary_size": 318}
 """What can be divided in two."""
 COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "rollout_train_abs")
+COMPARED_VALUES = ("grad_norm/value", "value_loss", "learning_rate/value")
 ADAM_EPS = 1e-5
 """Larger than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors."""
 PATIENCE = timedelta(seconds=240)
 RESUMED = "resumed"
 """Name of the file of the steps from a checkpoint that was divided otherwise."""
-Case = tuple[str, Path, Mapping[str, int]]
-"""Family and folder of a model, and settings of the backend."""
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "ppo": {"minibatches": 1, "ppo_epochs": 2, "advantage": {"critic": {"learning_rate": 1e-2, "warmup_steps": 1}}},
+}
+"""What is set beside the name. The value function alone is trained in the first step of PPO. No minibatch is without
+images: the torch backend takes no step of the vision tower on such a one, Megatron that of its momentum."""
+Case = tuple[str, Path, Mapping[str, int], str]
+"""Family and folder of a model, settings of the backend, and the algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +65,20 @@ class Steps:
     """The weights after the last one, by transformers' names."""
     warmup_losses: list[float]
     """Of the supervised steps before them."""
+    values: list[list[float]]
+    """Values of all actions before each step, by PPO's value function."""
 
 
-def settings_of(folder: Path, **sections: Any) -> Config:
-    """A run's settings with this model; two minibatches and a KL term, so that every part of an update has work."""
+def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Config:
+    """A run's settings with this model; minibatches or epochs, and a KL term: every part of an update has work."""
     given = {
         "run_dir": str(folder / "run"),
         "max_steps": 10,
         "environment": {"name": "shapes"},
         "model": {"path": str(folder)},
         "rollout": {"temperature": 0.9},
-        "algorithm": {"entropy_coef": 0.01, "minibatches": 2, "kl": {"name": "loss", "coef": 0.05}},
+        "algorithm": {"name": algorithm, "entropy_coef": 0.01, "minibatches": 2, "kl": {"name": "loss", "coef": 0.05}}
+        | ALGORITHMS[algorithm],
     }
     train = {
         "learning_rate": 1e-3,
@@ -78,19 +92,33 @@ def settings_of(folder: Path, **sections: Any) -> Config:
     return Config.model_validate(given | sections)
 
 
-def run_steps(policy: PolicyWorker, parts: TinyParts, steps: Sequence[int] = range(NUM_STEPS)) -> Steps:
+def run_steps(
+    policy: PolicyWorker, parts: TinyParts, algorithm: Algorithm, steps: Sequence[int] = range(NUM_STEPS)
+) -> Steps:
     """Train on batches with rows of no, one and two images of unequal size."""
     warmup_losses = warm_up(policy, parts) if 0 in steps and parts.processor.family.model_type in WARMED_UP else []
-    metrics, logprobs = [], []
-    needs = Needs(old_logprobs=True, reference_logprobs=True)
+    metrics, logprobs, values = [], [], []
+    has_values = algorithm.critic is not None
+    needs = Needs(old_logprobs=True, reference_logprobs=True, values=has_values)
     for step in steps:
         batch = policy.annotate(make_batch(parts, seed=step), needs)
-        old = [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
-        logprobs.append(np.concatenate(old).tolist())
+        if has_values:
+            values.append(joined(sample.values_T for sample in batch.samples))
+            batch, _ = with_advantages(with_rewards(batch), algorithm, 0.0)
+        logprobs.append(joined(sample.old_logprobs_T for sample in batch.samples))
         found = policy.update(batch)
-        metrics.append({name: found[name] for name in COMPARED})
-    weights = {name: weight.detach().clone() for name, weight in policy.weights()}
-    return Steps(metrics=metrics, logprobs=logprobs, weights=weights, warmup_losses=warmup_losses)
+        metrics.append({name: found[name] for name in (*COMPARED, *(COMPARED_VALUES if has_values else ()))})
+    return Steps(
+        metrics=metrics,
+        logprobs=logprobs,
+        weights={name: weight.detach().clone() for name, weight in policy.weights()},
+        warmup_losses=warmup_losses,
+        values=values,
+    )
+
+
+def joined(arrays: Iterable[NDArray[np.float32] | None]) -> list[float]:
+    return [float(x) for array in arrays if array is not None for x in array]
 
 
 def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
@@ -110,53 +138,43 @@ def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
 def torch_steps(config: Config, parts: TinyParts) -> Steps:
     """The steps by the torch backend in this process."""
 
-    def vlm() -> VLM:
-        return VLM(load_network(config.model), parts.processor.banned_ids)
-
-    policy = TorchPolicy(
-        vlm(),
-        train=config.train,
-        algorithm=config.algorithm,
-        temperature=config.rollout.temperature,
-        max_steps=config.max_steps,
-        reference=vlm().requires_grad_(False),
-        warmup=config.warmup,
-    )
-    return run_steps(policy, parts)
+    vlm = make_vlm(config, load_network(config.model), parts.processor.banned_ids)
+    return run_steps(make_policy(config, vlm), parts, config.algorithm)
 
 
 def megatron_steps(case: Case, checkpoint: Path | None = None) -> Steps:
     """The steps by Megatron on all ranks of torch.distributed, or on this process alone; saved after `SAVED_AFTER`."""
-    family, folder, backend = case
-    with megatron_policy(folder, **backend) as policy:
-        parts = tiny(family, **SIZES)
-        first = run_steps(policy, parts, range(SAVED_AFTER))
+    family, folder, backend, algorithm = case
+    settings, parts = settings_of(folder, algorithm).algorithm, tiny(family, **SIZES)
+    with megatron_policy(folder, algorithm, **backend) as policy:
+        first = run_steps(policy, parts, settings, range(SAVED_AFTER))
         if checkpoint is not None:
             checkpoint.mkdir(exist_ok=True)
             policy.save(checkpoint)
             policy.finish_save()
-        later = run_steps(policy, parts, range(SAVED_AFTER, NUM_STEPS))
-    joined = {name: getattr(first, name) + getattr(later, name) for name in ("metrics", "logprobs", "warmup_losses")}
-    return replace(later, **joined)
+        later = run_steps(policy, parts, settings, range(SAVED_AFTER, NUM_STEPS))
+    lists = ("metrics", "logprobs", "warmup_losses", "values")
+    return replace(later, **{name: getattr(first, name) + getattr(later, name) for name in lists})
 
 
 def resumed_steps(case: Case, checkpoint: Path) -> Steps:
     """The steps after a checkpoint."""
-    family, folder, backend = case
-    with megatron_policy(folder, **backend) as policy:
+    family, folder, backend, algorithm = case
+    settings = settings_of(folder, algorithm).algorithm
+    with megatron_policy(folder, algorithm, **backend) as policy:
         policy.load(checkpoint)
-        return run_steps(policy, tiny(family, **SIZES), range(SAVED_AFTER, NUM_STEPS))
+        return run_steps(policy, tiny(family, **SIZES), settings, range(SAVED_AFTER, NUM_STEPS))
 
 
 @contextmanager
-def megatron_policy(folder: Path, **backend: int) -> Iterator[PushedPolicy]:
+def megatron_policy(folder: Path, algorithm: str = "grpo", **backend: int) -> Iterator[PushedPolicy]:
     """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends."""
     # after the stand-ins
     from megatron.core import parallel_state  # noqa: PLC0415
 
     from fovea.train.megatron.policy import MegatronPolicy  # noqa: PLC0415
 
-    config = settings_of(folder, train={"backend": {"name": "megatron", **backend}})
+    config = settings_of(folder, algorithm, train={"backend": {"name": "megatron", **backend}})
     try:
         yield MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
     finally:

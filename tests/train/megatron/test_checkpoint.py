@@ -25,6 +25,7 @@ from tests.train.megatron.equal_steps import (
 )
 
 FAMILY = "qwen3_vl"
+PPO = settings_of(Path("model"), "ppo").algorithm
 
 
 @pytest.fixture(scope="module")
@@ -36,45 +37,47 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Steps]:
     """A checkpoint after three steps, and the steps after it of the policy that wrote it."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    with megatron_policy(model) as policy:
-        run_steps(policy, tiny(FAMILY, **SIZES), range(SAVED_AFTER))
+    with megatron_policy(model, "ppo") as policy:
+        run_steps(policy, tiny(FAMILY, **SIZES), PPO, range(SAVED_AFTER))
         policy.save(folder)
         policy.finish_save()
-        return folder, run_steps(policy, tiny(FAMILY, **SIZES), range(SAVED_AFTER, NUM_STEPS))
+        return folder, run_steps(policy, tiny(FAMILY, **SIZES), PPO, range(SAVED_AFTER, NUM_STEPS))
 
 
 def test_a_resumed_policy_takes_the_steps_of_one_that_never_stopped(model: Path, saved: tuple[Path, Steps]) -> None:
     folder, straight = saved
-    with megatron_policy(model) as policy:
+    with megatron_policy(model, "ppo") as policy:
         policy.load(folder)
-        resumed = run_steps(policy, tiny(FAMILY, **SIZES), range(SAVED_AFTER, NUM_STEPS))
+        resumed = run_steps(policy, tiny(FAMILY, **SIZES), PPO, range(SAVED_AFTER, NUM_STEPS))
     assert resumed.metrics == straight.metrics
     assert resumed.logprobs == straight.logprobs
+    assert resumed.values == straight.values
     assert resumed.weights.keys() == straight.weights.keys()
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in straight.weights.items())
 
 
 def test_its_weights_are_read_without_the_policy(model: Path, saved: tuple[Path, Steps]) -> None:
-    config = settings_of(model, train={"backend": {"name": "megatron", "tensor_parallel_size": 2}})
+    config = settings_of(model, "ppo", train={"backend": {"name": "megatron", "tensor_parallel_size": 2}})
     read = saved_by_megatron(config, config.model, load_processor(config.model).banned_ids, saved[0])
-    with megatron_policy(model) as policy:
+    with megatron_policy(model, "ppo") as policy:
         policy.load(saved[0])
         loaded = dict(policy.weights())
         assert read.weights.keys() == loaded.keys()
         assert all(torch.equal(read.weights[name], weight) for name, weight in loaded.items())
+    assert read.left_out == ("value",)
     assert any(not torch.equal(read.weights[name], saved[1].weights[name]) for name in loaded), "steps change weights"
 
 
 def test_a_checkpoint_with_a_part_missing_is_named(model: Path, saved: tuple[Path, Steps], tmp_path: Path) -> None:
     (tmp_path / COUNTS).write_text((saved[0] / COUNTS).read_text())
     (tmp_path / STATE).mkdir()
-    with megatron_policy(model) as policy, pytest.raises(TrainError, match=str(tmp_path)):
+    with megatron_policy(model, "ppo") as policy, pytest.raises(TrainError, match=str(tmp_path)):
         policy.load(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Path, Steps], tmp_path: Path) -> None:
     other = save(tiny(FAMILY, **SIZES | {"num_layers": 3}), tmp_path)
-    with megatron_policy(other) as policy, pytest.raises(TrainError, match=r"checkpoint0: .*shape mismatch"):
+    with megatron_policy(other, "ppo") as policy, pytest.raises(TrainError, match=r"checkpoint0: .*shape mismatch"):
         policy.load(saved[0])
 
 

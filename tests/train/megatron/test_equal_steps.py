@@ -14,6 +14,7 @@ from tests.train.megatron.equal_steps import (
     COMPARED,
     SAVED_AFTER,
     SIZES,
+    Case,
     Steps,
     checkpoint_of,
     megatron_steps,
@@ -28,12 +29,18 @@ SMALL = 1e-5
 """The KL estimates are differences of nearly equal log-probs, of which 4 digits are more than float32 has."""
 WEIGHTS = 1e-5
 """A step moves a weight by up to the learning rate, 1e-3."""
-ALONE = [("qwen3_vl", "alone"), ("qwen2_5_vl", "alone")]
+GRPO, PPO = "grpo", "ppo"
+Layout = tuple[str, str, str]
+"""Family, algorithm, and what is divided."""
+ALONE = [("qwen3_vl", GRPO, "alone"), ("qwen2_5_vl", GRPO, "alone"), ("qwen3_vl", PPO, "alone")]
 DIVIDED = [
-    ("qwen3_vl", "tensor"),
-    ("qwen3_vl", "data"),
-    ("qwen3_vl", "pipeline"),
-    ("qwen2_5_vl", "tensor"),
+    ("qwen3_vl", PPO, "tensor"),
+    ("qwen3_vl", PPO, "data"),
+    ("qwen3_vl", PPO, "pipeline"),
+    ("qwen3_vl", GRPO, "tensor"),
+    ("qwen3_vl", GRPO, "data"),
+    ("qwen3_vl", GRPO, "pipeline"),
+    ("qwen2_5_vl", GRPO, "tensor"),
 ]
 BACKENDS: dict[str, dict[str, int]] = {
     "alone": {},
@@ -43,62 +50,65 @@ BACKENDS: dict[str, dict[str, int]] = {
 }
 
 
-Divided = tuple[Path, dict[tuple[str, str], Steps], Steps]
+Expected = dict[tuple[str, str], tuple[Path, Steps]]
+Divided = tuple[Path, dict[Layout, Steps], Steps]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Steps]]:
-    """Folder and steps of the torch backend by family, computed here with the same version of transformers."""
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Folder and steps of the torch backend, computed here with the same version of transformers."""
     made = {}
-    for family in ("qwen2_5_vl", "qwen3_vl"):
+    for family, algorithm, _ in ALONE:
         folder = save(tiny(family, **SIZES), tmp_path_factory.mktemp(family))
-        made[family] = folder, torch_steps(settings_of(folder), tiny(family, **SIZES))
+        made[family, algorithm] = folder, torch_steps(settings_of(folder, algorithm), tiny(family, **SIZES))
     return made
 
 
 @pytest.fixture(scope="module")
-def divided(expected: dict[str, tuple[Path, Steps]], tmp_path_factory: pytest.TempPathFactory) -> Divided:
-    """Folder of the checkpoints and steps of two ranks by family and layout, and those that were resumed."""
-    cases = [(family, expected[family][0], BACKENDS[layout]) for family, layout in DIVIDED]
+def divided(expected: Expected, tmp_path_factory: pytest.TempPathFactory) -> Divided:
+    """Folder of the checkpoints, steps of two ranks, and those that were resumed."""
     folder = tmp_path_factory.mktemp("divided")
-    *steps, resumed = steps_of_two_ranks(cases, folder)
+    *steps, resumed = steps_of_two_ranks([case_of(layout, expected) for layout in DIVIDED], folder)
     return folder, dict(zip(DIVIDED, steps, strict=True)), resumed
 
 
-@pytest.mark.parametrize(("family", "layout"), ALONE)
-def test_five_steps_are_those_of_the_torch_backend(
-    family: str, layout: str, expected: dict[str, tuple[Path, Steps]]
-) -> None:
-    folder, by_torch = expected[family]
-    check_equal(megatron_steps((family, folder, BACKENDS[layout])), by_torch)
+def case_of(layout: Layout, expected: Expected) -> Case:
+    family, algorithm, divided = layout
+    return family, expected[family, algorithm][0], BACKENDS[divided], algorithm
 
 
-@pytest.mark.parametrize(("family", "layout"), DIVIDED)
-def test_two_ranks_take_the_same_steps(
-    family: str, layout: str, expected: dict[str, tuple[Path, Steps]], divided: Divided
-) -> None:
-    check_equal(divided[1][family, layout], expected[family][1])
+@pytest.mark.parametrize("layout", ALONE)
+def test_five_steps_are_those_of_the_torch_backend(layout: Layout, expected: Expected) -> None:
+    check_equal(megatron_steps(case_of(layout, expected)), expected[layout[:2]][1])
 
 
-def test_two_ranks_go_on_from_a_checkpoint_of_another_layout(
-    expected: dict[str, tuple[Path, Steps]], divided: Divided
-) -> None:
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_two_ranks_take_the_same_steps(layout: Layout, expected: Expected, divided: Divided) -> None:
+    check_equal(divided[1][layout], expected[layout[:2]][1])
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_another_layout(expected: Expected, divided: Divided) -> None:
     """From tensor parallel to data parallel."""
-    check_equal(divided[2], last_of(expected["qwen3_vl"][1]))
+    check_equal(divided[2], last_of(expected["qwen3_vl", PPO][1]))
 
 
-@pytest.mark.parametrize(("family", "layout"), DIVIDED)
-def test_one_process_goes_on_from_the_checkpoint_of_two(
-    family: str, layout: str, expected: dict[str, tuple[Path, Steps]], divided: Divided
-) -> None:
-    folder, by_torch = expected[family]
-    checkpoint = checkpoint_of(divided[0], DIVIDED.index((family, layout)))
-    check_equal(resumed_steps((family, folder, BACKENDS["alone"]), checkpoint), last_of(by_torch))
+@pytest.mark.parametrize("layout", [*DIVIDED[:3], DIVIDED[-1]])
+def test_one_process_goes_on_from_the_checkpoint_of_two(layout: Layout, expected: Expected, divided: Divided) -> None:
+    family, algorithm, _ = layout
+    alone = case_of((family, algorithm, "alone"), expected)
+    resumed = resumed_steps(alone, checkpoint_of(divided[0], DIVIDED.index(layout)))
+    check_equal(resumed, last_of(expected[family, algorithm][1]))
 
 
 def last_of(steps: Steps) -> Steps:
     """Those after the checkpoint."""
-    return replace(steps, metrics=steps.metrics[SAVED_AFTER:], logprobs=steps.logprobs[SAVED_AFTER:], warmup_losses=[])
+    return replace(
+        steps,
+        metrics=steps.metrics[SAVED_AFTER:],
+        logprobs=steps.logprobs[SAVED_AFTER:],
+        values=steps.values[SAVED_AFTER:],
+        warmup_losses=[],
+    )
 
 
 def check_equal(found: Steps, by_torch: Steps) -> None:
@@ -107,14 +117,17 @@ def check_equal(found: Steps, by_torch: Steps) -> None:
         assert ours == pytest.approx(theirs, rel=DIGITS, abs=SMALL)
     for ours_A, theirs_A in zip(found.logprobs, by_torch.logprobs, strict=True):
         np.testing.assert_allclose(ours_A, theirs_A, rtol=DIGITS)
+    for ours_A, theirs_A in zip(found.values, by_torch.values, strict=True):
+        np.testing.assert_allclose(ours_A, theirs_A, rtol=DIGITS, atol=SMALL)
     assert found.weights.keys() == by_torch.weights.keys()
     for name, weight in by_torch.weights.items():
         torch.testing.assert_close(found.weights[name], weight, atol=WEIGHTS, rtol=0, msg=name)
 
 
-def test_the_steps_changed_what_is_compared(expected: dict[str, tuple[Path, Steps]]) -> None:
+def test_the_steps_changed_what_is_compared(expected: Expected) -> None:
     """An update that did nothing would be equal as well."""
-    for _, steps in expected.values():
+    for (_, algorithm), (_, steps) in expected.items():
         assert len({each["loss"] for each in steps.metrics}) == len(steps.metrics)
         assert all(each["grad_norm"] > 0.5 for each in steps.metrics), "gradients that are clipped"
-        assert set(COMPARED) == set(steps.metrics[0])
+        assert set(COMPARED) <= set(steps.metrics[0])
+        assert len({values[0] for values in steps.values}) == (len(steps.metrics) if algorithm == PPO else 0)
