@@ -44,8 +44,10 @@ class RowsArguments:
         made: dict[str, object] = {"environment.train_files": []}
         if self.test_rows is not None:
             made |= ASKED
-        elif not is_set("environment.test_files", *others) and not is_set("environment.test_share", *others):
-            made |= {"environment.test_files": None, "environment.test_share": TEST_SHARE}
+        elif not is_set("environment.test_files", *others):
+            made["environment.test_files"] = None
+            if not is_set("environment.test_share", *others):
+                made["environment.test_share"] = TEST_SHARE
         if not is_set("environment.dev_files", *others):
             made["environment.dev_files"] = None
         return made

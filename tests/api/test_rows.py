@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import fovea
 from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
+from fovea.config.run import VqaEnvironment
 from fovea.metrics.log import read_metrics
 from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, png, rows, score
 
@@ -231,6 +233,22 @@ def test_rows_without_a_column_for_answers_say_so() -> None:
 def test_rows_without_a_column_for_pictures_say_so() -> None:
     with pytest.raises(fovea.FoveaError, match=r"rows: no column is called images or image, so where are the pictures"):
         fovea.GRPO(rows=rows(), reward=score, settings=SETTINGS, run_dir="run").train()
+
+
+def test_rows_take_the_place_of_the_files_of_a_recipe_but_not_of_those_that_are_set_beside_them() -> None:
+    files = {name: [f"{name}.jsonl"] for name in ("train_files", "dev_files", "test_files")}
+    Path("recipe.yaml").write_text(json.dumps({"model": {"tiny": {}}, "environment": {"name": "vqa", **files}}))
+
+    def splits(**beside: object) -> tuple[object, ...]:
+        environment = fovea.GRPO(recipe="recipe.yaml", rows=rows(), environment=beside).config.environment
+        assert isinstance(environment, VqaEnvironment)
+        assert environment.train_files == ()
+        return environment.dev_files, environment.test_files, environment.test_share
+
+    assert splits() == (None, None, 0.1)
+    assert splits(dev_files=["own.jsonl"]) == (("own.jsonl",), None, 0.1)
+    assert splits(test_files=["own.jsonl"]) == (None, ("own.jsonl",), 0.0)
+    assert splits(test_share=0.3) == splits(test_files=None, test_share=0.3) == (None, None, 0.3)
 
 
 def long(task: fovea.Task, text: str, images: Any) -> float:

@@ -68,3 +68,13 @@ def test_gpus_that_meet_in_part_are_no_placement() -> None:
     recipe = imported("geo3k.yaml", *placements)
     assert "cluster.component_placement.rollout: no placement here; set cluster.placement" in recipe
     assert resolved(recipe)["cluster.placement"] == "collocated"
+
+
+def test_keys_with_nothing_in_them_need_nothing() -> None:
+    """Unknown ones with an empty value, and known ones without a counterpart that are null."""
+    empty = ["trainer.colours=[]", "trainer.shades={}", "trainer.tone=null", "data.video_key=null"]
+    head, _, needless = imported("run.sh", *empty, *GEO3K).partition("# These need no setting here:")
+    for word in empty:
+        key = word.partition("=")[0]
+        assert key not in head
+        assert key in needless

@@ -167,6 +167,14 @@ def test_an_error_about_a_setting_names_the_input_that_is_given_for_it() -> None
         raise DataError("environment.test_files: no such file")
 
 
+def test_an_error_that_only_mentions_max_steps_is_not_one_about_total_steps() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"^train\.lr_warmup_steps=9 is more than max_steps=5$"),
+        errors_name_inputs(TrainingInputs(total_steps=5)),
+    ):
+        raise ConfigError("train.lr_warmup_steps=9 is more than max_steps=5")
+
+
 def test_all_inputs_with_one_setting_are_in_the_table_of_other_systems() -> None:
     without = {name for name in TrainingInputs.model_fields if not keys_of(name)}
     assert without == {"settings"}
