@@ -95,7 +95,8 @@ def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
     for panel, text in zip(panels, ("held-out accuracy (dev)", "entropy, nats per token"), strict=False):
         tidy(panel)
         panel.set_ylabel(text, color=TEXT_COLOUR)
-    panels[0].legend(frameon=False, loc="lower right", labelcolor=TEXT_COLOUR)
+    # outside of the panels, where it hides no line
+    figure.legend(frameon=False, loc="outside upper center", ncols=2, labelcolor=TEXT_COLOUR)
     panels[-1].set_xlabel("thousand tokens generated", color=TEXT_COLOUR)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
