@@ -204,7 +204,8 @@ def main(descriptor: int, folder: str) -> None:
 
     `folder` has the files of this engine alone.
     """
-    Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
+    trainer = os.getppid()
+    Thread(target=_end_with, args=(trainer, folder), daemon=True).start()
     os.set_inheritable(descriptor, False)
     connection: Connection = Connection(descriptor)
     start: Start = connection.recv()
@@ -212,6 +213,8 @@ def main(descriptor: int, folder: str) -> None:
     engine = Engine(**start.arguments)
     engine.loop.run_until_complete(Host(engine, connection).serve())
     engine.shutdown()
+    if os.getppid() != trainer:  # it was killed: the end of its pipe may be seen before the thread looks for it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
