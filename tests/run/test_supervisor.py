@@ -89,10 +89,11 @@ def test_a_named_checkpoint_is_taken_until_later_ones_are_put_aside(tmp_path: Pa
 def test_hours_are_those_of_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting stays as it is, since messages name it."""
     run = restarts(tmp_path, max_restarts=3, max_hours=2.0)
-    monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: run._started + 0.5 * 3600)
+    run._started = 0.0  # of a machine's own clock, `started + 2 * 3600 - started` may round to less than two hours
+    monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: 0.5 * 3600)
     run.count()
     assert run.words() == ["--spent-seconds=1800.000", f'run_dir="{tmp_path}"']
-    monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: run._started + 2 * 3600)
+    monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: 2.0 * 3600)
     assert run.refusal == "max_hours=2 are over"
 
 
