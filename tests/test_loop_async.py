@@ -116,8 +116,8 @@ def test_each_step_is_drawn_by_the_version_that_the_settings_say(
     assert watched.pushed[-1] == 7, "the evaluation of the end is one of the newest weights"
 
 
-SECONDS = 0.2
-"""Of a slow call: much longer than all else of a step."""
+SECONDS = 0.6
+"""Of a slow call: much longer than all else of a step, also on a machine with other work."""
 
 
 @pytest.mark.parametrize("slow", ["engine", "policy"])
@@ -142,8 +142,9 @@ def test_the_time_for_which_either_side_waits_is_measured(slow: str, tmp_path: P
     for row in read_metrics(tmp_path)[1:-1]:
         waited_for = {"engine": row["seconds/idle_update"], "policy": row["seconds/idle_rollout"]}
         longest = waited_for.pop(slow)
-        # no bound above: a machine with other work makes all of them longer
-        assert longest > 0.9 * SECONDS
+        # the other side works meanwhile, for a few milliseconds or, on a machine with other work, a few tenths of a
+        # second; no bound above, for the same reason
+        assert longest > SECONDS / 2
         assert waited_for.popitem()[1] < longest
 
 

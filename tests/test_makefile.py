@@ -21,7 +21,7 @@ def planned(folder: Path, target: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=120,
     ).stdout
 
 

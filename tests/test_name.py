@@ -28,7 +28,7 @@ def texts() -> dict[str, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=120,
     ).stdout
     files = {name: ROOT / name for name in listed.split("\0") if name and name not in HISTORY}
     contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}

@@ -65,7 +65,7 @@ def paste(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def demo() -> str:
     planned = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
     return planned.stdout.splitlines()[-1]
 

@@ -169,7 +169,7 @@ def test_ctrl_c_stops_a_real_run(tmp_path: Path) -> None:
             assert run.poll() is None, run.communicate()
             time.sleep(0.1)
         run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=120)
     finally:
         run.kill()
     assert run.returncode == 130, errors

@@ -140,11 +140,11 @@ def test_what_no_other_try_can_fix_is_not_tried_again(
 
 def test_a_slow_judge_is_given_up_in_time(serve: Callable[..., Endpoint]) -> None:
     endpoint = serve(says("Score: 4"))
-    endpoint.delay_seconds = 3
+    endpoint.delay_seconds = 30
     started = time.perf_counter()
     with pytest.raises(ScoreError, match=r"took more than environment\.judge\.timeout_seconds=0\.3"):
         ask(client(endpoint.url, timeout_seconds=0.3, max_retries=0))
-    assert time.perf_counter() - started < 2.5
+    assert time.perf_counter() - started < 20
 
 
 def test_a_judge_that_drips_is_given_up_in_time() -> None:
@@ -155,7 +155,7 @@ def test_a_judge_that_drips_is_given_up_in_time() -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(1 << 16)
-            for byte in b"HTTP/1.1 200 OK\r\n" + b"x-header: " + b"a" * 100:
+            for byte in b"HTTP/1.1 200 OK\r\n" + b"x-header: " + b"a" * 600:
                 try:
                     connection.send(bytes([byte]))
                 except OSError:
@@ -166,7 +166,7 @@ def test_a_judge_that_drips_is_given_up_in_time() -> None:
     started = time.perf_counter()
     with pytest.raises(ScoreError, match="took more than"):
         ask(client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout_seconds=0.5, max_retries=0))
-    assert time.perf_counter() - started < 3
+    assert time.perf_counter() - started < 20
     listener.close()
 
 

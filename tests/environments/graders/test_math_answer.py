@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +20,6 @@ OWN = [
 ]
 CASES = Path(__file__).parents[4] / "shared" / "data" / "cases" / "grading_cases_sample.jsonl"
 # A slow machine under load; typical answers take 0.1 ms and the worst a few ms.
-MAX_SECONDS = 1.0
 MIN_PER_SECOND = 1000
 
 
@@ -188,11 +186,12 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_end_quickly(text: str) -> None:
-    start = time.perf_counter()
-    last_boxed(text)
-    assert not same_answer(text, "12")
-    same_answer(text, text)
-    assert time.perf_counter() - start < MAX_SECONDS
+    def grade_it() -> bool:
+        last_boxed(text)
+        same_answer(text, text)
+        return same_answer(text, "12")
+
+    assert not within_a_second(grade_it)
 
 
 LATEX = st.lists(
@@ -242,13 +241,13 @@ def test_right_and_wrong_answers(case: dict[str, list[str]]) -> None:
 
 
 def test_a_thousand_plain_numbers_a_second() -> None:
-    """Processor time, so that other programs do not count; 13,000 a second on one core of 2023."""
-    start = time.process_time()
-    for number in range(MIN_PER_SECOND):
-        boxed = last_boxed(rf"so it is \boxed{{{number}}}.")
-        assert boxed is not None
-        assert same_answer(boxed, str(number))
-    assert time.process_time() - start < 1
+    """13,000 a second on one core of 2023."""
+
+    def grade_all() -> bool:
+        boxed = [last_boxed(rf"so it is \boxed{{{number}}}.") for number in range(MIN_PER_SECOND)]
+        return all(text is not None and same_answer(text, str(number)) for number, text in enumerate(boxed))
+
+    assert within_a_second(grade_all)
 
 
 def test_graders_run_in_threads() -> None:
