@@ -1,8 +1,10 @@
 """Held-out accuracy of finished runs against generated tokens, as a figure and a Markdown table.
 
     python -m benchmarks.curves --out docs/ppo_and_grpo.png GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
+    python -m benchmarks.curves --out captions.png --metric dev/reward GRPO=runs/g0   # another figure of dev rows
 
-Each run needs dev accuracies (evaluate.every_steps) in its metrics.jsonl. One line per run, one colour per name.
+Each run needs dev readings (evaluate.every_steps) in its metrics.jsonl. One colour per name: a faint line per run and,
+where several runs of a name were read at the same steps, a strong one for their mean.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.box import MARKDOWN
@@ -27,6 +30,7 @@ from fovea.utils.files import write_atomically
 
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")
 WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
+ACCURACY, ACCURACY_LABEL = "accuracy/dev", "held-out accuracy (dev)"
 ENGINE_GAP = "rollout_train_abs/trained"
 TABLE_COLUMNS = 120
 """Characters of a line of the table, so that a file gets it as a terminal does."""
@@ -34,13 +38,15 @@ TABLE_COLUMNS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Dev accuracies of one run."""
+    """Dev readings of one run."""
 
     name: str
     folder: Path
     tokens: list[float]
     """Tokens generated until each evaluation."""
-    accuracy: list[float]
+    steps: list[int]
+    readings: list[float]
+    """The metric that is drawn, at each evaluation."""
     entropy: list[float]
     """Entropy of the policy at each evaluation, in nats per token."""
     engine_gap: float
@@ -51,48 +57,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
     parser.add_argument("--out", type=Path, required=True, help="the picture, a PNG")
+    parser.add_argument("--metric", default=ACCURACY, help="what is drawn, a metric of dev rows (docs/metrics.md)")
     parser.add_argument("--entropy", action="store_true", help="a second panel with the policy's entropy")
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
-    curves = [read_curve(name, Path(folder)) for name, folders in named for folder in folders]
-    _draw(curves, options.out, with_entropy=options.entropy)
-    Console(width=TABLE_COLUMNS).print(_table(curves))
+    curves = [read_curve(name, Path(folder), options.metric) for name, folders in named for folder in folders]
+    label = ACCURACY_LABEL if options.metric == ACCURACY else options.metric
+    _draw(curves, options.out, label, with_entropy=options.entropy)
+    Console(width=TABLE_COLUMNS).print(_table(curves, label.capitalize()))
 
 
-def read_curve(name: str, folder: Path) -> Curve:
-    """Read the dev accuracies of a run; ValueError if it has none."""
+def read_curve(name: str, folder: Path, metric: str = ACCURACY) -> Curve:
+    """Read the dev readings of a run; ValueError if it has none."""
     rows = read_metrics(folder)
     gaps = [row[ENGINE_GAP] for row in rows if ENGINE_GAP in row]
     # tokens of all scored groups: dynamic sampling generates more than a step trains on
     generated = list(accumulate(row["tokens_per_second"] * row["seconds/step"] for row in rows))
-    read = [index for index, row in enumerate(rows) if "accuracy/dev" in row]
+    read = [index for index, row in enumerate(rows) if metric in row]
     if not read:
-        raise ValueError(f"{folder} has no dev accuracies; set evaluate.every_steps")
+        raise ValueError(f"{folder} has no {metric}; set evaluate.every_steps, and a metric that the run writes")
     return Curve(
         name=name,
         folder=folder,
         tokens=[generated[index] for index in read],
-        accuracy=[rows[index]["accuracy/dev"] for index in read],
+        steps=[int(rows[index]["step"]) for index in read],
+        readings=[rows[index][metric] for index in read],
         entropy=[rows[index].get("entropy", float("nan")) for index in read],
         engine_gap=fmean(gaps) if gaps else float("nan"),
     )
 
 
-def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
+def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool) -> None:
     panels_wanted = 2 if with_entropy else 1
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES * panels_wanted), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(panels_wanted, 1, squeeze=False, sharex=True)[:, 0]
-    names = list(dict.fromkeys(curve.name for curve in curves))
-    drawn: set[str] = set()
-    for curve in curves:
-        colour, label = COLOURS[names.index(curve.name) % len(COLOURS)], None if curve.name in drawn else curve.name
-        thousands = [tokens / 1000 for tokens in curve.tokens]
-        panels[0].plot(thousands, curve.accuracy, color=colour, linewidth=1.3, label=label)
+    for number, name in enumerate(dict.fromkeys(curve.name for curve in curves)):
+        mine, colour = [curve for curve in curves if curve.name == name], COLOURS[number % len(COLOURS)]
+        panels[0].plot([], [], color=colour, label=name)  # one entry of the legend, whatever lines follow
+        draw_name(panels[0], mine, [curve.readings for curve in mine], colour)
         if with_entropy:
-            panels[1].plot(thousands, curve.entropy, color=colour, linewidth=1.3)
-        drawn.add(curve.name)
-    for panel, text in zip(panels, ("held-out accuracy (dev)", "entropy, nats per token"), strict=False):
+            draw_name(panels[1], mine, [curve.entropy for curve in mine], colour)
+    for panel, text in zip(panels, (label, "entropy, nats per token"), strict=False):
         tidy(panel)
         panel.set_ylabel(text, color=TEXT_COLOUR)
     # outside of the panels, where it hides no line
@@ -103,13 +109,24 @@ def _draw(curves: Sequence[Curve], path: Path, *, with_entropy: bool) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def _table(curves: Sequence[Curve]) -> Table:
-    table = Table(title="Held-out accuracy (dev)", title_justify="left", box=MARKDOWN)
+def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]], colour: str) -> None:
+    """The runs of one name; `values` has those of each run at its evaluations."""
+    with_mean = len(curves) > 1 and len({tuple(curve.steps) for curve in curves}) == 1
+    for curve, own in zip(curves, values, strict=True):
+        width, alpha = (0.9, 0.4) if with_mean else (1.3, 1.0)
+        panel.plot([tokens / 1000 for tokens in curve.tokens], own, color=colour, linewidth=width, alpha=alpha)
+    if with_mean:
+        tokens = [fmean(each) / 1000 for each in zip(*(curve.tokens for curve in curves), strict=True)]
+        panel.plot(tokens, [fmean(each) for each in zip(*values, strict=True)], color=colour, linewidth=2.0)
+
+
+def _table(curves: Sequence[Curve], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=MARKDOWN)
     for header in ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens"):
         table.add_column(header, justify="left" if header == "run" else "right")
     for curve in curves:
-        half = curve.accuracy[len(curve.accuracy) // 2]
-        numbers = (curve.accuracy[0], half, max(curve.accuracy), curve.accuracy[-1], curve.entropy[-1])
+        half = curve.readings[len(curve.readings) // 2]
+        numbers = (curve.readings[0], half, max(curve.readings), curve.readings[-1], curve.entropy[-1])
         cells = [*(f"{x:.3f}" for x in numbers), f"{curve.engine_gap:.1e}", f"{curve.tokens[-1]:,.0f}"]
         table.add_row(f"{curve.name} {curve.folder}", *cells)
     return table

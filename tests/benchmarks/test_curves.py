@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from benchmarks.curves import main, read_curve
+from benchmarks.curves import draw_name, main, read_curve
 from fovea.metrics.log import JsonlSink
 
 
@@ -26,13 +28,14 @@ def run(folder: Path, *, readings: bool = True) -> Path:
 def test_tokens_are_all_that_were_drawn(tmp_path: Path) -> None:
     curve = read_curve("a", run(tmp_path / "a"))
     assert curve.tokens == [600, 1000]
-    assert curve.accuracy == [0.2, 0.4]
+    assert curve.steps == [2, 4]
+    assert curve.readings == [0.2, 0.4]
     assert curve.entropy == [0.5, 0.25]
     assert curve.engine_gap == pytest.approx(0.002)
 
 
 def test_a_run_without_readings_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no dev accuracies; set evaluate\.every_steps"):
+    with pytest.raises(ValueError, match=r"has no accuracy/dev; set evaluate\.every_steps"):
         read_curve("a", run(tmp_path / "a", readings=False))
 
 
@@ -41,3 +44,23 @@ def test_more_names_than_colours_can_be_drawn(tmp_path: Path, capsys: pytest.Cap
     main(["--out", str(tmp_path / "curves.png"), "--entropy", *words])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("1,000") == 5
+
+
+def test_another_metric_can_be_read(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a")
+    assert read_curve("a", folder, "entropy").readings == [1, 1 / 2, 1 / 3, 1 / 4]
+    with pytest.raises(ValueError, match="has no dev/reward; "):
+        read_curve("a", folder, "dev/reward")
+
+
+def test_runs_of_one_name_that_were_read_at_the_same_steps_have_their_mean_drawn(tmp_path: Path) -> None:
+    seeds = [read_curve("a", run(tmp_path / str(seed))) for seed in range(3)]
+    seeds = [replace(curve, readings=[0.1 * (number + 1), 0.3]) for number, curve in enumerate(seeds)]
+    panel = Figure().subplots()
+    draw_name(panel, seeds, [curve.readings for curve in seeds], "black")
+    *_, mean = panel.lines
+    assert len(panel.lines) == 4
+    assert list(mean.get_ydata()) == pytest.approx([0.2, 0.3])
+    other = replace(seeds[0], steps=[1, 4])
+    draw_name(panel, [other, seeds[1]], [other.readings, seeds[1].readings], "black")
+    assert len(panel.lines) == 6, "readings at other steps have no mean"
