@@ -139,6 +139,9 @@ class MegatronBackend(Section):
     name: Literal["megatron"] = "megatron"
     tensor_parallel_size: PositiveInt = 1
     """GPUs that each layer is split over; at most those of one machine."""
+    sequence_parallel: bool = False
+    """Divide the tokens between those GPUs where a layer is not split (norms, residual stream): less memory for
+    activations."""
     pipeline_parallel_size: PositiveInt = 1
     """Stages that the layers are divided into, on GPUs of their own."""
     logits_mib: MayChange[PositiveFloat] = 512.0

@@ -15,6 +15,11 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
     """Complaints about train.backend=megatron; none where it is another."""
     if not isinstance(train.backend, MegatronBackend):
         return
+    if train.backend.sequence_parallel and train.backend.tensor_parallel_size == 1:
+        yield (
+            "train.backend.sequence_parallel=true with train.backend.tensor_parallel_size=1: tokens are divided among "
+            "the GPUs that a layer is split over; set tensor_parallel_size, or leave sequence_parallel out"
+        )
     refused = {
         "model.lora": model.lora is not None and "its adapters have not been compared with the torch backend's",
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None

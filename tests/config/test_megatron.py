@@ -13,8 +13,9 @@ MEGATRON = ["model.tiny.hidden_size=64", "environment=shapes", "warmup=null", "t
 
 
 def test_sizes_are_settings_of_the_backend() -> None:
-    backend = load_config([], [*MEGATRON, "train.backend.tensor_parallel_size=2"]).train.backend
-    assert backend == MegatronBackend(tensor_parallel_size=2, pipeline_parallel_size=1)
+    given = ["train.backend.tensor_parallel_size=2", "train.backend.sequence_parallel=true"]
+    backend = load_config([], [*MEGATRON, *given]).train.backend
+    assert backend == MegatronBackend(tensor_parallel_size=2, sequence_parallel=True, pipeline_parallel_size=1)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,10 @@ def test_sizes_are_settings_of_the_backend() -> None:
         (["train.gradient_checkpointing=selective"], r"gradient_checkpointing=selective with .*\(full\) or none"),
         (["train.variable_seq_lengths=false"], r"variable_seq_lengths=false with .*padded"),
         (["train.backend.replicas=2"], r"train\.backend\.replicas: a setting of train\.backend\.name=torch only"),
-        (["train.backend.sequence_parallel=true"], r"train\.backend\.sequence_parallel"),
+        (
+            ["train.backend.sequence_parallel=true"],
+            r"train\.backend\.sequence_parallel=true with .*tensor_parallel_size=1",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(overrides: list[str], message: str) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 
@@ -109,6 +111,8 @@ class MegatronModel:
             )[0]
         self.module: Any = unwrap_model([self.chunk])[0]
         """Megatron's vision-language model without wrappers."""
+        if backend.sequence_parallel and getattr(self.module, "vision_model", None) is not None:
+            self.module.vision_model.register_forward_hook(_sum_deepstack_gradients)
 
     def _provider(self, config: Config, backend: MegatronBackend, settings: Model) -> Any:
         """Megatron's settings of the model, from those of its folder and of the run."""
@@ -122,6 +126,7 @@ class MegatronModel:
         provider.freeze_vision_projection = not settings.trains_projector
         provider.tensor_model_parallel_size = backend.tensor_parallel_size
         provider.pipeline_model_parallel_size = backend.pipeline_parallel_size
+        provider.sequence_parallel = backend.sequence_parallel
         # micro-batches of a pipeline differ in length, which Megatron allows with this dispatcher (of experts) alone
         provider.variable_seq_lengths = backend.pipeline_parallel_size > 1
         provider.moe_token_dispatcher_type = "alltoall"
@@ -154,12 +159,17 @@ class MegatronModel:
         `model` is this one or a wrapper of it.
         """
         ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
+        if self.config.sequence_parallel:  # each rank has as many of the tokens between its slices of layers
+            ids_RL = pad(ids_RL, (0, -ids_RL.shape[1] % self.config.tensor_model_parallel_size))
         images = [image for row in rows for image in row.images]
         inputs = self.shape.family.forward_inputs(ids_RL, images)
         # positions are made by Megatron's model from ids and grids; attention is causal, so that padding is not seen
         inputs.pop("mm_token_type_ids", None)
         with _without_head(self.module.language_model):
             states: Tensor = model(input_ids=ids_RL, position_ids=None, attention_mask=None, **inputs)
+        if self.config.sequence_parallel and self.module.post_process:
+            # the gradient of the whole comes to each rank (`Passes`), which goes on with that of its own tokens
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         return states.contiguous()  # which a stage needs in order to send them
 
     @property
@@ -190,6 +200,17 @@ class MegatronModel:
             if found:
                 break
         return exported
+
+
+def _sum_deepstack_gradients(
+    _tower: Any, _inputs: Any, out: tuple[Tensor, list[Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
+    """Make the gradient of deepstack features that of all ranks: each adds them to its own tokens alone.
+
+    Megatron then takes the mean of the tower's gradients over the ranks, which without this would be too small.
+    """
+    tokens, deepstack = out
+    return tokens, [copy_to_tensor_model_parallel_region(features) for features in deepstack]
 
 
 @torch.no_grad()

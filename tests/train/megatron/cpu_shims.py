@@ -10,6 +10,7 @@ is Transformer Engine's kernels, NCCL, and numbers of 16 bits.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.machinery
 import sys
@@ -44,6 +45,7 @@ def install() -> None:
     _random_states()
     _causal_mask()
     _steps_of_adamw()
+    _norms()
     _layers()
     CudaToCpu().__enter__()
 
@@ -109,6 +111,22 @@ def _steps_of_adamw() -> None:
         state["step"] = step.clone()  # so far one tensor for all weights, to which each would add 1
 
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+def _norms() -> None:
+    """Let norms run on a part of the tokens, with the mark that Transformer Engine's have for the sum of gradients."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def marked(cls: Any, config: Any, *arguments: Any, **options: Any) -> Any:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False  # which Megatron-core asserts
+        norm = make(cls, whole, *arguments, **options)
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
 
 
 class _Stub(types.ModuleType):

@@ -40,12 +40,15 @@ DIVIDED = [
     ("qwen3_vl", GRPO, "tensor"),
     ("qwen3_vl", GRPO, "data"),
     ("qwen3_vl", GRPO, "pipeline"),
+    ("qwen3_vl", PPO, "sequence"),
+    ("qwen2_5_vl", GRPO, "sequence"),
     ("qwen2_5_vl", GRPO, "tensor"),
 ]
 BACKENDS: dict[str, dict[str, int]] = {
     "alone": {},
     "data": {},
     "tensor": {"tensor_parallel_size": 2},
+    "sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_parallel_size": 2},
 }
 
