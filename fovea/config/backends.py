@@ -144,6 +144,8 @@ class MegatronBackend(Section):
     activations."""
     pipeline_parallel_size: PositiveInt = 1
     """Stages that the layers are divided into, on GPUs of their own."""
+    expert_parallel_size: PositiveInt = 1
+    """GPUs that the experts of a layer are dealt to, whole; their tokens travel to them and back."""
     logits_mib: MayChange[PositiveFloat] = 512.0
     """Memory for logits that exist at once; longer rows compute them in chunks, and again in the backward pass."""
 

@@ -12,6 +12,7 @@ from fovea.models.model_files import no_progress_bar
 from fovea.models.modules import config_of
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import merged_weights
+from fovea.models.transformers_versions import OLD
 from fovea.types import Weights
 
 EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
@@ -49,7 +50,9 @@ def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = Non
     assert plain.generation_config is not None
     plain.generation_config.suppress_tokens = list(vlm.banned_ids) or None
     tensors = plain.state_dict()
-    experts = {name: x.transpose(1, 2).contiguous() for name, x in tensors.items() if name.endswith(EXPERTS)}
+    experts = {
+        name: x.transpose(1, 2).contiguous() for name, x in tensors.items() if name.endswith(EXPERTS) and not OLD
+    }
     with no_progress_bar():
         if experts:
             # transformers would turn them back again

@@ -66,6 +66,17 @@ def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Ten
     return picked[0], picked[1]
 
 
+def experts_tensor(stored: Tensor) -> Tensor:
+    """A tensor of all experts of Qwen3-VL-MoE as [experts, outputs, inputs]; 4.57's modules have them as files do."""
+    return stored.mT if OLD else stored
+
+
+def experts_per_token(mlp: Any) -> int:
+    """Number of experts that each token runs through in this layer of Qwen3-VL-MoE."""
+    of = mlp if OLD else mlp.gate
+    return int(of.top_k)
+
+
 def tower_features(out: Any, *, deepstack: bool) -> list[Tensor]:
     """Visual tokens that a Qwen-VL vision tower returns, and its deepstack features, [visual tokens, D] each."""
     if not OLD:

@@ -24,7 +24,13 @@ from fovea.models.families.base import FastPath
 from fovea.models.families.layer import LayerModules, MlpModules
 from fovea.models.flops import VisionWork, Work, text_work
 from fovea.models.transfer import to_device
-from fovea.models.transformers_versions import image_processor_class, tower_features, tower_options
+from fovea.models.transformers_versions import (
+    experts_per_token,
+    experts_tensor,
+    image_processor_class,
+    tower_features,
+    tower_options,
+)
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vision.tower_inputs import tower_heads, tower_inputs
 from fovea.types import PromptImage
@@ -186,9 +192,9 @@ def _mlp(mlp: Any) -> MlpModules | Experts:
         return MlpModules(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj)
     return Experts(
         router_XE=mlp.gate.weight,
-        gate_up_XGE=mlp.experts.gate_up_proj,
-        down_XEF=mlp.experts.down_proj,
-        per_token=mlp.gate.top_k,
+        gate_up_XGE=experts_tensor(mlp.experts.gate_up_proj),
+        down_XEF=experts_tensor(mlp.experts.down_proj),
+        per_token=experts_per_token(mlp),
     )
 
 

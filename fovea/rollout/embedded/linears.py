@@ -26,6 +26,7 @@ from fovea.models.families.qwen_vl import LANGUAGE
 from fovea.models.kernels import rms_norm
 from fovea.models.linear_factors import Factors, add_adapter, merged_weight
 from fovea.models.trainable import adapter_names
+from fovea.models.transformers_versions import experts_tensor
 
 ONEDNN: Any = torch.ops.mkldnn
 EXPECTED_ROWS = 32
@@ -159,8 +160,8 @@ def _experts(named: NamedWeights, prefix: str, shape: DecoderShape) -> Experts |
         return None
     return Experts(
         router_XE=router_XE,
-        gate_up_XGE=named.tensors[f"{prefix}mlp.experts.gate_up_proj"],
-        down_XEF=named.tensors[f"{prefix}mlp.experts.down_proj"],
+        gate_up_XGE=experts_tensor(named.tensors[f"{prefix}mlp.experts.gate_up_proj"]),
+        down_XEF=experts_tensor(named.tensors[f"{prefix}mlp.experts.down_proj"]),
         per_token=shape.experts_per_token,
     )
 

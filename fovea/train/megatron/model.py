@@ -32,8 +32,9 @@ from fovea.models.trainable import choose_trainable
 from fovea.models.transformers_versions import load_config
 from fovea.train.megatron.parallel import Place
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
+MIXTURE = "qwen3_vl_moe"
 IN_STAGES = ("qwen3_vl",)
 """Those of them that pipelines have been compared for."""
 NOT_ON_A_CPU = (
@@ -44,6 +45,8 @@ NOT_ON_A_CPU = (
     "persist_layer_norm",
     "apply_rope_fusion",
     "cross_entropy_loss_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
 )
 """Fused kernels, which Megatron has for CUDA alone."""
 
@@ -78,7 +81,9 @@ def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
             f"only {', '.join(IN_STAGES)} has been compared with the torch backend in stages; set it to 1"
         )
     tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    check_experts(family, settings)
     divided = {
+        "experts": (getattr(text, "num_experts", 0), "expert_parallel_size", settings.expert_parallel_size),
         "attention heads": (text.num_attention_heads, "tensor_parallel_size", tensor),
         "key-value heads": (text.num_key_value_heads, "tensor_parallel_size", tensor),
         "vocabulary entries": (text.vocab_size, "tensor_parallel_size", tensor),
@@ -89,6 +94,23 @@ def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
             raise ConfigError(
                 f"train.backend.{setting}={parts} does not divide the model's {number} {what}; set it to a divisor"
             )
+
+
+def check_experts(family: str, settings: MegatronBackend) -> None:
+    """ConfigError where there are no experts to deal, or each GPU of a tensor group would have all of them."""
+    tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
+    if family != MIXTURE:
+        if experts > 1:
+            raise ConfigError(
+                f"train.backend.expert_parallel_size={experts}, but a {family} has no experts; set it to 1"
+            )
+        return
+    if tensor > 1 and (experts % tensor or not settings.sequence_parallel):
+        raise ConfigError(
+            f"train.backend.tensor_parallel_size={tensor}, but a {family} is split so only with its tokens and experts "
+            f"divided among the same GPUs; set train.backend.sequence_parallel=true and "
+            f"train.backend.expert_parallel_size to a multiple of {tensor}, or tensor_parallel_size to 1"
+        )
 
 
 class MegatronModel:
@@ -111,6 +133,9 @@ class MegatronModel:
             )[0]
         self.module: Any = unwrap_model([self.chunk])[0]
         """Megatron's vision-language model without wrappers."""
+        if settings.freeze_router:
+            for name, parameter in self.module.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and ".mlp.router." not in name)
         if backend.sequence_parallel and getattr(self.module, "vision_model", None) is not None:
             self.module.vision_model.register_forward_hook(_sum_deepstack_gradients)
 
@@ -130,6 +155,13 @@ class MegatronModel:
         # micro-batches of a pipeline differ in length, which Megatron allows with this dispatcher (of experts) alone
         provider.variable_seq_lengths = backend.pipeline_parallel_size > 1
         provider.moe_token_dispatcher_type = "alltoall"
+        if self.shape.network.config.model_type == MIXTURE:
+            provider.freeze_language_model = False
+            provider.expert_model_parallel_size = backend.expert_parallel_size
+            provider.expert_tensor_parallel_size = 1
+            provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
+            # the engine's router multiplies in the model's type as well
+            provider.moe_router_dtype = None
         # with weights to come the bridge would skip this, and with it the marks of tensors that are split, by which
         # Megatron counts each of them in the gradient's norm
         provider.perform_initialization = True

@@ -51,8 +51,20 @@ def take_place(config: Config, device: torch.device) -> Place:
             f"train.backend: tensor_parallel_size={tensor} times pipeline_parallel_size={pipeline} does not divide the "
             f"number of training processes, {size}; start a multiple of {tensor * pipeline}, or lower one of them"
         )
+    experts = settings.expert_parallel_size
+    if size % (experts * pipeline):
+        raise ConfigError(
+            f"train.backend.expert_parallel_size={experts} does not divide the number of training processes of a "
+            f"pipeline stage, {size // pipeline}; start a multiple of {experts * pipeline}, or lower it"
+        )
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor, pipeline)
+        parallel_state.initialize_model_parallel(
+            tensor,
+            pipeline,
+            expert_model_parallel_size=experts,
+            # experts that are dealt out are whole
+            expert_tensor_parallel_size=1 if experts > 1 else None,
+        )
     model_parallel_cuda_manual_seed(config.seed)
     num_shares = parallel_state.get_data_parallel_world_size()
     return Place(

@@ -47,6 +47,7 @@ def install() -> None:
     _steps_of_adamw()
     _norms()
     _layers()
+    _routing()
     CudaToCpu().__enter__()
 
 
@@ -70,6 +71,11 @@ class _Stream:
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
     def wait_stream(self, _other: object) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
 
 
 def _scatter() -> None:
@@ -163,6 +169,9 @@ def _layers() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     class TELayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         """Linear layer behind an RMS norm, under the names that Transformer Engine gives both."""
@@ -180,16 +189,86 @@ def _layers() -> None:
 
     AutoMapping.register_module_type("TELayerNormColumnParallelLinear", "column")
 
-    def spec(*_args: Any, qk_layernorm: bool = False, **_options: Any) -> Any:
-        made = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm)
+    def spec(*_args: Any, qk_layernorm: bool = False, num_experts: int | None = None, **_options: Any) -> Any:
+        made = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=qk_layernorm)
         parts = made.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.input_layernorm = IdentityOp
         parts.self_attention.submodules.linear_qkv = TELayerNormColumnParallelLinear
-        parts.mlp.submodules.linear_fc1 = TELayerNormColumnParallelLinear
+        if num_experts is None:
+            parts.pre_mlp_layernorm = IdentityOp
+            parts.mlp.submodules.linear_fc1 = TELayerNormColumnParallelLinear
+        else:
+            grouped = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+            parts.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
         return made
 
     for module in (gpt_provider, qwen3_vl_provider):
         module.get_gpt_layer_with_transformer_engine_spec = spec
+
+
+def _routing() -> None:
+    """Let tokens travel to their experts and back."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    moe_utils.te_general_gemm = None  # which Megatron-core asks for without having defined it
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # it is there already, for which Megatron-core leaves out the other half of the conversion
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
+class GroupedLinear(nn.Module):
+    """Linear layers of the experts of a rank, under the names that Transformer Engine gives them."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self._groups = pg_collection
+        for number in range(num_experts):
+            weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            init_method(weight)
+            weight.tensor_model_parallel = True  # it counts in the gradient's norm on each rank
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+        parts = zip(tokens.split(tokens_per_expert), self.parameters(), strict=True)
+        return torch.cat([part @ weight.t() for part, weight in parts]), None
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> dict[str, Any]:
+        """Each expert's weight as a part of one tensor of all experts, whichever rank has it."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+        from megatron.core.utils import get_pg_rank, get_pg_size
+
+        weights = list(self.parameters())
+        first, num = get_pg_rank(self._groups.ep) * len(weights), get_pg_size(self._groups.ep) * len(weights)
+        made = {}
+        for number, weight in enumerate(weights):
+            offsets = (*sharded_offsets, (len(sharded_offsets), first + number, num))
+            key = f"{prefix}weight"
+            sharded = make_sharded_tensors_for_checkpoint(
+                {key: weight}, "", {}, offsets, tp_group=self._groups.expt_tp, dp_cp_group=metadata["dp_cp_group"]
+            )[key]
+            sharded.replica_id = (*sharded.replica_id[:2], get_pg_rank(self._groups.expt_dp))
+            made[f"{prefix}weight{number}"] = sharded
+        return made
+
+
+class TEColumnParallelGroupedLinear(GroupedLinear): ...
+
+
+class TERowParallelGroupedLinear(GroupedLinear): ...
 
 
 class CudaToCpu(TorchFunctionMode):

@@ -43,7 +43,7 @@ ADAM_EPS = 1e-5
 """Larger than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors."""
 PATIENCE = timedelta(seconds=240)
 RESUMED = "resumed"
-"""Name of the file of the steps from a checkpoint that was divided otherwise."""
+"""Begin of the names of the files of the steps from a checkpoint."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {"minibatches": 1, "ppo_epochs": 2, "advantage": {"critic": {"learning_rate": 1e-2, "warmup_steps": 1}}},
@@ -181,14 +181,14 @@ def megatron_policy(folder: Path, algorithm: str = "grpo", **backend: int) -> It
         parallel_state.destroy_model_parallel()
 
 
-def steps_of_two_ranks(cases: Sequence[Case], folder: Path) -> list[Steps]:
+def steps_of_two_ranks(cases: Sequence[Case], folder: Path, resumed: Sequence[tuple[int, int]]) -> list[Steps]:
     """The steps of each case, one after another in the same two processes: importing Megatron takes the most time.
 
-    The last steps are those of the second case from the checkpoint of the first, which is of the same model.
+    The last steps are those of pairs of numbers: of the one case from the checkpoint of the other, of the same model.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(_rank, (store.port, cases, folder), nprocs=2)
-    names = [*range(len(cases)), RESUMED]
+    torch.multiprocessing.spawn(_rank, (store.port, cases, folder, resumed), nprocs=2)
+    names = [*range(len(cases)), *(f"{RESUMED}-{number}" for number in range(len(resumed)))]
     return [Steps(**torch.load(folder / f"{name}.pt", weights_only=True)) for name in names]
 
 
@@ -197,7 +197,7 @@ def checkpoint_of(folder: Path, number: int) -> Path:
     return folder / f"checkpoint-{number}"
 
 
-def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path) -> None:
+def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path, resumed: Sequence[tuple[int, int]]) -> None:
     """The first rank writes what all ranks have alike."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cpu_shims.install()
@@ -208,7 +208,8 @@ def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path) -> None:
         steps = megatron_steps(case, checkpoint_of(folder, number))
         if rank == 0:
             torch.save(asdict(steps), folder / f"{number}.pt")
-    steps = resumed_steps(cases[1], checkpoint_of(folder, 0))
-    if rank == 0:
-        torch.save(asdict(steps), folder / f"{RESUMED}.pt")
+    for number, (case, writer) in enumerate(resumed):
+        steps = resumed_steps(cases[case], checkpoint_of(folder, writer))
+        if rank == 0:
+            torch.save(asdict(steps), folder / f"{RESUMED}-{number}.pt")
     dist.destroy_process_group()

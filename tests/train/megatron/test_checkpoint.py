@@ -12,7 +12,7 @@ from fovea.config.backends import MegatronBackend
 from fovea.errors import ConfigError, TrainError
 from fovea.models.processor import load_processor
 from fovea.train.megatron.checkpoint import COUNTS, STATE
-from fovea.train.megatron.model import check_division
+from fovea.train.megatron.model import check_division, check_experts
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     NUM_STEPS,
@@ -85,6 +85,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Path, Steps], tmp
     ("family", "backend", "message"),
     [
         (FAMILY, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*number of training processes, 1; start a mul"),
+        (FAMILY, {"expert_parallel_size": 2}, "expert_parallel_size=2 .*training processes of .*, 1; start a mul"),
         ("qwen2_vl", {}, "is a qwen2_vl, and only qwen2_5_vl and qwen3_vl .* set train.backend=torch"),
     ],
 )
@@ -99,5 +100,21 @@ def test_sizes_that_do_not_divide_the_model_are_refused() -> None:
     for setting, part in (("tensor_parallel_size", "key-value heads"), ("pipeline_parallel_size", "layers")):
         with pytest.raises(ConfigError, match=rf"{setting}=2 does not divide the model's \d {part}; set it to a div"):
             check_division(FAMILY, text, MegatronBackend.model_validate({setting: 2}))
+    mixture = tiny("qwen3_vl_moe").network.config.text_config
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=3 does not divide the model's 4 experts"):
+        check_division("qwen3_vl_moe", mixture, MegatronBackend(expert_parallel_size=3))
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2, but the model is a qwen2_5_vl"):
         check_division("qwen2_5_vl", text, MegatronBackend(pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "message"),
+    [
+        (FAMILY, {"expert_parallel_size": 2}, r"expert_parallel_size=2, but a qwen3_vl has no experts; set it to 1"),
+        ("qwen3_vl_moe", {"tensor_parallel_size": 2, "expert_parallel_size": 2}, "set .*sequence_parallel=true"),
+        ("qwen3_vl_moe", {"tensor_parallel_size": 2, "sequence_parallel": True}, "expert_parallel_size to a mult"),
+    ],
+)
+def test_experts_go_with_the_tensors(family: str, backend: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_experts(family, MegatronBackend.model_validate(backend))

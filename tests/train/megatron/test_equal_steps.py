@@ -32,7 +32,12 @@ WEIGHTS = 1e-5
 GRPO, PPO = "grpo", "ppo"
 Layout = tuple[str, str, str]
 """Family, algorithm, and what is divided."""
-ALONE = [("qwen3_vl", GRPO, "alone"), ("qwen2_5_vl", GRPO, "alone"), ("qwen3_vl", PPO, "alone")]
+ALONE = [
+    ("qwen3_vl", GRPO, "alone"),
+    ("qwen2_5_vl", GRPO, "alone"),
+    ("qwen3_vl", PPO, "alone"),
+    ("qwen3_vl_moe", GRPO, "alone"),
+]
 DIVIDED = [
     ("qwen3_vl", PPO, "tensor"),
     ("qwen3_vl", PPO, "data"),
@@ -42,19 +47,25 @@ DIVIDED = [
     ("qwen3_vl", GRPO, "pipeline"),
     ("qwen3_vl", PPO, "sequence"),
     ("qwen2_5_vl", GRPO, "sequence"),
+    ("qwen3_vl_moe", GRPO, "experts"),
+    ("qwen3_vl_moe", GRPO, "experts, layers and tokens"),
     ("qwen2_5_vl", GRPO, "tensor"),
 ]
+RESUMED = [(DIVIDED[1], DIVIDED[0]), (DIVIDED[8], DIVIDED[8])]
+"""Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and experts where they were."""
 BACKENDS: dict[str, dict[str, int]] = {
     "alone": {},
     "data": {},
     "tensor": {"tensor_parallel_size": 2},
     "sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_parallel_size": 2},
+    "experts": {"expert_parallel_size": 2},
+    "experts, layers and tokens": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
 }
 
 
 Expected = dict[tuple[str, str], tuple[Path, Steps]]
-Divided = tuple[Path, dict[Layout, Steps], Steps]
+Divided = tuple[Path, dict[Layout, Steps], list[Steps]]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +82,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 def divided(expected: Expected, tmp_path_factory: pytest.TempPathFactory) -> Divided:
     """Folder of the checkpoints, steps of two ranks, and those that were resumed."""
     folder = tmp_path_factory.mktemp("divided")
-    *steps, resumed = steps_of_two_ranks([case_of(layout, expected) for layout in DIVIDED], folder)
-    return folder, dict(zip(DIVIDED, steps, strict=True)), resumed
+    resumed = [(DIVIDED.index(layout), DIVIDED.index(writer)) for layout, writer in RESUMED]
+    steps = steps_of_two_ranks([case_of(layout, expected) for layout in DIVIDED], folder, resumed)
+    return folder, dict(zip(DIVIDED, steps, strict=False)), steps[len(DIVIDED) :]
 
 
 def case_of(layout: Layout, expected: Expected) -> Case:
@@ -90,9 +102,9 @@ def test_two_ranks_take_the_same_steps(layout: Layout, expected: Expected, divid
     check_equal(divided[1][layout], expected[layout[:2]][1])
 
 
-def test_two_ranks_go_on_from_a_checkpoint_of_another_layout(expected: Expected, divided: Divided) -> None:
-    """From tensor parallel to data parallel."""
-    check_equal(divided[2], last_of(expected["qwen3_vl", PPO][1]))
+@pytest.mark.parametrize("number", range(len(RESUMED)))
+def test_two_ranks_go_on_from_a_checkpoint(number: int, expected: Expected, divided: Divided) -> None:
+    check_equal(divided[2][number], last_of(expected[RESUMED[number][0][:2]][1]))
 
 
 @pytest.mark.parametrize("layout", [*DIVIDED[:3], DIVIDED[-1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Both:
     rows: list[PlainRow]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     parts = tiny(request.param)
     folder = save(parts, tmp_path_factory.mktemp(request.param))
@@ -40,6 +41,16 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = MegatronModel(config, config.model, shape, take_place(config, shape.device))
     yield Both(by_megatron=model, by_transformers=parts.network, shape=shape, rows=rows_of(parts))
     parallel_state.destroy_model_parallel()
+
+
+def test_a_frozen_router_is_not_trained(tmp_path: Path) -> None:
+    config = settings_of(save(tiny("qwen3_vl_moe"), tmp_path), train={"backend": {"name": "megatron"}})
+    frozen = config.model.model_copy(update={"freeze_router": True})
+    shape = skeleton(frozen, [])
+    model = MegatronModel(config, frozen, shape, take_place(config, shape.device))
+    trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    assert [name for name, is_trained in trained.items() if not is_trained] == [n for n in trained if ".router." in n]
 
 
 def rows_of(parts: TinyParts) -> list[PlainRow]:

@@ -12,11 +12,13 @@ import transformers
 
 from fovea.config.run import Model
 from fovea.models.load import load_network
+from fovea.models.save import save_network
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
+from tests.rollout.drawing import generate, make_engine, seeded
 from tests.tiny_models import CPU, mixed_prompts, save, tiny
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TOLERANCE = 1e-5
 
 
@@ -48,6 +50,26 @@ def test_packed_rows_give_the_log_probs_of_transformers(family: str) -> None:
     row = pack_row(vlm.family, mixed_prompts(parts), [[answer]] * 3, CPU)
     scores = vlm(row, temperature=1.0, chunk_tokens=100)
     torch.testing.assert_close(scores.logprobs_A.detach(), torch.cat(expected), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_engine_draws_with_the_log_probs_of_packed_rows(family: str) -> None:
+    parts = tiny(family)
+    prompts = mixed_prompts(parts)
+    groups = generate(make_engine(parts), prompts, seeded(3, max_new_tokens=6, temperature=0.8), n=2)
+    row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in groups], CPU)
+    scores = VLM(parts.network, parts.processor.banned_ids)(row, temperature=0.8, chunk_tokens=100)
+    drawn = torch.from_numpy(np.concatenate([c.logprobs_T for group in groups for c in group]))
+    torch.testing.assert_close(drawn, scores.logprobs_A, atol=TOLERANCE, rtol=0)
+
+
+def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
+    """Unlike version 5, 4.57 holds them as files do."""
+    parts = tiny("qwen3_vl_moe")
+    save_network(VLM(parts.network, parts.processor.banned_ids), tmp_path)
+    loaded = dict(load_network(Model(path=str(tmp_path), dtype="float32")).named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in parts.network.named_parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
