@@ -23,17 +23,19 @@ def make_profile(config: Config, folder: Path, start_step: int, progress: Progre
 
 
 def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
-    """Peak TFLOP/s, the denominator of `mfu`, from the settings or the GPU's data sheet; None where neither has it."""
-    if settings.peak_tflops is not None or facts.device_name is None:
-        return settings.peak_tflops
-    peak = known_peak_tflops(facts.device_name)
-    if peak is None:
+    """Peak TFLOP/s of all training processes together, the denominator of `mfu`; None where nothing gives it.
+
+    The peak of one is a setting, or the GPU's by its data sheet.
+    """
+    each = settings.peak_tflops
+    if each is None and facts.device_name is not None:
+        each = known_peak_tflops(facts.device_name)
         progress.print(
             f"mfu: not reported, the peak of {facts.device_name} is not known; set log.peak_tflops (dense bfloat16)"
+            if each is None
+            else f"mfu: a share of {each:g} TFLOP/s, dense bfloat16 by the data sheet of {facts.device_name}"
         )
-    else:
-        progress.print(f"mfu: a share of {peak:g} TFLOP/s, dense bfloat16 by the data sheet of {facts.device_name}")
-    return peak
+    return None if each is None else each * facts.num_workers
 
 
 def model_table(name: str, facts: ModelFacts) -> Table:

@@ -249,4 +249,4 @@ class Log(Section):
     progress: bool = True
     """Live display in the terminal."""
     peak_tflops: PositiveFloat | None = None
-    """Peak FLOP rate that `mfu` is a share of; default: the data sheet's dense bfloat16 rate of known GPUs."""
+    """Peak FLOP rate of one GPU, for `mfu`; default: the data sheet's dense bfloat16 rate of known GPUs."""

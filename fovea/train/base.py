@@ -58,6 +58,7 @@ class ModelFacts:
     """Parameters that a checkpoint holds with the moments of their optimizer: those under training, and those of a
     value function."""
     num_workers: int = 1
+    """Processes that train, each on a device of its own."""
 
 
 class Policy(Protocol):

@@ -109,8 +109,8 @@ def test_a_device_is_known_by_the_words_of_its_name(name: str, tflops: float | N
     assert known_peak_tflops(name) == tflops
 
 
-def facts(device: str, device_name: str | None) -> ModelFacts:
-    return ModelFacts(device=device, device_name=device_name, parameters=())
+def facts(device: str, device_name: str | None, num_workers: int = 1) -> ModelFacts:
+    return ModelFacts(device=device, device_name=device_name, parameters=(), num_workers=num_workers)
 
 
 def test_the_peak_is_the_setting_or_the_data_sheet() -> None:
@@ -120,6 +120,7 @@ def test_the_peak_is_the_setting_or_the_data_sheet() -> None:
     assert peak_tflops(Log(), facts("cpu", None), progress) is None
     assert peak_tflops(Log(peak_tflops=3), facts("cpu", None), progress) == 3
     assert peak_tflops(Log(peak_tflops=3), facts("cuda", "NVIDIA H200"), progress) == 3
+    assert peak_tflops(Log(peak_tflops=3), facts("cuda", "NVIDIA H200", num_workers=8), progress) == 24
     assert not said
     for name, peak, line in (
         ("NVIDIA H200", 989.5, "mfu: a share of 989.5 TFLOP/s, dense bfloat16 by the data sheet of NVIDIA H200"),
@@ -184,3 +185,9 @@ def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str) -> None:
     assert counted == pytest.approx(by_torch, rel=FEW_PER_CENT)
     vision = 3 * policy._scorer.deal.cost.work.image(batch.groups[0].prompt.images[0])
     assert vision > 2 * FEW_PER_CENT * by_torch, "leaving the images out would show"
+
+
+def test_the_peak_is_that_of_all_training_processes_together() -> None:
+    """`update_tflop` is summed over them."""
+    progress = Progress(1, 0, enabled=False)
+    assert peak_tflops(Log(), facts("cuda", "NVIDIA H200", num_workers=8), progress) == 8 * 989.5
