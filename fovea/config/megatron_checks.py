@@ -25,7 +25,7 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
         and algorithm.critic.trunk == "separate"
         and "its value function is a head on the policy's states",
-        "cluster.placement=disaggregated": cluster.placement == "disaggregated"
+        f"cluster.placement={cluster.placement}": cluster.placement != "collocated"
         and "its process groups are those of all processes, of which some would not train",
         "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
