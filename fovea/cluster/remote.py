@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Thread
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -153,17 +154,25 @@ async def serve(
     """Make the calls that arrive until a None does, then close the worker; `send` sends a message to the driver.
 
     Errors of an engine, and of files, go back to their caller. An error in a collective call ends this process as well,
-    since the other workers may be waiting in that call.
+    since the other workers may be waiting in that call. Requests that are still running at the None are dropped: the
+    driver has left, and wants no answer.
     """
-    packing, sending = Packing(), asyncio.Lock()
+    packing, sending, running = Packing(), asyncio.Lock(), set[asyncio.Task[Any]]()
 
     async def answer(number: int, call: Call) -> None:
         task = asyncio.ensure_future(call.run(worker))
+        if not call.is_collective:
+            running.add(task)
+            task.add_done_callback(running.discard)
         await asyncio.wait([task])
+        if task.cancelled():
+            return
         error = task.exception()
         result = task.result() if error is None else None
-        async with sending:
-            await send(packing.pack((number, result, _picklable(error))))
+        # without a driver that reads it, the None is next
+        with suppress(OSError):
+            async with sending:
+                await send(packing.pack((number, result, _picklable(error))))
         if error is not None and call.is_collective:
             raise error
 
@@ -172,6 +181,8 @@ async def serve(
             while (message := await messages.get()) is not None:
                 for number, call in packing.unpack(message):
                     tasks.create_task(answer(number, call))
+            for each in running:
+                each.cancel()
     except ExceptionGroup as group:
         # of the calls that failed together, the first: its type gives this process its message and its exit code
         raise group.exceptions[0] from None

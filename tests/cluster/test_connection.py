@@ -274,6 +274,36 @@ def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) 
     assert wait_for(run()) == "s/0"
 
 
+def test_requests_of_a_driver_that_hangs_up_are_dropped(remote: Remote) -> None:
+    """As rollouts drawn ahead are, when a signal or the time limit ends a run: no error, and no wait for the rest."""
+    dropped = Event()
+
+    async def generate(_: Request) -> Sequence[Completion]:
+        try:
+            await asyncio.sleep(10 * LIMIT_SECONDS)
+        except asyncio.CancelledError:
+            dropped.set()
+            raise
+        return ()
+
+    cast(Any, remote.worker.engine).generate = generate
+
+    async def run() -> None:
+        waiting = await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
+        # a second call, whose answer says that the first one has begun
+        await result(remote.handle, Call(service="engine", method="sleep"))
+        await remote.handle.close()
+        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+            await waiting
+
+    wait_for(run())
+    remote.thread.join(LIMIT_SECONDS)
+    assert not remote.thread.is_alive()
+    assert remote.errors == []
+    assert dropped.is_set()
+    assert cast(Any, remote.worker.engine).seen == ["sleep", "close"]
+
+
 def test_workers_are_closed_while_one_waits_in_a_call_that_the_driver_has_left(remote: Remote) -> None:
     local = worker("local")
 
