@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fovea.errors import DataError
+from fovea.errors import DataError, MicrobatchMemoryError
 from fovea.loop import take_step, train
 from fovea.metrics.log import read_metrics
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.lifecycle import begin
 from fovea.run.manifest import write_manifest
+from fovea.run.microbatches import MicrobatchTokens, left_limit
 from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState
-from fovea.types import Score
+from fovea.types import Batch, Metrics, Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 
@@ -147,6 +148,35 @@ def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, stop_after: int)
     train(resumed)
     assert untimed(read_metrics(broken)) == untimed(read_metrics(whole))
     np.testing.assert_array_equal(resumed.policy.table, expected.policy.table)  # type: ignore[attr-defined]
+
+
+def test_workers_are_told_of_a_checkpoint_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a Ray cluster have another working directory than the driver."""
+    monkeypatch.chdir(tmp_path)
+    train(bandit_run(Path("run"), max_steps=10))
+    resumed = bandit_run(Path("run"), max_steps=11, resume=True)
+    told, load = list[Path](), resumed.policy.load
+
+    async def noted(folder: Path) -> None:
+        told.append(folder)
+        await load(folder)
+
+    resumed.policy.load = noted  # type: ignore[method-assign]
+    train(resumed)
+    assert told == [tmp_path / "run" / "checkpoints" / "step-10"]
+
+
+def test_a_run_that_ends_for_want_of_memory_leaves_the_size_that_may_fit(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, max_steps=10)
+
+    async def update(_: Batch) -> Metrics:
+        raise MicrobatchMemoryError("memory ran out on rank 1", next_max_tokens=500)
+
+    run.policy.update = update  # type: ignore[method-assign]
+    with pytest.raises(MicrobatchMemoryError):
+        train(run)
+    setting = run.config.train.max_tokens_per_microbatch
+    assert left_limit(tmp_path) == MicrobatchTokens(setting=setting, limit=500)
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

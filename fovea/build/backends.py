@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from fovea.build.engine import make_embedded, make_streamed, make_tape
 from fovea.build.megatron import trains_with_megatron
@@ -112,7 +113,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
             f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
         )
     placement = _placement(config, config.cluster.num_ray_workers)
-    setup = Setup(config=config, model=model, placement=placement)
+    setup = Setup(config=config, model=_with_absolute_path(model), placement=placement)
     use_token()
     own_ray_on_loopback()
     # imported here, since the package may be absent; the module names what to install
@@ -123,6 +124,12 @@ def _on_ray(config: Config, model: Model) -> Backends:
     except BaseException:
         workers.close()
         raise
+
+
+def _with_absolute_path(model: Model) -> Model:
+    """The same model for processes with another working directory, as the workers of a Ray cluster have."""
+    path = None if model.path is None else Path(model.path).expanduser()
+    return model if path is None or not path.exists() else model.model_copy(update={"path": str(path.absolute())})
 
 
 def _placement(config: Config, num_workers: int) -> Placement:

@@ -101,7 +101,8 @@ async def _resumed(run: Run) -> TrainState:
     assert run.resumed is not None
     saved = run.resumed.state
     cut_unscored(run.folder, saved["unscored_bytes"])
-    await run.policy.load(run.resumed.folder)
+    # absolute: workers of a Ray cluster have another working directory
+    await run.policy.load(run.resumed.folder.absolute())
     go_to(run, saved)
     state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
     for damaged in run.resumed.passed_over:

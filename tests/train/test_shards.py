@@ -69,6 +69,12 @@ def test_a_file_of_shards_that_is_missing_is_seen(missing: int, tmp_path: Path) 
         SavedShards(tmp_path)
 
 
+def test_a_folder_that_this_machine_does_not_see_is_no_damaged_one(tmp_path: Path) -> None:
+    """As on a second machine without the shared disk: its message must not have checkpoints deleted."""
+    with pytest.raises(TrainError, match=r"trainable: no such folder on .*; put run_dir where all machines"):
+        SavedShards(tmp_path / "trainable")
+
+
 MEASURE = """
 import sys, threading, time
 from pathlib import Path

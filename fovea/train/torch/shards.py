@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from socket import gethostname
 
 import torch
 from safetensors import SafetensorError
@@ -104,6 +105,11 @@ class SavedShards:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = HuggingFaceStorageReader(str(folder))
+        if not folder.is_dir():
+            raise TrainError(
+                f"{folder}: no such folder on {gethostname()}; put run_dir where all machines of the run see the same "
+                "files"
+            )
         with self._errors_named():
             if not any(folder.glob("*.safetensors")):
                 raise ValueError(f"{folder.name} has no shards")
