@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,7 @@ from fovea.models.load import pick_device
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.rollout.base import Engine
+from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
 from fovea.utils.event_loop import wait_for
 
@@ -54,8 +56,12 @@ def serve_driver() -> None:
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
     driver = DriverConnection(connection)
+    # torchrun's processes share a machine: the size is left by this one, since the driver may wait in a collective call
+    # of NCCL until torchrun kills it
+    config = setup.config
+    leaving = leaving_limit(Path(config.run_dir), config.train.max_tokens_per_microbatch)
     # from here on, since loading a model takes minutes
-    with beating(driver.send, setup.config.cluster.heartbeat_timeout_seconds):
+    with leaving, beating(driver.send, config.cluster.heartbeat_timeout_seconds):
         wait_for(serve_connection(worker_of(setup), driver))
 
 
