@@ -4,7 +4,8 @@
   line prints that line; `--debug` adds the traceback.
 * Whatever is dropped on purpose (a bad row, a group without signal) is counted in the metrics, never silent.
 * Invariants of our own code are `assert` statements with the values in their messages.
-* All other exceptions propagate: nothing outside this module catches `Exception`.
+* All other exceptions propagate. What catches `Exception` cleans up and raises it again, or hands it to whoever waits
+  for the result: a future, the other ranks, the caller whose turn comes later.
 """
 
 import re

@@ -65,7 +65,7 @@ class TrainState:
             rl_seconds=saved["rl_seconds"],
             shared_images=_shared_images_from_json(saved["shared_images"]),
             kept=Kept(**saved["kept"]),
-            # absent in checkpoints of before it was kept
+            # older checkpoints have no `microbatches`
             microbatches=MicrobatchTokens(**saved["microbatches"]) if saved.get("microbatches") else None,
             started=started,
             earlier_seconds=saved["total_seconds"],

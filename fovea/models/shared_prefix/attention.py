@@ -1,4 +1,4 @@
-"""Shared-prefix attention of a packed row: prompts attend causally, completions to their prompt and causally to itself.
+"""Shared-prefix attention of a packed row: prompts attend causally, completions to their prompt and to themselves.
 
 Equal to attention in n separate rows `prompt + completion`, including gradients, which the keys and values of a prompt
 receive from all of its completions. Five kernels compute the same; the plain ones are the reference for the fast ones.
