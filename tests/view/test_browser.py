@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import JsonlSink, MetricsLog
+from fovea.report.images import png_bytes, write_image
+from fovea.report.records import RecordedImage, RecordedMessage, RecordedTurn
 from fovea.report.samples import write_samples
+from fovea.types import Mark
 from fovea.view.export import export
 from fovea.view.server import serve
 from fovea.view.viewed_run import ViewedRun
@@ -274,6 +280,62 @@ def test_one_scale_of_colours_for_runs_side_by_side(browser: Browser, tmp_path: 
         open_page(browser, f"{address}#samples?step=4&group=0&heat=gap", f"{tokens}.length === 2")
         heats = browser.evaluate(f"{tokens}.map((token) => token.style.getPropertyValue('--heat'))")
         assert heats == ["100%", "50%"], "gaps of 1 and of 0.5"
+
+
+def test_a_log_prob_that_is_not_finite_has_no_colour(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", recorded=())
+    (image,) = (folder / "samples" / "images").iterdir()
+    write_samples(folder, 1, [group(image.stem, 0, "three", trainer_logprob=-math.inf)])
+    with served(folder) as address:
+        open_page(browser, f"{address}#samples?step=1&group=0&heat=gap", "document.querySelector('.token')")
+        heats = "[...document.querySelectorAll('.token')].map((token) => token.style.getPropertyValue('--heat'))"
+        assert browser.evaluate(heats) == ["", ""]
+        browser.point_at(".token:last-child")
+        browser.wait_for("document.querySelector('.readout').textContent.includes('\\u2013 trainer · gap \\u2013 ·')")
+        assert browser.problems == []
+
+
+def test_images_after_the_prompt_have_their_own_numbers_and_marks(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", recorded=())
+    sample = group("0123456789abcdef", 0, "three")
+    answer = sample.answers[0]
+    shown = RecordedImage(name=write_image(folder, png_bytes(Image.new("RGB", (64, 48)))))
+    closer = RecordedTurn(messages=(RecordedMessage(role="user", parts=(shown, "and", shown)),), text="three")
+    marks = tuple(Mark(image=image, xy=(0.5, 0.5), label=f"on {image}") for image in (3, 2, 3))
+    answer = replace(answer, turns=(*answer.turns[:1], closer), marks=marks)
+    write_samples(folder, 1, [replace(sample, answers=(answer,))])
+    with served(folder) as address:
+        open_page(
+            browser, f"{address}#samples?step=1&group=0", "document.querySelectorAll('.answer .shot').length === 2"
+        )
+        marked = "shot.querySelector('img').alt, ...[...shot.querySelectorAll('.mark')].map((mark) => mark.title)"
+        assert browser.evaluate(f"[...document.querySelectorAll('.answer .shot')].map((shot) => [{marked}])") == [
+            ["Image 2", "#1 on 2"],
+            ["Image 3", "#1 on 3", "#1 on 3"],
+        ]
+
+
+def test_the_page_shown_is_marked_for_screen_readers_and_a_poll_leaves_nothing_behind(
+    browser: Browser, tmp_path: Path
+) -> None:
+    current = "[...document.querySelectorAll('nav [aria-current=page]')].map((tab) => tab.textContent)"
+    with served(write_run(tmp_path / "run")) as address:
+        open_page(browser, address, LINE)
+        assert browser.evaluate(current) == ["curves"]
+        browser.evaluate("""(() => {
+            self.polls = self.held = 0;
+            for (const [name, change] of [["addEventListener", 1], ["removeEventListener", -1]]) {
+                const real = document[name].bind(document);
+                document[name] = (event, ...more) => {
+                    if (event === "visibilitychange") { self.held += change; self.polls += change > 0; }
+                    return real(event, ...more);
+                };
+            }
+        })()""")
+        browser.press("s")
+        browser.wait_for("self.polls === 3")
+        assert browser.evaluate("self.held") <= 1
+        assert browser.evaluate(current) == ["samples"]
 
 
 def test_what_others_wrote_stays_text(browser: Browser, tmp_path: Path) -> None:

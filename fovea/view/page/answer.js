@@ -12,10 +12,14 @@ export function answerCard(run, answer, number, { heat, scale, firstImage, onTok
   const turns = answer.turns.length ? answer.turns : [{ messages: [], text: answer.text, finish: answer.finish, tokens: null }];
   const marks = answer.marks.map((mark) => [number, mark]);
   let image = firstImage;
+  const pictureWithMarks = (part) => {
+    const place = image++;
+    return picture(run, part, place, marks.filter(([, mark]) => mark.image === place));
+  };
   const shownTurns = turns.map((turn) => {
     const messages = turn.messages.map((message) => element("div", { class: "message" },
       element("span", { class: "soft" }, foreign(message.role)),
-      message.parts.map((part) => (typeof part === "string" ? words(part) : picture(run, part, image, marks.filter(([, mark]) => mark.image === image++))))));
+      message.parts.map((part) => (typeof part === "string" ? words(part) : pictureWithMarks(part)))));
     return [messages, turnText(turn, heat, scale, onToken)];
   });
   return element("li", { class: `answer${answer.accuracy >= RIGHT ? " right" : ""}`, "data-answer": number, tabindex: -1 },

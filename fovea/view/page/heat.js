@@ -6,11 +6,16 @@ import { shown, signed } from "./numbers.js";
 export const HEATS = ["none", "advantage", "gap"];
 const SMALLEST_GAP = 0.01; // nats; rounding alone makes smaller ones, which should stay pale
 
-/** The values of a heat [T] for recorded tokens; none where the run has not recorded them. */
+/** The values of a heat [T] for recorded tokens, null where not finite; none where the run has not recorded them. */
 export function valuesOf(tokens, heat) {
   if (heat === "advantage") return tokens.advantages;
-  if (heat === "gap") return tokens.trainer.map((logprob, place) => logprob - tokens.engine[place]);
+  if (heat === "gap") return tokens.trainer.map((logprob, place) => gapOf(logprob, tokens.engine[place]));
   return [];
+}
+
+/** The trainer's log-prob minus the engine's; null where one of them is not finite, which JSON writes as null. */
+function gapOf(trainer, engine) {
+  return trainer === null || engine === null ? null : trainer - engine;
 }
 
 /** The value at which colours are strongest: the greatest of all these answers. */
@@ -47,7 +52,7 @@ function tokenSpan(piece, value, scale, place) {
 function facts(tokens, place) {
   const [engine, trainer, advantage] = [tokens.engine[place], tokens.trainer[place], tokens.advantages[place]];
   const pieces = [`${JSON.stringify(tokens.pieces[place])}`, `log-prob ${shown(engine)} engine`];
-  if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`, `gap ${signed(trainer - engine)}`);
+  if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`, `gap ${signed(gapOf(trainer, engine))}`);
   if (advantage !== undefined) pieces.push(`advantage ${signed(advantage)}`);
   return pieces.join(" · ");
 }

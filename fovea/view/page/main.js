@@ -61,7 +61,7 @@ function fail(error) {
 
 async function show() {
   const name = pageName();
-  for (const tab of tabs) tab.toggleAttribute("aria-current", tab.textContent === name);
+  for (const tab of tabs) tab.ariaCurrent = tab.textContent === name ? "page" : null;
   const page = pages[name];
   if (!page.root.isConnected) main.replaceChildren(page.root);
   if (!runs.length) return;
@@ -84,8 +84,13 @@ async function keepPolling() {
 /** Until it is time, or the page comes into view. */
 function nextPoll() {
   return new Promise((resolve) => {
-    setTimeout(resolve, POLL_MS);
-    document.addEventListener("visibilitychange", resolve, { once: true });
+    const end = () => {
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", end);
+      resolve();
+    };
+    const timer = setTimeout(end, POLL_MS);
+    document.addEventListener("visibilitychange", end);
   });
 }
 
