@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -68,6 +69,19 @@ def test_blank_images_keep_their_size_and_nothing_else() -> None:
     (blank,) = with_blank_images([task], opener)
     assert opener(blank.images[0]).size == (9, 6)
     assert len(np.unique(np.asarray(blank.images[0].source))) == 1
+
+
+def test_blank_images_of_large_photos_hold_no_pixels(tmp_path: Path) -> None:
+    """Those of all test rows are held at once."""
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    task = Task(id="0", question="q", answer="a", images=(ImageRef(source=str(tmp_path / "a.png")),))
+    open_image = ImageOpener(max_mib=1, max_megapixels=1)
+    (blank,) = with_blank_images([task], open_image)
+    source = blank.images[0].source
+    assert isinstance(source, np.ndarray)
+    assert source.strides == (0, 0, 0)
+    assert open_image.size(blank.images[0]) == (40, 30)
+    assert open_image(blank.images[0]).getcolors() == [(1200, (128, 128, 128))]
 
 
 def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
