@@ -21,6 +21,7 @@ from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
 from fovea.utils.http_json import MAY_PASS, bearer
+from fovea.utils.loopback import is_loopback
 from fovea.utils.shown_text import without_secrets
 
 KEY = "environment.judge"
@@ -53,7 +54,13 @@ class JudgeClient:
         self._settings = settings
         self._key = key
         headers = {"content-type": "application/json", **bearer(settings.api_key_env, f"{key}.api_key_env")}
-        self._client = httpx2.AsyncClient(headers=headers, timeout=None, follow_redirects=False)
+        self._client = httpx2.AsyncClient(
+            headers=headers,
+            timeout=None,
+            follow_redirects=False,
+            # HTTP_PROXY is for other machines: a proxy elsewhere has another loopback
+            trust_env=not is_loopback(httpx2.URL(settings.url).host),
+        )
 
     async def aclose(self) -> None:
         """Close its connections."""
