@@ -19,6 +19,8 @@ import httpcore2
 from fovea.errors import BadRowError
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
+"""Translated as each network chooses (RFC 8215), and public to Python before 3.13, as site-local addresses are."""
 
 
 class Deadline:
@@ -109,6 +111,8 @@ def is_public(address: str) -> bool:
     """Whether an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _LOCAL_NAT64 or ip.is_site_local:
+            return False
         if ip in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)

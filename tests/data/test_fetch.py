@@ -153,6 +153,8 @@ def test_private_addresses_are_refused(host: str, site: Site) -> None:
         ("::ffff:10.0.0.1", False),
         ("64:ff9b::7f00:1", False),
         ("64:ff9b::5db8:d822", True),
+        ("64:ff9b:1::5db8:d822", False),
+        ("fec0::1", False),
         ("2002:7f00:1::", False),
     ],
 )
