@@ -22,7 +22,7 @@ from fovea.data.cells import image_refs
 from fovea.data.fetch import UrlLimits
 from fovea.data.images import is_url
 from fovea.data.readers.base import Table, near_files
-from fovea.data.readers.columns import check_columns
+from fovea.data.readers.columns import check_columns, check_unique
 from fovea.data.readers.folder import ImageFolder, metadata_of
 from fovea.data.readers.frame import InMemory, MemoryTable, is_dataset
 from fovea.data.readers.lines import csv_rows, json_array, json_lines
@@ -133,8 +133,12 @@ def open_rows(
 
 
 def given_rows(source: InMemory, name: str) -> Rows:
-    """Rows that Python code has given; `name` is what messages call them. DataError for what holds no rows."""
+    """Rows that Python code has given; `name` is what messages call them.
+
+    DataError for what holds no rows, or has several columns of one name.
+    """
     table = _memory_table(source, name)
+    check_unique(table.columns, f"the argument {name} has")
     if not len(table):
         raise DataError(f"{name} holds no rows; give some")
     return Rows([table])

@@ -17,7 +17,7 @@ from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.data.rows import InMemory
 from fovea.environments.base import Split
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, DataError
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -80,4 +80,11 @@ def test_a_run_of_rows_from_python(tmp_path: Path) -> None:
 )
 def test_rows_that_nobody_would_read(name: str, frames: Mapping[Split, InMemory], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem), rows_as_files(config_of(name), frames):
+        pass
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    frame = pd.DataFrame([["<image>Which?", "red", "blue"]], columns=["question", "answer", "answer"])
+    problem = "the argument rows has several columns called 'answer', of which one would be read; rename or drop"
+    with pytest.raises(DataError, match=problem), rows_as_files(config_of("vqa"), {"train": frame}):
         pass

@@ -128,3 +128,5 @@ def test_damaged_row_group(tmp_path: Path) -> None:
     rows = open_rows([str(path)])
     with pytest.raises(DataError, match=r"a.parquet rows 0 to 99 cannot be decoded .* copy or write it again"):
         rows[3]
+    with pytest.raises(DataError, match=r"a.parquet cannot be decoded .* copy or write it again"):
+        list(rows.column("text"))

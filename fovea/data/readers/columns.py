@@ -15,14 +15,19 @@ def check_columns(table: Table, wanted: Sequence[tuple[str, str]], setting: str)
 
     `setting` named the table; `wanted` are columns, each with the setting that asks for it.
     """
-    repeated = [repr(name) for name, count in Counter(table.columns).items() if count > 1]
-    if repeated:
-        raise DataError(
-            f"{setting}: {table.name} has several columns called {listed(repeated)}, of which one would be read; "
-            "rename or drop all but one"
-        )
+    check_unique(table.columns, f"{setting}: {table.name} has")
     if len(table):
         check_named(table.columns, wanted, f"{table.name} has")
+
+
+def check_unique(columns: Sequence[str], source: str) -> None:
+    """Raise DataError where several of the columns that `source` has are of one name."""
+    repeated = [repr(name) for name, count in Counter(columns).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"{source} several columns called {listed(repeated)}, of which one would be read; rename or drop all but "
+            "one"
+        )
 
 
 def check_named(columns: Sequence[str], wanted: Sequence[tuple[str, str]], source: str) -> None:

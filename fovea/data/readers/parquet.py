@@ -22,6 +22,8 @@ _CACHE_BYTES = 1 << 28
 # pandas writes up to a million rows into one group, which may be all of a data set with its images.
 _MAX_GROUP_BYTES = 1 << 26
 _COPIED_GROUP_BYTES = 1 << 22
+_COLUMN_ROWS = 1 << 16
+"""Rows of one column that are decoded at a time."""
 
 
 class GroupCache:
@@ -86,7 +88,7 @@ class ParquetTable:
         return f"row {index}"
 
     def column(self, name: str) -> Iterable[object]:
-        for batch in self._file.iter_batches(columns=[name], use_threads=False):
+        for batch in self._batches(_COLUMN_ROWS, [name]):
             yield from batch.column(0).to_pylist()
 
     def _read(self, group: int, first: int) -> pa.Table:
@@ -107,9 +109,9 @@ class ParquetTable:
             for batch in self._batches(num_rows):
                 writer.write_batch(batch)
 
-    def _batches(self, num_rows: int) -> Iterator[pa.RecordBatch]:
+    def _batches(self, num_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         try:
-            yield from self._file.iter_batches(batch_size=num_rows, use_threads=False)
+            yield from self._file.iter_batches(batch_size=num_rows, columns=columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{self.name} cannot be decoded ({first_line(error)}), so the file is damaged; copy or write it again"
