@@ -25,7 +25,7 @@ from fovea.data.rows import InMemory
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.exporting.export import Exported
+from fovea.exporting.export import Exported, check_empty
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
 from fovea.utils.launch import is_worker
@@ -96,12 +96,14 @@ class Trainer:
         if is_worker():
             serve_driver()
             raise SystemExit(0)
+        if export_to is not None:
+            check_empty(Path(export_to))
         with restored_threads():
             run = build(self.config, self._code.environment, self._frames, self._code.reward)
             self._folder = run.folder
             _run_steps(run)
         trained = load_run(run.folder)
-        return trained if export_to is None else replace(trained, model=export(run.folder, export_to).folder)
+        return trained if export_to is None else replace(trained, model=self.export(export_to).folder)
 
     def evaluate(
         self,

@@ -65,7 +65,7 @@ def export(
     that the run's settings name, should its tiny model have to be made again. ConfigError when `out` is
     not empty; ModelError when the reloaded folder differs from the checkpoint, in which case nothing is written.
     """
-    _check_empty(out)
+    check_empty(out)
     target = find_checkpoint(source)
     model = open_checkpoint(target, overrides, trust=trust)
     if adapter_only:
@@ -104,7 +104,8 @@ def check_repo(repo: str) -> None:
         raise ConfigError(f"--push {repo}: not a valid repository name; use ORG/NAME")
 
 
-def _check_empty(out: Path) -> None:
+def check_empty(out: Path) -> None:
+    """ConfigError for a folder that a model cannot be exported to, raised before any work is done."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: it exists and is not an empty folder; export to another one")
 

@@ -97,6 +97,14 @@ def test_a_run_is_evaluated_compared_and_exported() -> None:
     assert trainer.export("again").folder == Path("again")
 
 
+def test_a_target_of_the_export_is_checked_before_training() -> None:
+    Path("model").mkdir()
+    Path("model/mine.txt").touch()
+    with pytest.raises(fovea.FoveaError, match="model: it exists and is not an empty folder; export to another one"):
+        fovea.GRPO(settings={**SETTINGS, **SHAPES, "run_dir": "run"}).train(export_to="model")
+    assert not Path("run").exists()
+
+
 @pytest.mark.slow
 def test_nothing_of_a_run_stays_behind_in_the_process() -> None:
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
