@@ -290,7 +290,7 @@ def test_a_log_prob_that_is_not_finite_has_no_colour(browser: Browser, tmp_path:
         open_page(browser, f"{address}#samples?step=1&group=0&heat=gap", "document.querySelector('.token')")
         heats = "[...document.querySelectorAll('.token')].map((token) => token.style.getPropertyValue('--heat'))"
         assert browser.evaluate(heats) == ["", ""]
-        browser.point_at(".token:last-child")
+        browser.evaluate("document.querySelector('.token:last-child').click()")
         browser.wait_for("document.querySelector('.readout').textContent.includes('\\u2013 trainer · gap \\u2013 ·')")
         assert browser.problems == []
 
