@@ -58,7 +58,7 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
     `environment`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) are asked in place of the
     test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run. `settings` are those
     of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` lets code run that a run's own settings name as a
-    file (docs/evaluation.md). Raises FoveaError.
+    file, and their judge be asked (docs/evaluation.md). Raises FoveaError.
     """
     if not targets:
         raise ConfigError(

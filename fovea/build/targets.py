@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+import httpx2
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -132,14 +133,24 @@ def parse_target(word: str) -> Target:
 
 def _server_target(word: str) -> ServerTarget:
     """A server at `URL` or `URL#MODEL`; ConfigError for a URL with a password or key in it."""
-    parts = urlsplit(word)
-    if parts.username is not None or parts.query or not parts.hostname:
+    parts = _url_parts(word)
+    if parts is None or parts.username is not None or parts.query or not parts.hostname:
         raise ConfigError(
             f"{without_secrets(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL; a key comes "
             "from --api-key-env"
         )
     url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
     return ServerTarget(name=word, url=url, model=parts.fragment or None)
+
+
+def _url_parts(word: str) -> SplitResult | None:
+    """The parts of a URL; None for one that cannot be called, such as http://[::1 or a port of 99999."""
+    try:
+        parts = urlsplit(word)
+        httpx2.URL(word)
+        return parts if parts.port != 0 else None
+    except (ValueError, httpx2.InvalidURL):
+        return None
 
 
 def _folder_target(word: str, folder: Path) -> Target:

@@ -1,7 +1,7 @@
 """Settings that come with a folder: they say which rows and which model, and never which code runs on this machine.
 
-A run folder or an export may be a stranger's. Its settings are believed for what they describe; what they would run or
-send is refused, unless the user names it on the command line or trusts the folder for this one command.
+A run folder or an export may be a stranger's. Its settings are believed for what they describe; what they would run,
+send or open is refused, unless the user names it on the command line or trusts the folder for this one command.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from fovea.errors import ConfigError
 
 
 def check_trust(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> None:
-    """ConfigError where `config`, read from a folder's `file`, would run code or send a key that the user did not name.
+    """ConfigError where `config`, read from a folder's `file`, would use a power that the user did not name.
 
-    `overrides` are the user's own settings: what they set is the user's, whatever the file says.
+    These are to run code, to send rows or a key to a judge, and to reach private addresses. `overrides` are the user's
+    own settings: what they set is the user's, whatever the file says.
     """
     if trust:
         return
     for key, refused, instead in _powers(config):
         if key not in keys_of(overrides):
             raise ConfigError(
-                f"{file} {refused}, and what a folder says runs no code and sends no key here; trust it, by the "
-                f"option of that name, if the folder is your own, or set {instead}"
+                f"{file} {refused}, and what a folder says runs no code, sends no row or key to a judge and opens no "
+                "private network here; trust it, by the option of that name, if the folder is your own, or set "
+                f"{instead}"
             )
 
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
-    """The settings that run code or send a key: the key that names it, what it does, and what to set instead."""
+    """The settings with such a power: the key that names it, what it does, and what to set instead."""
     for key, reward in config.rewards.items():
         if reward.startswith(FROM_PYTHON):
             continue  # no code is named; whoever loads it says that it must be given again
@@ -41,8 +43,12 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
         if isinstance(environment, OwnEnvironment):
             yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
     for key, judge in _judges(config).items():
-        if judge is not None and judge.api_key_env is not None:
-            yield f"{key}.url", f"sends the key in {judge.api_key_env} to {key}.url={judge.url}", f"{key}.url=URL"
+        if judge is not None:
+            sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
+            yield f"{key}.url", f"sends {sent} to {key}.url={judge.url}", f"{key}.url=URL"
+    private = "data.allow_private_addresses"
+    if config.data.allow_private_addresses:
+        yield private, f"lets rows reach this machine and private networks by {private}=true", f"{private}=false"
 
 
 def _judges(config: Config) -> dict[str, Judge | None]:

@@ -20,8 +20,8 @@ TARGETS_HELP = (
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
 TRUST_HELP = (
-    "Run the reward function or environment that a folder's own settings name, and read Megatron's checkpoints (a run "
-    "of yours)."
+    "Run the reward function or environment that a folder's own settings name, ask their judge, and read Megatron's "
+    "checkpoints (a run of yours)."
 )
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 

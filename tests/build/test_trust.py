@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typer.testing import CliRunner, Result
 
 from fovea.build.run import build
+from fovea.build.trust import check_trust
 from fovea.cli.main import app
-from fovea.config.loading import keys_of
+from fovea.config.loading import keys_of, load_config
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.exporting.export import export
@@ -228,6 +229,30 @@ def test_a_key_goes_to_no_address_of_a_folders(stranger: Path, monkeypatch: pyte
     refused = fovea("eval", str(stranger / "run"))
     assert refused.exit_code == 2, refused.output
     assert "sends the key in SECRET to environment.judge.url=http://127.0.0.1:9/v1" in refused.stderr
+
+
+@pytest.mark.parametrize("section", ["environment", "model_reward"])
+def test_rows_go_to_no_judge_of_a_folders(section: str, stranger: Path) -> None:
+    """A judge without a key is sent the rows, too."""
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+    files = {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"]}
+    captions = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files}
+    set_in(stranger / "run" / "config.yaml", **{section: captions if section == "environment" else {"judge": judge}})
+    refused = fovea("eval", str(stranger / "run"))
+    assert refused.exit_code == 2, refused.output
+    assert f"sends rows to {section}.judge.url=http://127.0.0.1:9/v1, and what a folder says" in refused.stderr
+    file, own = stranger / "run" / "config.yaml", [f"{section}.judge.url=http://127.0.0.1:8/v1"]
+    check_trust(load_config([file], own), file, own, trust=False)
+
+
+def test_a_folder_opens_no_private_network(stranger: Path) -> None:
+    set_in(stranger / "run" / "config.yaml", data={"allow_private_addresses": True})
+    refused = fovea("eval", str(stranger / "run"), "evaluate.test_size=2")
+    assert refused.exit_code == 2, refused.output
+    assert "lets rows reach this machine and private networks by data.allow_private_addresses=true" in refused.stderr
+    for words in (["data.allow_private_addresses=true"], ["data.allow_private_addresses=false"], ["--trust"]):
+        done = fovea("eval", str(stranger / "run"), "evaluate.test_size=2", *words)
+        assert done.exit_code == 0, done.output
 
 
 def test_an_export_runs_no_code(stranger: Path, marker: Path, tmp_path: Path) -> None:
