@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fovea.config.type_text import show
+
+SHOWN_VARIABLES: Final = frozenset({"HOME", "USER", "PWD"})
+"""Variables of the environment that a recipe may show; the value of any other may be a key or a password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

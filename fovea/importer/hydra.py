@@ -69,7 +69,7 @@ def _folders(searchpath: object, file: Path) -> Iterator[Path]:
     Or below a folder around the file, where the command that it is meant for starts in that.
     """
     for entry in searchpath if isinstance(searchpath, list) else []:
-        scheme, _, path = str(resolve(entry, SEARCHPATH, lambda _: None)).rpartition("://")
+        scheme, _, path = str(resolve(entry, SEARCHPATH, lambda _: None, variables=None)).rpartition("://")
         places = [base / path for base in (Path(), *file.resolve().parents)]
         folder = next(filter(Path.is_dir, places), None)
         if folder is not None and path and scheme in ("", "file"):

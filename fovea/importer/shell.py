@@ -1,7 +1,8 @@
 """Words of a shell script, as far as settings are written in one: quotes, line breaks, variables and sums.
 
-No command of the script is run. What only running it would tell (`$(...)`, a variable that is set nowhere or to
-different values) is an `Unread` value of the setting that needs it.
+No command of the script is run, and of the environment a few harmless variables are read. What only running it would
+tell (`$(...)`, a variable that is set nowhere or to different values) is an `Unread` value of the setting that needs
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fovea.importer.given import Unread
+from fovea.importer.given import SHOWN_VARIABLES, Unread
 
 _WORD_END = " \t\n;&|()"
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
@@ -126,12 +127,19 @@ class _Reader:
             )
         if found["name"] in {"@", "*"}:
             return ""
-        known = self.variables.get(found["name"], os.environ.get(found["name"]))
+        known = self.variables.get(found["name"])
+        if known is None and found["name"] in SHOWN_VARIABLES:
+            known = os.environ.get(found["name"])
         if known is not None:
             return known
         if found["sign"]:
             return self._filled(found["default"])
-        return Unread(text=f"${inner}", reason=f"${inner} is set nowhere")
+        seen = (
+            "set in the environment alone, which a recipe does not show"
+            if found["name"] in os.environ
+            else "set nowhere"
+        )
+        return Unread(text=f"${inner}", reason=f"${inner} is {seen}")
 
     def _filled(self, text: str) -> str | Unread:
         """A default, with its own quotes and variables."""

@@ -36,6 +36,17 @@ def test_a_reference_becomes_its_value(value: object, resolved: object) -> None:
     assert resolve(value, "a.key", VALUES.get) == resolved
 
 
+def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("A_KEY", "hunter2")
+    values = ("${oc.env:HOME}/data", "${oc.env:A_KEY,none}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:NOT_SET,3}")
+    assert [resolve(value, "a.key", VALUES.get) for value in values] == ["/home/ann/data", "none", None, 3]
+    assert resolve("${oc.env:A_KEY}", "a.key", VALUES.get, variables=None) == "hunter2", "where it is not shown"
+    problem = r"^a.key: \$\{oc.env:A_KEY\} is set in the environment, which a recipe does not show; add a.key=VALUE"
+    with pytest.raises(ConfigError, match=problem):
+        resolve("${oc.env:A_KEY}", "a.key", VALUES.get)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -48,6 +48,7 @@ def test_settings_of_an_array_are_read_where_it_is_written() -> None:
     ("script", "reason"),
     [
         ("a.b=$NOT_SET_ANYWHERE", "$NOT_SET_ANYWHERE is set nowhere"),
+        ("a.b=$A_KEY", "$A_KEY is set in the environment alone, which a recipe does not show"),
         ("a.b=$(nproc)", "$(nproc) is a command, and none is run"),
         ("a.b=`nproc`", "`nproc` is a command, and none is run"),
         ("if true; then N=1; else N=2; fi; a.b=$N", "$N is set to different values"),
@@ -56,9 +57,17 @@ def test_settings_of_an_array_are_read_where_it_is_written() -> None:
         ("a.b=${NAME//x/y}", "${NAME//x/y} is unread"),
     ],
 )
-def test_what_only_running_it_would_tell_is_unread(script: str, reason: str) -> None:
+def test_what_only_running_it_would_tell_is_unread(script: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "hunter2")
     (word,) = [word for word in words_of(script) if word.text.startswith("a.b=")]
     assert word.unread == reason
+    assert "hunter2" not in word.text
+
+
+def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("A_KEY", "hunter2")
+    assert [word.text for word in words_of("a.b=$HOME/data a.c=${A_KEY:-none}")] == ["a.b=/home/ann/data", "a.c=none"]
 
 
 @pytest.mark.parametrize("script", ["a.b='x", 'a.b="x', "a.b=${x", "a.b=$((1", "a.b=$(x", "a.b=\\", "a.b=$", "a.b=`x"])
