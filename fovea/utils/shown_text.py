@@ -9,7 +9,7 @@ HIDDEN = "***"
 """Stands for a password or a key."""
 # C0, DEL and C1 but for tab and newline, which move no cursor up; and what reverses the order of letters
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_USER_INFO = re.compile(r"(?<=://)[^/?#@\s]+@")
+_USER_INFO = re.compile(r"(?<=://)[^/?#\s]+@")  # to the last @: a password may hold one
 _KEY_IN_QUERY = re.compile(
     r"([?&][^=&#\s]*(?:key(?!word)|token|secret|password|passwd|signature|credential|auth(?!or)|\bsig)[^=&#\s]*=)[^&#\s\"']+",
     re.IGNORECASE,

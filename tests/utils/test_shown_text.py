@@ -28,6 +28,7 @@ SHOWN = "https://***@host.org/rows.parquet?version=3&X-Amz-Signature=***&token=*
     [
         (URL, SHOWN),
         (f"cannot read {URL} today", f"cannot read {SHOWN} today"),
+        ("https://bob:p@ss@word@host.org/a@b", "https://***@host.org/a@b"),
         ("https://host.org/a@b/c?author=ann&keyword=cat", "https://host.org/a@b/c?author=ann&keyword=cat"),
         ("s3://bucket/rows@train[:90%]", "s3://bucket/rows@train[:90%]"),
         ("bob@host.org has no secrets: token=1", "bob@host.org has no secrets: token=1"),
