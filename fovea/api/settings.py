@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 from typing_extensions import TypedDict
 
 from fovea.config.base import Tree
+from fovea.config.listing import listed, settings
 from fovea.errors import ConfigError
 
 SectionSettings: TypeAlias = Mapping[str, object] | bool | None
@@ -42,7 +44,7 @@ class Settings(TypedDict, total=False):
     data: SectionSettings
     warmup: SectionSettings
     rollout: SectionSettings
-    algorithm: SectionSettings
+    algorithm: str | SectionSettings
     train: SectionSettings
     evaluate: SectionSettings
     parity: SectionSettings
@@ -58,8 +60,8 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
     The keys of a mapping may be dotted names, as on the command line; the mappings below them are sections.
     """
     found: dict[Path, object] = {}
-    for settings in given:
-        for key, value in settings.items():
+    for mapping in given:
+        for key, value in mapping.items():
             if not isinstance(key, str):
                 raise ConfigError(
                     f"settings: {key!r:.60} is no name of a setting; write names as texts, such as 'seed'"
@@ -81,19 +83,31 @@ def _paths(tree: Tree) -> Iterator[Path]:
     return (path for path, _ in _leaves((), tree))
 
 
-def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    """The values of nested mappings, and the way to each; an empty mapping is a value."""
+def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tuple[Path, object]]:
+    """The values of nested mappings, and the way to each; an empty mapping is a value.
+
+    The names of a section may be dotted. The entries of a mapping that is itself a setting have names of the user's.
+    """
     if isinstance(value, Mapping) and value:
+        is_entry = is_entry or _is_mapping(path)
         for key, inner in value.items():
-            yield from _leaves((*path, key), inner)
+            names = key.split(".") if isinstance(key, str) and not is_entry else (key,)
+            yield from _leaves((*path, *names), inner, is_entry=is_entry)
     else:
         yield path, _as_in_yaml(value)
 
 
+def _is_mapping(path: Path) -> bool:
+    _, key = listed(".".join(map(str, path)))
+    return any(setting.key == key and setting.type.startswith("mapping") for setting in settings())
+
+
 def _as_in_yaml(value: Any) -> object:
-    """A value as YAML would give it: sequences as lists, paths as texts."""
+    """A value as YAML would give it: sequences as lists, paths as texts, NumPy's numbers as Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, Mapping):
         return {key: _as_in_yaml(inner) for key, inner in value.items()}
     return [_as_in_yaml(inner) for inner in value] if isinstance(value, list | tuple) else value

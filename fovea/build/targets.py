@@ -26,7 +26,7 @@ from fovea.build.model import locate_model, make_vlm, open_vlm
 from fovea.build.trust import check_trust
 from fovea.config.base import Section, leaves
 from fovea.config.loading import keys_of, load_config
-from fovea.config.recipes import Override, section_of
+from fovea.config.recipes import Override, section_of, shipped_recipes
 from fovea.config.run import Config, Model
 from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
@@ -118,9 +118,15 @@ def parse_target(word: str) -> Target:
     folder = Path(word)
     if folder.is_dir():
         return _folder_target(word, folder)
+    if folder.expanduser().is_file():
+        raise ConfigError(
+            f"{word}: a file, no folder; name the folder of the run or model, and a recipe by the option of that name"
+        )
     path, _, revision = word.partition("@")
     if is_hub_id(path):
         return ModelTarget(name=word, path=path, revision=revision or None)
+    if word in shipped_recipes():
+        raise ConfigError(f"{word}: a recipe, no target; give it by the option recipe, beside a target")
     near = near_folder(folder.expanduser())
     fix = (
         f"did you mean {near}?"
@@ -216,7 +222,8 @@ def shared_settings(
     sources = [file for target in targets if (file := settings_file(target)) is not None]
     if not sources:
         raise ConfigError(
-            "no target says which rows to ask; give a recipe that does, such as geo3k, or rows from Python"
+            "no target says which rows to ask; give a recipe that does (the option recipe, such as geo3k), or rows "
+            "from Python"
         )
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):

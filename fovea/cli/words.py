@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,13 @@ WORDS_HELP = (
     "them; values are YAML."
 )
 
+OPTIONS: Mapping[str, str] = {
+    "train": "--dry-run, --quiet, --debug and --help",
+    "plan": "--json, --debug and --help",
+    "doctor": "--debug and --help",
+}
+"""Options of the commands that take what begins with a dash for a word."""
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="RECIPE|KEY=VALUE", help=WORDS_HELP, autocompletion=complete_word),
@@ -29,7 +37,7 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
     for word in words:
         key, equals, _ = word.partition("=")
         if word.startswith("-"):
-            raise ConfigError(_no_option(word))
+            raise ConfigError(_no_option(word, OPTIONS[command]))
         if equals and "/" not in key and not Path(word).is_file():  # a path may hold `=`
             overrides.append(word)
         elif not is_recipe(word) and is_key(word):
@@ -41,14 +49,12 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
     return recipes, overrides
 
 
-def _no_option(word: str) -> str:
+def _no_option(word: str, options: str) -> str:
     key = bare_key(word)
     if is_key(key):
         value = word.partition("=")[2] or "VALUE"
         return f"{word}: settings have no dashes; write {key}={value}"
-    return (
-        f"{word}: no such option; there are --dry-run, --quiet, --debug and --help, and settings are written key=value"
-    )
+    return f"{word}: no such option; there are {options}, and settings are written key=value"
 
 
 def bare_key(word: str) -> str:

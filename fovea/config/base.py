@@ -25,7 +25,7 @@ MayChange: TypeAlias = Annotated[T, MAY_CHANGE]
 pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
 
 NAME = "name"
-"""The field by which the section of a union is chosen; a text in place of the section is short for it."""
+"""The field by which the section of a union, or a bundle, is chosen; a text in place of the section is short for it."""
 
 
 class Section(BaseModel):
@@ -59,7 +59,8 @@ class Section(BaseModel):
 def long_forms(section: type[Section], given: Tree) -> Tree:
     """The settings of a section with aliases replaced by what they stand for, and short forms by sections.
 
-    Short forms: a text for a union chooses one of its sections, `path/to/file.py:Class` the user's own environment;
+    Short forms: a text for a union chooses one of its sections, `path/to/file.py:Class` the user's own environment; a
+    text for a section with bundles is its name, and chooses one of these;
     true and false stand for the defaults and for the absence of an optional section.
     ValueError where an alias and what it stands for are both set.
     """
@@ -74,7 +75,7 @@ def long_forms(section: type[Section], given: Tree) -> Tree:
 def _long_form(field: FieldInfo | None, value: Any) -> Any:
     if field is None or not sections_of(field):
         return value
-    if isinstance(value, str) and variants_of(field):
+    if isinstance(value, str) and (variants_of(field) or any(section.bundles for section in sections_of(field))):
         own = ".py" in value and "own" in variants_of(field)
         return {NAME: "own", "file": value} if own else {NAME: value}
     if isinstance(value, bool) and NoneType in get_args(field.annotation):

@@ -102,9 +102,15 @@ def _located(path: str, where: str, folder: str | None) -> str:
         )
     if _ANYWHERE.match(path):
         return path
-    if folder is None and not is_url(path):
+    if folder is None:
+        if is_url(path):
+            problem = f"{path[:200]} is of a protocol that is not read"
+            raise BadRowError(
+                f"{where}: {problem}; give a path, or a URL at http(s)://, s3:// or gs://, {_SKIP}",
+                "image_outside_folder",
+            )
         return os.path.abspath(path)
-    inside = _below(folder or str(Path.cwd()), path)
+    inside = _below(folder, path)
     if inside is None:
         raise BadRowError(
             f"{where}: the path {path[:200]} leads out of {folder}, where the images of this data file are; move the "

@@ -246,6 +246,41 @@ def test_settings_are_one_tree_however_they_are_written() -> None:
     assert dotted.rollout.top_p == 0.9
 
 
+def test_sections_take_dotted_names_and_weights_any_names() -> None:
+    config = fovea.GRPO(
+        model={"tiny": {}},
+        environment="shapes",
+        rollout={"engine.name": "vllm", "engine": {"engine_args": {"a.b": {"c.d": 1}}}},
+        data={"kind_weights": {"count.all": 2}},
+    ).config
+    assert config.rollout.engine.engine_args == {"a.b": {"c.d": 1}}  # type: ignore[union-attr]
+    assert config.data.kind_weights == {"count.all": 2}
+    with pytest.raises(fovea.FoveaError, match=r"rollout\.top_p is given twice"):
+        fovea.GRPO(model={"tiny": {}}, rollout={"top_p": 0.5}, settings={"rollout": {"top_p": 0.9}})
+    with pytest.raises(fovea.FoveaError, match=r"kind_weights\.a is given twice"):
+        fovea.GRPO(model={"tiny": {}}, data={"kind_weights": {"a": 1}}, settings={"data.kind_weights.a": 2})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = fovea.GRPO(
+        model={"tiny": {}},
+        environment="shapes",
+        max_steps=np.int64(5),
+        rollout={"top_p": np.float32(0.5)},
+        train={"betas": [np.float64(0.5), np.float32(0.25)]},
+        profile=np.bool_(True),
+    ).config
+    assert (config.max_steps, config.rollout.top_p, config.profile) == (5, 0.5, True)
+    assert config.train.betas == (0.5, 0.25)
+
+
+def test_an_algorithm_is_chosen_by_its_name_alone() -> None:
+    assert fovea.GRPO(model={"tiny": {}}, environment="shapes", algorithm="gspo").config.algorithm.loss.name == "gspo"
+    assert fovea.PPO(model={"tiny": {}}, environment="shapes", algorithm="ppo").config.algorithm.name == "ppo"
+    with pytest.raises(fovea.FoveaError, match=r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"):
+        fovea.GRPO(model={"tiny": {}}, algorithm="ppo")
+
+
 def test_the_arguments_are_the_settings_of_a_recipe() -> None:
     assert Settings.__annotations__.keys() == Config.model_fields.keys() - {"model", "environment", "reward"}
 
@@ -262,7 +297,8 @@ def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
         ({"rollout": {"top_q": 1}}, r"arguments: rollout\.top_q: no such setting; did you mean rollout\.top_k|top_p"),
         ({"settings": {"rollout.top_p": 2.0}}, r"arguments: rollout\.top_p: 2\.0 does not fit; allowed: "),
         ({"seed": 1, "settings": {"seed": 2}}, r"arguments: seed is given twice; give it once"),
-        ({"seed": np.int64(1)}, r"arguments: seed: 1 does not fit; a value is text, a finite number"),
+        ({"seed": {1}}, r"arguments: seed: \{1\} does not fit; a value is text, a finite number"),
+        ({"seed": np.float64("inf")}, r"arguments: seed: inf does not fit; a value is text, a finite number"),
         ({"algorithm": {"name": "ppo"}}, r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"),
         ({"max_restarts": 3}, r"max_restarts=3 has the command `fovea train` start again"),
         ({"reward": 3}, r"reward=3 is of type int, no function"),

@@ -88,6 +88,17 @@ def test_a_name_below_a_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.
     assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
 
 
+def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
+        with pytest.raises(ConfigError, match=rf"^{word}: a file, no folder; name the folder of the run or model"):
+            parse_target(word)
+    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, no target; give it by the option recipe"):
+        parse_target("geo3k")
+
+
 def test_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     newest = parse_target(str(run))
@@ -125,7 +136,7 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {tiny: {}}\nseed: 9\n")
     assert shared_settings(both, recipe, []).seed == 9
-    with pytest.raises(ConfigError, match="no target says which rows to ask; give a recipe"):
+    with pytest.raises(ConfigError, match=r"which rows to ask; give a recipe that does \(the option recipe,"):
         shared_settings(targets[:1], None, [])
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fovea import __version__
 from fovea.cli import doctor
 from fovea.cli import main as cli
+from fovea.cli.words import OPTIONS
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError
@@ -90,6 +92,15 @@ def test_a_mistake_ends_in_one_line(recipe: str, words: list[str], message: str)
     result = fovea("train", *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_a_command_is_told_of_its_own_options(recipe: str, command: str) -> None:
+    said = fovea(command, recipe, "--quite").stderr
+    assert said == f"error: --quite: no such option; there are {OPTIONS[command]}, and settings are written key=value\n"
+    options = get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
+    known = {option.opts[0] for option in options if option.opts[0].startswith("--") and not option.hidden}
+    assert set(re.findall(r"--[a-z-]+", OPTIONS[command])) == known | {"--help"}
 
 
 def test_a_run_ends_with_commands_to_paste(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

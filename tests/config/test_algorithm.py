@@ -168,6 +168,13 @@ def test_what_nothing_reads_cannot_be_written(override: str, key: str, variants:
     assert str(caught.value) == f"command line: {key}: a setting of {variants} only; drop it, or add {first}"
 
 
+def test_a_name_in_place_of_the_section_is_that_of_the_algorithm() -> None:
+    long, short = (settings(f"algorithm{key}=gspo", "algorithm.ppo_epochs=2") for key in (".name", ""))
+    assert long == short
+    assert settings("algorithm.ppo_epochs=2", "algorithm=gspo") == short
+    assert short.algorithm.loss.name == "gspo"
+
+
 def test_what_is_allowed_is_that_of_the_chosen_section() -> None:
     with pytest.raises(ConfigError, match=r'algorithm.kl.estimator: "k9" does not fit; allowed: k1 \| k2 \| k3$'):
         settings("algorithm.kl={name: reward, estimator: k9}")
@@ -194,6 +201,8 @@ def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
           "algorithm.kl.controller.horizon_samples=320"], "no more than the 320 completions of one step"),
         (["algorithm.kl.coef=0"], "algorithm.kl.coef: 0 does not fit; allowed: number > 0"),
         (["algorithm.name=grop"], "algorithm.name"),
+        (["algorithm=grop"], 'algorithm.name: "grop" does not fit; allowed: grpo | dr_grpo | '),
+        (["algorithm=3"], "algorithm: 3 does not fit; allowed: group of settings"),
         (["algorithm.ppo_epoch=2"], "did you mean algorithm.ppo_epochs?"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from fovea.data.readers.parquet import GroupCache
 from fovea.data.rows import RowAccess, image_refs, open_rows
-from fovea.errors import DataError
+from fovea.errors import BadRowError, DataError
 
 
 def written(path: Path, num_rows: int, *, first: int = 0, rows_per_group: int = 4) -> str:
@@ -69,6 +69,15 @@ def test_a_path_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
         DataError, match=r"a.parquet row 2, image 1: the path .* leads out of .*/data, where the images"
     ):
         image_refs({"bytes": None, "path": path}, where="a.parquet row 2", folder=tmp_path / "data")
+
+
+@pytest.mark.parametrize("path", ["file:///etc/passwd", "hf://datasets/a/b.png"])
+def test_a_protocol_that_is_not_read_is_said_of_rows_from_python(path: str) -> None:
+    with pytest.raises(
+        BadRowError, match=rf"^row 2, image 1: {path} is of a protocol that is not read; give a path"
+    ) as error:
+        image_refs(path, where="row 2", folder=None)
+    assert error.value.reason == "image_outside_folder"
 
 
 @pytest.mark.parametrize("cell", [7, [None], {"bytes": None, "path": None}, {"url": "x"}])
