@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fovea.models.modules import language_model, vision_modules
+from fovea.models.transformers_versions import disable_input_require_grads
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -70,7 +71,7 @@ def recompute_plainly(network: Any, how: Recompute) -> None:
     enable(_options(network))
     # with adapters, transformers also makes all embeddings require gradients, of which only reentrant checkpointing has
     # need: a frozen vision tower would keep its activations and run backward
-    network.disable_input_require_grads()
+    disable_input_require_grads(network)
     for block in (block for module in vision_modules(network) for block in module.modules()):
         # without a backward pass, nothing is computed again, and what is kept would be kept for nothing
         if isinstance(block, GradientCheckpointingLayer) and not any(x.requires_grad for x in block.parameters()):

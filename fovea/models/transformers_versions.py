@@ -32,6 +32,12 @@ def image_processor_class(name: str) -> Any:
     return getattr(transformers, name if OLD else f"{name}Pil")
 
 
+def disable_input_require_grads(network: Any) -> None:
+    """Remove the hooks by which embeddings require gradients, if there are any: without one, 4.57 raises."""
+    if not OLD or hasattr(network, "_require_grads_hook"):
+        network.disable_input_require_grads()
+
+
 def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
     """Fields of a text config for these parameters of rotary positions (`rope_theta` among them)."""
     if not OLD:

@@ -1,8 +1,9 @@
-"""recipes/geo3k.yaml is RLinf's run, and recipes/geo3k_qwen2_5_vl_7b.yaml is verl's, key by key.
+"""recipes/geo3k.yaml is RLinf's run, recipes/geo3k_qwen2_5_vl_7b.yaml is verl's, and with Megatron too; key by key.
 
 The right sides of the tables are theirs, under their own names: qwen3-vl-2b-grpo-fsdp-geo3k.yaml of RLinf at commit
 8804efd, with the 750 steps of the curves in its documentation; run_qwen2_5_vl-7b_seq_balance.sh of verl at commit
-3f38806, with the defaults of verl's actor for what it does not set.
+3f38806, with the defaults of verl's actor for what it does not set; run_qwen2_5_vl-7b-megatron.sh and
+run_qwen3_vl-8b-megatron.sh of verl at commit 6e7fdc2.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import pytest
 
 from fovea.config.base import leaves
 from fovea.config.loading import load_config
+from fovea.config.recipes import read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE, VERL_RECIPE = RECIPES / "geo3k.yaml", RECIPES / "geo3k_qwen2_5_vl_7b.yaml"
+MEGATRON_QWEN2_5, MEGATRON_QWEN3 = RECIPES / "megatron_qwen2_5_vl.yaml", RECIPES / "megatron_qwen3_vl.yaml"
 STEPS, SEQ_LENGTH, MAX_PROMPT_LENGTH = 750, 8192, 4096
 LR_WARMUP_FRACTION = 0.01
 
@@ -98,15 +101,46 @@ VERL: dict[str, tuple[str, object]] = {
     "max_steps": ("trainer.total_epochs, each without its last batch", EPOCHS * (ROWS // BATCH)),
     "plan.gpus": ("trainer.n_gpus_per_node", 8),
 }
+MEGATRON: dict[Path, dict[str, tuple[str, object]]] = {
+    MEGATRON_QWEN2_5: {
+        "model.path": ("model.path", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        "train.backend.name": ("config-name ppo_megatron_trainer.yaml", "megatron"),
+        "train.backend.tensor_parallel_size": ("actor.megatron.tensor_model_parallel_size", 2),
+        "train.backend.pipeline_parallel_size": ("actor.megatron.pipeline_model_parallel_size", 1),
+        "train.max_tokens_per_microbatch": ("actor.ppo_max_token_len_per_gpu", 5120),
+        "train.gradient_checkpointing": ("recompute_granularity is not set", "none"),
+    },
+    MEGATRON_QWEN3: {
+        "model.path": ("model.path", "Qwen/Qwen3-VL-8B-Instruct"),
+        "train.backend.name": ("config-name ppo_megatron_trainer.yaml", "megatron"),
+        "train.backend.tensor_parallel_size": ("actor.megatron.tensor_model_parallel_size", 2),
+        "train.backend.pipeline_parallel_size": ("actor.megatron.pipeline_model_parallel_size", 2),
+        "train.max_tokens_per_microbatch": ("actor.ppo_max_token_len_per_gpu", 4096),
+        "train.gradient_checkpointing": ("recompute_granularity, recompute_method, recompute_num_layers", "full"),
+    },
+}
+"""Where a recipe with Megatron, which is added after verl's, differs from it; all else is of VERL."""
+TABLES = [
+    ((RECIPE,), RLINF),
+    ((VERL_RECIPE,), VERL),
+    *(((VERL_RECIPE, file), VERL | MEGATRON[file]) for file in MEGATRON),
+]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "key", "theirs", "value"),
-    [(recipe, key, *entry) for recipe, table in ((RECIPE, RLINF), (VERL_RECIPE, VERL)) for key, entry in table.items()],
+    ("recipes", "key", "theirs", "value"),
+    [(recipes, key, *entry) for recipes, table in TABLES for key, entry in table.items()],
 )
-def test_the_recipe_has_their_value(recipe: Path, key: str, theirs: str, value: object) -> None:
-    ours = leaves(load_config([recipe], []).model_dump(mode="json"))
+def test_the_recipe_has_their_value(recipes: tuple[Path, ...], key: str, theirs: str, value: object) -> None:
+    ours = leaves(load_config(recipes, []).model_dump(mode="json"))
     assert ours[key] == value, theirs
+
+
+@pytest.mark.parametrize("file", MEGATRON, ids=lambda file: file.stem)
+def test_a_recipe_to_add_sets_only_what_differs(file: Path) -> None:
+    """Besides the model, which makes it a recipe by itself."""
+    alone, before = leaves(read_recipe(file)), leaves(load_config([VERL_RECIPE], []).model_dump(mode="json"))
+    assert {key for key, value in alone.items() if before.get(key) == value} <= {"model.path"}
 
 
 @pytest.mark.parametrize(
@@ -114,12 +148,14 @@ def test_the_recipe_has_their_value(recipe: Path, key: str, theirs: str, value: 
     [
         (RECIPE, ("importance_sampling_fix", "loss_agg_func", "clip_ratio_low", "adam_beta2", "component_placement")),
         (VERL_RECIPE, ("ppo_mini_batch_size", "use_dynamic_bsz", "kl_loss_coef", "n_gpus_per_node", "_lora.sh")),
+        (MEGATRON_QWEN2_5, ("tensor_model_parallel_size", "ppo_max_token_len_per_gpu", "param_offload")),
+        (MEGATRON_QWEN3, ("tensor_model_parallel_size", "context_parallel_size", "recompute_granularity", "moe_")),
     ],
 )
 def test_the_header_names_what_it_takes_over(recipe: Path, keys: tuple[str, ...]) -> None:
-    header = recipe.read_text(encoding="utf-8").partition("\nseed:")[0]
+    header = [line for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     for key in keys:
-        assert key in header
+        assert key in "\n".join(header)
 
 
 def test_the_variants_in_the_header_are_settings() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForImageTextToText
 
 from fovea.config.backends import MegatronBackend
@@ -138,6 +140,8 @@ class MegatronModel:
                 parameter.requires_grad_(parameter.requires_grad and ".mlp.router." not in name)
         if backend.sequence_parallel and getattr(self.module, "vision_model", None) is not None:
             self.module.vision_model.register_forward_hook(_sum_deepstack_gradients)
+        if config.train.gradient_checkpointing == "full":
+            _recompute_layers(self.module)
 
     def _provider(self, config: Config, backend: MegatronBackend, settings: Model) -> Any:
         """Megatron's settings of the model, from those of its folder and of the run."""
@@ -165,9 +169,6 @@ class MegatronModel:
         # with weights to come the bridge would skip this, and with it the marks of tensors that are split, by which
         # Megatron counts each of them in the gradient's norm
         provider.perform_initialization = True
-        if config.train.gradient_checkpointing == "full":
-            provider.recompute_granularity, provider.recompute_method = "full", "uniform"
-            provider.recompute_num_layers = 1
         if self.device.type == "cpu":
             for name in NOT_ON_A_CPU:
                 setattr(provider, name, False)
@@ -250,6 +251,17 @@ def copy_slices(source: MegatronModel, target: MegatronModel) -> None:
     """Copy this process's slices of one model into those of another, which is divided in the same way."""
     for mine, theirs in zip(source.chunk.parameters(), target.chunk.parameters(), strict=True):
         theirs.copy_(mine)
+
+
+def _recompute_layers(module: Any) -> None:
+    """Compute each decoder layer of this stage again in the backward pass, from its inputs.
+
+    Megatron's `recompute_granularity` means the same, but its checkpoints save tensors alone, and the bridge's Qwen3-VL
+    hands them the list of its deepstack features.
+    """
+    for layer in module.language_model.decoder.layers:
+        # no dropout, so that no random states need restoring
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager

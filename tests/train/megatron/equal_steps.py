@@ -123,16 +123,21 @@ def joined(arrays: Iterable[NDArray[np.float32] | None]) -> list[float]:
 
 def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
     """Three supervised steps, of which the last one has a single pair, so that a share has none."""
-    prompts = mixed_prompts(parts)
-    pairs = [
-        Pair(prompt=prompt, answer_ids=tuple(ids.tolist()))
-        for prompt, (ids,) in zip(prompts, random_completions([[4], [2], [3]]), strict=True)
-    ]
+    pairs = mixed_pairs(parts)
     backend = "torch" if isinstance(policy, TorchPolicy) else "megatron"
     with patch(f"fovea.train.{backend}.sft.EPS", ADAM_EPS):
         losses = [policy.sft(some)["loss"] for some in (pairs, pairs[1:], pairs[:1])]
     policy.snapshot_reference()
     return losses
+
+
+def mixed_pairs(parts: TinyParts) -> list[Pair]:
+    """An answer to each of `mixed_prompts`."""
+    answers = random_completions([[4], [2], [3]])
+    return [
+        Pair(prompt=prompt, answer_ids=tuple(ids.tolist()))
+        for prompt, (ids,) in zip(mixed_prompts(parts), answers, strict=True)
+    ]
 
 
 def torch_steps(config: Config, parts: TinyParts) -> Steps:
@@ -142,11 +147,11 @@ def torch_steps(config: Config, parts: TinyParts) -> Steps:
     return run_steps(make_policy(config, vlm), parts, config.algorithm)
 
 
-def megatron_steps(case: Case, checkpoint: Path | None = None) -> Steps:
+def megatron_steps(case: Case, checkpoint: Path | None = None, recompute: str = "none") -> Steps:
     """The steps by Megatron on all ranks of torch.distributed, or on this process alone; saved after `SAVED_AFTER`."""
     family, folder, backend, algorithm = case
     settings, parts = settings_of(folder, algorithm).algorithm, tiny(family, **SIZES)
-    with megatron_policy(folder, algorithm, **backend) as policy:
+    with megatron_policy(folder, algorithm, recompute=recompute, **backend) as policy:
         first = run_steps(policy, parts, settings, range(SAVED_AFTER))
         if checkpoint is not None:
             checkpoint.mkdir(exist_ok=True)
@@ -167,14 +172,17 @@ def resumed_steps(case: Case, checkpoint: Path) -> Steps:
 
 
 @contextmanager
-def megatron_policy(folder: Path, algorithm: str = "grpo", **backend: int) -> Iterator[PushedPolicy]:
+def megatron_policy(
+    folder: Path, algorithm: str = "grpo", *, recompute: str = "none", **backend: int
+) -> Iterator[PushedPolicy]:
     """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends."""
     # after the stand-ins
     from megatron.core import parallel_state  # noqa: PLC0415
 
     from fovea.train.megatron.policy import MegatronPolicy  # noqa: PLC0415
 
-    config = settings_of(folder, algorithm, train={"backend": {"name": "megatron", **backend}})
+    train = {"backend": {"name": "megatron", **backend}, "gradient_checkpointing": recompute}
+    config = settings_of(folder, algorithm, train=train)
     try:
         yield MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
     finally:

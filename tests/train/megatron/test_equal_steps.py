@@ -17,7 +17,9 @@ from tests.train.megatron.equal_steps import (
     Case,
     Steps,
     checkpoint_of,
+    megatron_policy,
     megatron_steps,
+    mixed_pairs,
     resumed_steps,
     settings_of,
     steps_of_two_ranks,
@@ -95,6 +97,21 @@ def case_of(layout: Layout, expected: Expected) -> Case:
 @pytest.mark.parametrize("layout", ALONE)
 def test_five_steps_are_those_of_the_torch_backend(layout: Layout, expected: Expected) -> None:
     check_equal(megatron_steps(case_of(layout, expected)), expected[layout[:2]][1])
+
+
+@pytest.mark.parametrize("layout", ALONE[:2])
+def test_recomputed_layers_give_the_same_steps(layout: Layout, expected: Expected) -> None:
+    check_equal(megatron_steps(case_of(layout, expected), recompute="full"), expected[layout[:2]][1])
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+def test_layers_are_computed_again_where_set(recompute: str, times: int, expected: Expected) -> None:
+    calls: list[object] = []
+    folder = expected["qwen3_vl", GRPO][0]
+    with megatron_policy(folder, recompute=recompute) as policy:
+        policy._model.module.language_model.decoder.layers[-1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        policy.sft(mixed_pairs(tiny("qwen3_vl", **SIZES)))
+    assert len(calls) == times
 
 
 @pytest.mark.parametrize("layout", DIVIDED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import transformers
 
 from fovea.config.run import Model
 from fovea.models.load import load_network
+from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.save import save_network
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
@@ -70,6 +72,25 @@ def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
     save_network(VLM(parts.network, parts.processor.banned_ids), tmp_path)
     loaded = dict(load_network(Model(path=str(tmp_path), dtype="float32")).named_parameters())
     assert all(torch.equal(loaded[name], weight) for name, weight in parts.network.named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_gradients_are_those_without_checkpointing(family: str) -> None:
+    parts = tiny(family)
+    answers = [[np.array([5, 17, 3, 40])]] * 3
+    gradients = []
+    how: Recompute
+    for how in ("none", "full"):
+        network = copy.deepcopy(parts.network)
+        recompute_activations(network, how)
+        vlm = VLM(network, parts.processor.banned_ids)
+        vlm.train()
+        row = pack_row(vlm.family, mixed_prompts(parts), answers, CPU)
+        vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
+        gradients.append({name: weight.grad for name, weight in network.named_parameters()})
+    plain, recomputed = gradients
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=TOLERANCE, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
