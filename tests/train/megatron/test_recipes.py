@@ -16,7 +16,6 @@ from fovea.config.recipes import shipped_recipe
 from fovea.metrics.log import read_metrics
 from tests.cluster.test_torchrun import HASH_REWARD
 from tests.environments.files import row
-from tests.rollout.short_runs import LIMIT_SECONDS
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES
 
@@ -39,6 +38,7 @@ SMALL = (
     HASH_REWARD,
 )
 BASE = "geo3k_qwen2_5_vl_7b"
+PATIENCE_SECONDS = 400
 CASES = {
     "megatron_qwen2_5_vl": ("qwen2_5_vl", []),
     "megatron_qwen3_vl": ("qwen3_vl", ["train.backend.tensor_parallel_size=1"]),
@@ -57,7 +57,7 @@ def test_it_takes_two_steps(recipe: str, tmp_path: Path) -> None:
     command += [f"model.path={model}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *settings]
     command += [f"environment.{split}_files=[{file}]" for split in ("train", "dev", "test")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-    done = subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, timeout=PATIENCE_SECONDS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     steps = read_metrics(run_dir)
     assert [step["step"] for step in steps] == [1, 2]
