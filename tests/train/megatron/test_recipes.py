@@ -38,7 +38,7 @@ SMALL = (
     HASH_REWARD,
 )
 BASE = "geo3k_qwen2_5_vl_7b"
-PATIENCE_SECONDS = 400
+PATIENCE = 400.0
 CASES = {
     "megatron_qwen2_5_vl": ("qwen2_5_vl", []),
     "megatron_qwen3_vl": ("qwen3_vl", ["train.backend.tensor_parallel_size=1"]),
@@ -57,7 +57,7 @@ def test_it_takes_two_steps(recipe: str, tmp_path: Path) -> None:
     command += [f"model.path={model}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *settings]
     command += [f"environment.{split}_files=[{file}]" for split in ("train", "dev", "test")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-    done = subprocess.run(command, env=environment, timeout=PATIENCE_SECONDS, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, timeout=PATIENCE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     steps = read_metrics(run_dir)
     assert [step["step"] for step in steps] == [1, 2]
