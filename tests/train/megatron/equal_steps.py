@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +48,11 @@ RESUMED = "resumed"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {"minibatches": 1, "ppo_epochs": 2, "advantage": {"critic": {"learning_rate": 1e-2, "warmup_steps": 1}}},
+    "ppo, detached": {
+        "name": "ppo",
+        "minibatches": 1,
+        "advantage": {"critic": {"learning_rate": 1e-2, "trunk": "detached"}},
+    },
 }
 """What is set beside the name. The value function alone is trained in the first step of PPO. No minibatch is without
 images: the torch backend takes no step of the vision tower on such a one, Megatron that of its momentum."""
@@ -75,7 +81,7 @@ def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Confi
         "run_dir": str(folder / "run"),
         "max_steps": 10,
         "environment": {"name": "shapes"},
-        "model": {"path": str(folder)},
+        "model": {"path": str(folder)} | sections.pop("model", {}),
         "rollout": {"temperature": 0.9},
         "algorithm": {"name": algorithm, "entropy_coef": 0.01, "minibatches": 2, "kl": {"name": "loss", "coef": 0.05}}
         | ALGORITHMS[algorithm],
@@ -173,16 +179,24 @@ def resumed_steps(case: Case, checkpoint: Path) -> Steps:
 
 @contextmanager
 def megatron_policy(
-    folder: Path, algorithm: str = "grpo", *, recompute: str = "none", **backend: int
+    folder: Path,
+    algorithm: str = "grpo",
+    *,
+    recompute: str = "none",
+    model: Mapping[str, bool] = MappingProxyType({}),
+    **backend: int,
 ) -> Iterator[PushedPolicy]:
-    """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends."""
+    """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends.
+
+    `model` has more settings of that section.
+    """
     # after the stand-ins
     from megatron.core import parallel_state  # noqa: PLC0415
 
     from fovea.train.megatron.policy import MegatronPolicy  # noqa: PLC0415
 
     train = {"backend": {"name": "megatron", **backend}, "gradient_checkpointing": recompute}
-    config = settings_of(folder, algorithm, train=train)
+    config = settings_of(folder, algorithm, train=train, model=dict(model))
     try:
         yield MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
     finally:

@@ -31,7 +31,7 @@ SMALL = 1e-5
 """The KL estimates are differences of nearly equal log-probs, of which 4 digits are more than float32 has."""
 WEIGHTS = 1e-5
 """A step moves a weight by up to the learning rate, 1e-3."""
-GRPO, PPO = "grpo", "ppo"
+GRPO, PPO, DETACHED = "grpo", "ppo", "ppo, detached"
 Layout = tuple[str, str, str]
 """Family, algorithm, and what is divided."""
 ALONE = [
@@ -39,6 +39,7 @@ ALONE = [
     ("qwen2_5_vl", GRPO, "alone"),
     ("qwen3_vl", PPO, "alone"),
     ("qwen3_vl_moe", GRPO, "alone"),
+    ("qwen3_vl", DETACHED, "alone"),
 ]
 DIVIDED = [
     ("qwen3_vl", PPO, "tensor"),
@@ -162,4 +163,4 @@ def test_the_steps_changed_what_is_compared(expected: Expected) -> None:
         assert len({each["loss"] for each in steps.metrics}) == len(steps.metrics)
         assert all(each["grad_norm"] > 0.5 for each in steps.metrics), "gradients that are clipped"
         assert set(COMPARED) <= set(steps.metrics[0])
-        assert len({values[0] for values in steps.values}) == (len(steps.metrics) if algorithm == PPO else 0)
+        assert len({values[0] for values in steps.values}) == (0 if algorithm == GRPO else len(steps.metrics))
