@@ -131,6 +131,8 @@ class Passes:
         states_RLE = states_LRE.transpose(0, 1)
         hidden_UE = torch.cat([each_LE[plain.hidden_index_A] for each_LE, plain in zip(states_RLE, rows, strict=True)])
         head = self.model.head
+        # of 16 bits, Megatron hands out the last stage's states in 32
+        hidden_UE = hidden_UE.to(head.dtype)
         of = VocabularySlice(
             first=parallel_state.get_tensor_model_parallel_rank() * len(head),
             size=len(head),

@@ -183,7 +183,7 @@ def megatron_policy(
     algorithm: str = "grpo",
     *,
     recompute: str = "none",
-    model: Mapping[str, bool] = MappingProxyType({}),
+    model: Mapping[str, bool | str] = MappingProxyType({}),
     **backend: int,
 ) -> Iterator[PushedPolicy]:
     """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends.

@@ -9,7 +9,9 @@ import torch
 
 from fovea.build.megatron import saved_by_megatron
 from fovea.config.backends import MegatronBackend
+from fovea.config.run import Model
 from fovea.errors import ConfigError, TrainError
+from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.megatron.model import check_division, check_experts
@@ -20,6 +22,7 @@ from tests.train.megatron.equal_steps import (
     SIZES,
     Steps,
     megatron_policy,
+    mixed_pairs,
     run_steps,
     settings_of,
 )
@@ -66,6 +69,17 @@ def test_its_weights_are_read_without_the_policy(model: Path, saved: tuple[Path,
         assert all(torch.equal(read.weights[name], weight) for name, weight in loaded.items())
     assert read.left_out == ("value",)
     assert any(not torch.equal(read.weights[name], saved[1].weights[name]) for name in loaded), "steps change weights"
+
+
+def test_an_export_has_the_weights_as_they_are(model: Path, tmp_path: Path) -> None:
+    with megatron_policy(model) as policy:
+        policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))
+        policy.export(tmp_path)
+        weights = dict(policy.weights())
+        trained = {weight.name for weight in policy.outgoing() if weight.is_trained}
+    exported = dict(load_network(Model(path=str(tmp_path), dtype="float32")).named_parameters())
+    assert exported.keys() == weights.keys() == trained
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
 
 
 def test_a_checkpoint_with_a_part_missing_is_named(model: Path, saved: tuple[Path, Steps], tmp_path: Path) -> None:

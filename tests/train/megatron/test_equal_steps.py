@@ -21,6 +21,7 @@ from tests.train.megatron.equal_steps import (
     megatron_steps,
     mixed_pairs,
     resumed_steps,
+    run_steps,
     settings_of,
     steps_of_two_ranks,
     torch_steps,
@@ -29,6 +30,8 @@ from tests.train.megatron.equal_steps import (
 DIGITS = 1e-4
 SMALL = 1e-5
 """The KL estimates are differences of nearly equal log-probs, of which 4 digits are more than float32 has."""
+SIXTEEN_BITS = 0.1
+"""Of the mean log-prob, -6, and of losses."""
 WEIGHTS = 1e-5
 """A step moves a weight by up to the learning rate, 1e-3."""
 GRPO, PPO, DETACHED = "grpo", "ppo", "ppo, detached"
@@ -103,6 +106,19 @@ def test_five_steps_are_those_of_the_torch_backend(layout: Layout, expected: Exp
 @pytest.mark.parametrize("layout", ALONE[:2])
 def test_recomputed_layers_give_the_same_steps(layout: Layout, expected: Expected) -> None:
     check_equal(megatron_steps(case_of(layout, expected), recompute="full"), expected[layout[:2]][1])
+
+
+@pytest.mark.parametrize("layout", ALONE[:2])
+def test_it_trains_in_16_bits(layout: Layout, expected: Expected) -> None:
+    family, algorithm, _ = layout
+    folder, by_torch = expected[family, algorithm]
+    with megatron_policy(folder, algorithm, model={"dtype": "bfloat16"}) as policy:
+        steps = run_steps(policy, tiny(family, **SIZES), settings_of(folder).algorithm, range(2))
+    differences_A = np.subtract(steps.logprobs[0], by_torch.logprobs[0])
+    assert np.abs(differences_A).mean() < SIXTEEN_BITS
+    assert steps.metrics[0]["loss"] == pytest.approx(by_torch.metrics[0]["loss"], abs=SIXTEEN_BITS)
+    assert all(each["grad_norm"] > 0.5 for each in steps.metrics)
+    assert all(weight.isfinite().all() for weight in steps.weights.values())
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])

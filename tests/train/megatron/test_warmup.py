@@ -73,6 +73,21 @@ def test_what_is_frozen_stays_as_it_was(settings: dict[str, bool], still: tuple[
     assert unmoved == {name for name in before if name.startswith(still)}
 
 
+def test_rl_goes_on_from_its_weights_in_16_bits(model: Path) -> None:
+    """The optimizer of RL has float32 copies of its own, which are older."""
+    with megatron_policy(model, model={"dtype": "bfloat16"}) as policy:
+        policy.sft(mixed_pairs(PARTS))
+        policy.snapshot_reference()
+        before = weights_of(policy)
+        policy._optimizer.set_rate(0)
+        policy._optimizer.zero_grad()
+        policy._optimizer.step()
+        after = weights_of(policy)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items() if weight.dim() == 1)
+    furthest = max(float((after[name].float() - weight.float()).abs().max()) for name, weight in before.items())
+    assert furthest < 1e-3, furthest
+
+
 def test_its_optimizer_is_freed_behind_it(model: Path) -> None:
     with megatron_policy(model) as policy:
         policy.sft(mixed_pairs(PARTS))
