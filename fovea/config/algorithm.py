@@ -78,8 +78,8 @@ class Algorithm(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     max_policy_kl: PositiveFloat | None = None
-    """Early stopping of the passes of a step: largest KL divergence (k3, mean over tokens) from the policy before the
-    step; null: none."""
+    """Early stopping of the passes of a step, after its first optimizer step: largest KL divergence (k3, mean over
+    tokens) from the old log-probs; null: none."""
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:

@@ -51,6 +51,13 @@ class UpdateStats:
         for key, value in sums.items():
             self.sums[key] += value
 
+    def moved_too_far(self, max_policy_kl: float | None) -> bool:
+        """Whether the KL divergence of the last pass ends the update (`algorithm.max_policy_kl`).
+
+        Never before the first optimizer step: what is measured there is how far the engine's old log-probs are off.
+        """
+        return max_policy_kl is not None and bool(self.norms) and self.policy_kl > max_policy_kl
+
     def metrics(self) -> Metrics:
         """Metrics of the update: losses are means over optimizer steps, the others over the actions of all passes."""
         actions = max(self.sums["actions"], 1.0)

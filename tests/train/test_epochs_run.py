@@ -28,3 +28,15 @@ def test_optimizer_steps_count_in_passes_over_the_batch(settings: dict[str, obje
     batch = make_batch(parts)
     batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
     assert policy.update(batch)["epochs_run"] == pytest.approx(expected)
+
+
+def test_old_logprobs_of_a_stale_engine_do_not_end_an_update_before_its_first_step() -> None:
+    """.3 nats off, k3 is above the limit at once; by how much the update moves the policy is not known yet."""
+    parts = tiny("qwen3_vl")
+    algorithm = Algorithm(old_logprobs="engine", ppo_epochs=2, max_policy_kl=0.01)
+    policy = make_policy(parts, algorithm=algorithm, lr_warmup_steps=0)
+    batch = make_batch(parts)
+    batch = with_old_logprobs(batch, [logprobs_T - 0.3 for logprobs_T in policy.annotator.logprobs(batch)])
+    metrics = policy.update(batch)
+    assert metrics["kl/policy"] > 0.01
+    assert metrics["epochs_run"] == 1

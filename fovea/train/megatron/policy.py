@@ -233,11 +233,9 @@ class MegatronPolicy:
             done = self._gradients(groups, scale=len(batch.groups) / len(groups))
             stats.add(done.sums, done.policy_kl)
             stats.flops += sum(self._dealer.deal.cost.flops(group) for group in groups)
-            limit = self._algorithm.max_policy_kl
+            too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
             stats.not_finite = done.bad_tasks
-            if stats.not_finite or (limit is not None and done.policy_kl > limit):
-                return False
-            if not self._step(groups, stats):
+            if stats.not_finite or too_far or not self._step(groups, stats):
                 return False
             logprobs += done.logprobs
         if len(minibatches) == 1:

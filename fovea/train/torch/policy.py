@@ -265,9 +265,8 @@ class TorchPolicy:
             done = self._gradients(groups, scale=len(batch.groups) / len(groups))
             stats.add(done.sums, done.policy_kl)
             stats.flops += len(self._models) * sum(self._scorer.deal.cost.flops(group) for group in groups)
-            limit = self._algorithm.max_policy_kl
             # before the step: the pass has measured the KL divergence of the weights as they are
-            too_far = limit is not None and done.policy_kl > limit
+            too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
             stats.not_finite = done.bad_tasks
             if stats.not_finite or too_far or not self._step(groups, stats):
                 return False
