@@ -6,11 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fovea.errors import DataError
 from fovea.metrics.log import read_metrics
-from fovea.report.about import SUMMARY_FILE
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, check_run_folder
 from fovea.report.summary import SummaryJson, read_summary
-from fovea.run.folder import CONFIG_FILE
 from fovea.types import Metrics
 
 
@@ -36,8 +34,7 @@ class TrainedRun:
 def load_run(folder: str | os.PathLike[str]) -> TrainedRun:
     """Read a run from its folder; DataError where there is none."""
     path = Path(folder)
-    if not (path / CONFIG_FILE).is_file():
-        raise DataError(f"{path}: no run folder, since it holds no {CONFIG_FILE}; give the `folder` of a run")
+    check_run_folder(path)
     summary = path / SUMMARY_FILE
     return TrainedRun(
         folder=path,

@@ -36,8 +36,8 @@ from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.models.trainable import factored_weights
+from fovea.report.about import CONFIG_FILE
 from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpoint, read_checkpoint
-from fovea.run.folder import CONFIG_FILE
 from fovea.train.torch.checkpoint import load_trained
 from fovea.train.torch.sharding import copy_weights
 from fovea.types import Weights

@@ -186,13 +186,10 @@ def report(
     with one_line_errors(debug=debug):
         if not run.is_dir():
             raise DataError(f"{run}: no such run folder; `fovea train` prints the folder of a run (run_dir)")
-        from fovea.report.about import CONFIG_FILE
+        from fovea.report.about import check_run_folder
         from fovea.report.html import write_report
 
-        if not (run / CONFIG_FILE).is_file():
-            raise DataError(
-                f"{run}: no run folder, since it holds no {CONFIG_FILE}; `fovea train` prints that of a run"
-            )
+        check_run_folder(run)
         typer.echo(write_report(run))
 
 

@@ -74,9 +74,15 @@ class GivenRows:
             is_list = any(isinstance(value, list | tuple) for value in map(_unpacked, values))
             return pa.list_(IMAGE_TYPE) if is_list else IMAGE_TYPE
         try:
-            return pa.array(values).type
+            kind = pa.array(values).type
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise self._unfit(name, values, error) from error
+        if _has_empty_mapping(kind):
+            raise DataError(
+                f"{self.argument}, column {name}: a mapping that is empty in every row cannot be kept in a file; leave "
+                "it out, or write None"
+            )
+        return kind
 
     def _unfit(self, name: str, values: Sequence[object], error: Exception) -> DataError:
         """The error of a column that Arrow has no type for: the row that does not fit, and the fix."""
@@ -136,6 +142,12 @@ class GivenRows:
                 raise BadRowError(f"{ref.where}: {problem}; {fix}", "image_kind")
             source = Image.fromarray(source)
         return image_cell(_encoded(source, ref.where))
+
+
+def _has_empty_mapping(kind: Any) -> bool:
+    """Whether one of Arrow's types is, or has inside, a struct without fields, which Parquet does not know."""
+    inner = [kind.field(index).type for index in range(kind.num_fields)]
+    return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_mapping, inner))
 
 
 def _unpacked(cell: object) -> object:

@@ -17,6 +17,15 @@ SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
 
 
+def check_run_folder(folder: Path) -> None:
+    """DataError where a folder holds no run."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise DataError(
+            f"{folder}: no run folder, since it holds no {CONFIG_FILE}; give the folder of a run, which `fovea train` "
+            "prints"
+        )
+
+
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
     """Write the library versions that the run uses now, by name."""
     write_atomically(run_dir / VERSIONS_FILE, (json.dumps(versions, indent=2) + "\n").encode())

@@ -14,13 +14,12 @@ from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
+from fovea.report.about import CONFIG_FILE
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
 from fovea.run.run_dir import delete_unless_begun, has_checkpoint, make_folder
 from fovea.utils.files import write_atomically
 from fovea.utils.shown_text import tree_without_secrets
-
-CONFIG_FILE = "config.yaml"
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE
-from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, check_run_folder
 from fovea.report.samples import read_step
 from fovea.view.answers import curve_json, entry_json, step_json
 from fovea.view.curves import Curves
@@ -25,10 +24,7 @@ class ViewedRun:
 
     def __init__(self, folder: Path) -> None:
         """DataError where `folder` holds no run."""
-        if not (folder / CONFIG_FILE).is_file():
-            raise DataError(
-                f"{folder}: no run folder, since it holds no {CONFIG_FILE}; `fovea train` prints that of a run"
-            )
+        check_run_folder(folder)
         self.folder = folder
         self._curves = Curves(folder)
         self._index = SampleIndex(folder)

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fovea.api.settings import overrides_of
+from fovea.api.settings import is_set, overrides_of
 from fovea.build.targets import Target, parse_target, settings_file, shared_settings
+from fovea.config.base import Tree
 from fovea.config.recipes import shipped_recipe
 from fovea.errors import ConfigError, DataError, ModelError
 from fovea.eval_targets import OutputFiles, evaluate_targets
@@ -42,7 +43,7 @@ def evaluate(inputs: EvaluationInputs) -> EvaluationOutputs:
     names = {"baseline_model": inputs.baseline_model, "trained_model": inputs.trained_model}
     words = {name: word for name, word in names.items() if word is not None}
     targets = [_target(name, word) for name, word in words.items()]
-    overrides = overrides_of({**settings_of(inputs, "env_name"), "evaluate.test_size": inputs.num_episodes})
+    overrides = overrides_for(inputs)
     with errors_name_inputs(inputs):
         recipe = _recipe(inputs, targets)
         environment = shared_settings(targets, recipe, overrides).environment.name
@@ -60,6 +61,13 @@ def evaluate(inputs: EvaluationInputs) -> EvaluationOutputs:
         trained_model=by_name["trained_model"],
         baseline_model=by_name.get("baseline_model"),
     )
+
+
+def overrides_for(inputs: EvaluationInputs) -> list[Tree]:
+    """The settings of the inputs; the default of num_episodes gives way to `settings`."""
+    settings = settings_of(inputs, "env_name")
+    size = {} if is_set("evaluate.test_size", settings) else {"evaluate.test_size": inputs.num_episodes}
+    return overrides_of(settings, size)
 
 
 def _target(name: str, word: str) -> Target:

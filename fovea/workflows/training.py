@@ -17,8 +17,8 @@ from fovea.data.rows import InMemory
 from fovea.errors import ConfigError, DataError
 from fovea.evaluation.json_file import finite_json
 from fovea.metrics.jsonl import METRICS_FILE
+from fovea.report.about import CONFIG_FILE
 from fovea.report.summary import FiguresAlongARun
-from fovea.run.folder import CONFIG_FILE
 from fovea.types import Metrics
 from fovea.workflows.inputs import DEFAULT_ENVIRONMENT, RECIPES, TrainingInputs, errors_name_inputs, settings_of
 

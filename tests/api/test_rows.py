@@ -163,6 +163,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
         [{"photo": png("red"), "question": "?", "extra": extra} for extra in (1, object())],
         r"rows row 1, column extra: a value of type object cannot be kept in a file; make it text",
     ),
+    "an empty mapping": (
+        [{"photo": png("red"), "question": "?", "extra": {}}],
+        r"rows, column extra: a mapping that is empty in every row cannot be kept in a file; leave it out, or write",
+    ),
+    "an empty mapping inside": (
+        [{"photo": png("red"), "question": "?", "extra": [{"kind": "a", "more": {}}]}],
+        r"rows, column extra: a mapping that is empty in every row cannot be kept in a file",
+    ),
     "pictures in another column": (
         [{"photo": png("red"), "question": "?", "second": picture("red")}],
         r"rows row 0, column second: .* cannot be kept .* set environment\.image_key=second",

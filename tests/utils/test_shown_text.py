@@ -16,7 +16,8 @@ from fovea.data.fetch import UrlLimits
 from fovea.data.readers.remote import local_copy
 from fovea.errors import DataError
 from fovea.metrics.progress import Progress
-from fovea.run.folder import CONFIG_FILE, open_run_folder
+from fovea.report.about import CONFIG_FILE
+from fovea.run.folder import open_run_folder
 from fovea.utils.shown_text import printable, without_secrets
 
 URL = "https://bob:hunter2@host.org/rows.parquet?version=3&X-Amz-Signature=abc123&token=t0psecret#part"

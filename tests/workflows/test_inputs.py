@@ -12,6 +12,7 @@ from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
 from fovea.config.run import GeoSpotEnvironment, VqaEnvironment
 from fovea.errors import ConfigError, DataError
+from fovea.workflows.evaluation import overrides_for
 from fovea.workflows.inputs import (
     RECIPES,
     EvaluationInputs,
@@ -178,3 +179,14 @@ def test_an_error_that_only_mentions_max_steps_is_not_one_about_total_steps() ->
 def test_all_inputs_with_one_setting_are_in_the_table_of_other_systems() -> None:
     without = {name for name in TrainingInputs.model_fields if not keys_of(name)}
     assert without == {"settings"}
+
+
+def test_the_default_of_num_episodes_gives_way_to_settings() -> None:
+    """It would otherwise replace, without a word, a number that the user has given."""
+    size = {"evaluate": {"test_size": 7}}
+    inputs = EvaluationInputs(trained_model="run")
+    assert overrides_for(inputs) == [{"evaluate": {"test_size": 100}}]
+    for given in ({"evaluate.test_size": 7}, size):
+        assert overrides_for(inputs.model_copy(update={"settings": given})) == [size]
+    with pytest.raises(ConfigError, match=r"evaluate\.test_size"):
+        overrides_for(EvaluationInputs(trained_model="run", num_episodes=5, settings={"evaluate.test_size": 7}))
