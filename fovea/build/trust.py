@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fovea.config.backends import MegatronBackend
 from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
 from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
@@ -31,6 +32,11 @@ def check_trust(config: Config, file: Path, overrides: Sequence[Override], *, tr
                 "private network here; trust it, by the option of that name, if the folder is your own, or set "
                 f"{instead}"
             )
+
+
+def wants_trust(config: Config) -> bool:
+    """Whether a run of these settings is evaluated by `--trust` alone: for what they name, or Megatron's pickle."""
+    return isinstance(config.train.backend, MegatronBackend) or any(True for _ in _powers(config))
 
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:

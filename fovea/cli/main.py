@@ -160,6 +160,7 @@ def _train(config: Config, spent_seconds: float) -> None:
     `spent_seconds` are those of the attempts before this one.
     """
     from fovea.build.run import build
+    from fovea.build.trust import wants_trust
     from fovea.utils.malloc import keep_freed_memory
 
     if config.rollout.max_staleness_steps:
@@ -171,7 +172,7 @@ def _train(config: Config, spent_seconds: float) -> None:
     run = replace(build(config), spent_seconds=spent_seconds)
     run_steps(run)
     if config.log.progress:
-        typer.echo(after_training(run.folder))
+        typer.echo(after_training(run.folder, trust=wants_trust(config)))
 
 
 @app.command()

@@ -8,16 +8,17 @@ import sys
 from pathlib import Path
 
 
-def after_training(run: Path) -> str:
-    """Commands for a finished run, a line each."""
+def after_training(run: Path, *, trust: bool) -> str:
+    """Commands for a finished run, a line each; with `trust`, those that open its model name that option."""
     fovea, folder = typed_command(), shlex.quote(str(run))
+    option = " --trust" if trust else ""
     exported = shlex.quote(str(Path("exported", run.name)))
     return "\n".join(
         (
             "next:",
             f"  {fovea} view {folder}",
-            f"  {fovea} eval {folder} majority --html eval.html",
-            f"  {fovea} export {folder} --out {exported}",
+            f"  {fovea} eval {folder} majority --html eval.html{option}",
+            f"  {fovea} export {folder} --out {exported}{option}",
         )
     )
 

@@ -115,6 +115,16 @@ def test_a_run_ends_with_commands_to_paste(recipe: str, monkeypatch: pytest.Monk
     assert fovea("train", recipe, "log.progress=false").stdout == ""
 
 
+@pytest.mark.parametrize("setting", ["data.allow_private_addresses=true", "train.backend.name=megatron"])
+def test_a_run_that_is_evaluated_by_trust_alone_says_so(
+    setting: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, lambda config: None)
+    printed = fovea("train", recipe, "run_dir=runs/mine", setting).stdout
+    assert "eval runs/mine majority --html eval.html --trust\n" in printed
+    assert "export runs/mine --out exported/mine --trust\n" in printed
+
+
 def raise_train_error(config: Config) -> None:
     raise TrainError(f"the loss of step {config.seed} is not finite;\n  lower train.learning_rate")
 
