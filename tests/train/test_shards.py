@@ -71,7 +71,9 @@ def test_a_file_of_shards_that_is_missing_is_seen(missing: int, tmp_path: Path) 
 
 def test_a_folder_that_this_machine_does_not_see_is_no_damaged_one(tmp_path: Path) -> None:
     """As on a second machine without the shared disk: its message must not have checkpoints deleted."""
-    with pytest.raises(TrainError, match=r"trainable: no such folder on .*; put run_dir where all machines"):
+    with pytest.raises(TrainError, match=r"step-1: no such folder on .*; put run_dir where all machines"):
+        SavedShards(tmp_path / "step-1" / "trainable")
+    with pytest.raises(TrainError, match=r"cannot be read \(trainable has no shards\); delete its folder"):
         SavedShards(tmp_path / "trainable")
 
 

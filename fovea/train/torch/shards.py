@@ -105,10 +105,11 @@ class SavedShards:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = HuggingFaceStorageReader(str(folder))
-        if not folder.is_dir():
+        checkpoint = folder.parent
+        if not checkpoint.is_dir():
             raise TrainError(
-                f"{folder}: no such folder on {gethostname()}; put run_dir where all machines of the run see the same "
-                "files"
+                f"{checkpoint}: no such folder on {gethostname()}; put run_dir where all machines of the run see the "
+                "same files"
             )
         with self._errors_named():
             if not any(folder.glob("*.safetensors")):
