@@ -16,17 +16,21 @@ from tests.test_runs import ROOT, environment
 
 SETTING = 16_000
 SCRIPT = """
-import os, resource
+import gc, os, resource
 from contextlib import nullcontext
 from pathlib import Path
 from fovea.cli.main import main
 from fovea.run import lifecycle
 from fovea.train.torch.policy import TorchPolicy
+from fovea.utils.malloc import return_freed_memory
 
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 update = TorchPolicy.update
 
 def update_in_little_memory(self, batch):
+    # what earlier phases have freed could be room enough
+    gc.collect()
+    return_freed_memory()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, resource.RLIM_INFINITY))
     return update(self, batch)
