@@ -159,11 +159,7 @@ async def serve(
     """
     packing, sending, running = Packing(), asyncio.Lock(), set[asyncio.Task[Any]]()
 
-    async def answer(number: int, call: Call) -> None:
-        task = asyncio.ensure_future(call.run(worker))
-        if not call.is_collective:
-            running.add(task)
-            task.add_done_callback(running.discard)
+    async def answer(number: int, call: Call, task: asyncio.Task[Any]) -> None:
         await asyncio.wait([task])
         if task.cancelled():
             return
@@ -180,7 +176,11 @@ async def serve(
         async with asyncio.TaskGroup() as tasks:
             while (message := await messages.get()) is not None:
                 for number, call in packing.unpack(message):
-                    tasks.create_task(answer(number, call))
+                    task = asyncio.create_task(call.run(worker))
+                    if not call.is_collective:
+                        running.add(task)
+                        task.add_done_callback(running.discard)
+                    tasks.create_task(answer(number, call, task))
             for each in running:
                 each.cancel()
     except ExceptionGroup as group:
