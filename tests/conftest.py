@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, and their programs wait actively for threads
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
