@@ -16,9 +16,10 @@ from fovea.api.rows import RowsArguments
 from fovea.api.runs import TrainedRun, load_run
 from fovea.api.settings import Settings, is_set, overrides_of
 from fovea.api.targets import Target, evaluate, export, restored_threads
+from fovea.build.given import check_takes_rows
 from fovea.build.run import build
 from fovea.build.workers import serve_driver
-from fovea.config.loading import load_run_config
+from fovea.config.loading import environment_of, load_run_config
 from fovea.config.recipes import find_recipe
 from fovea.config.run import Config
 from fovea.data.rows import InMemory
@@ -72,10 +73,13 @@ class Trainer:
         further = settings or {}
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
         others = (described, further, more)
-        made = {**rows_given.settings(*others), **_grader(rows, recipe, reward, others)}
+        grader = _grader(rows, recipe, reward, others)
         self._frames = rows_given.frames
         self._code = given_code(environment, reward)
         self._recipes = [] if recipe is None else [find_recipe(recipe)]
+        if rows is not None:
+            check_takes_rows(environment_of(self._recipes, overrides_of(*others, grader)))
+        made = {**rows_given.settings(*others), **grader}
         self._overrides = [*self._algorithm(), *overrides_of(described, further, more, made)]
         self._folder: Path | None = None
         self.config: Config = self._checked(load_run_config(self._recipes, self._overrides))

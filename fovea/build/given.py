@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias, get_args
 
+from fovea.config.base import variants_of
 from fovea.config.run import Config, FileEnvironment
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
 from fovea.data.given_rows import GivenRows, common_folder, digest_of
@@ -79,11 +80,23 @@ def _settings_of(config: Config, frames: Frames) -> SplitFiles:
     if unknown:
         raise ConfigError(f"frames: no split is called {', '.join(unknown)}; name them {', '.join(get_args(Split))}")
     if not isinstance(config.environment, SplitFiles):
-        raise ConfigError(
-            f"rows were given, but environment.name={config.environment.name} takes none; choose rows (with a reward "
-            "of your own), vqa, geo3k, caption or geospot"
-        )
+        raise _takes_no_rows(config.environment.name)
     return config.environment
+
+
+def check_takes_rows(environment: str | None) -> None:
+    """ConfigError for rows that are given to an environment whose section names no files; None is the default one."""
+    sections = variants_of(Config.model_fields["environment"])
+    name = environment or next(iter(sections))
+    if name in sections and not issubclass(sections[name], SplitFiles):
+        raise _takes_no_rows(name)
+
+
+def _takes_no_rows(environment: str) -> ConfigError:
+    return ConfigError(
+        f"rows are given, but environment.name={environment} takes none; choose rows (with a reward of your own), vqa, "
+        "geo3k, caption or geospot"
+    )
 
 
 def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> GivenRows:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from fovea.config.type_text import Example
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -18,6 +21,22 @@ PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
 NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+def _can_be_called(url: str) -> str:
+    try:
+        # reading the port raises for one that is no number or too large
+        if urlsplit(url).hostname and urlsplit(url).port != 0:
+            return url
+    except ValueError:
+        pass
+    raise AssertionError(url)  # and no ValueError, whose text would be told in place of what is allowed
+
+
+HttpUrl: TypeAlias = Annotated[
+    str, Example("http://HOST:PORT"), Field(pattern=r"^https?://"), AfterValidator(_can_be_called)
+]
+"""An address with a host and, where it has one, a port from 1 to 65535."""
 
 MAY_CHANGE = "may change on resume"
 MayChange: TypeAlias = Annotated[T, MAY_CHANGE]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import Fraction, HttpUrl, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.curriculum import GeoSpotEnvironment
 from fovea.config.splits import SplitFiles
 
@@ -204,7 +204,7 @@ class RowsEnvironment(FileEnvironment):
 class Judge(Section):
     """A model that grades captions, behind any OpenAI-compatible endpoint; it sees image, question and answer."""
 
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: HttpUrl
     """Base of the endpoint, `/v1` included: http://localhost:8000/v1."""
     model: str
     """Name of the model there."""

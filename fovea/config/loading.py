@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
 from fovea.config.describe import describe, full_key, moved_key, unknown_key
-from fovea.config.listing import allowed_at, listed
+from fovea.config.listing import allowed_at, listed, settings
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER
@@ -39,6 +39,11 @@ MOVED_AT_ONCE = 5
 def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
     """Defaults < recipes, left to right < overrides; whatever is wrong is a one-line `ConfigError`."""
     return _layers(recipes, overrides).config()
+
+
+def environment_of(recipes: Sequence[Path], overrides: Sequence[Override]) -> str | None:
+    """`environment.name` as recipes and overrides set it, before anything else of them is checked."""
+    return dict(leaves(_layers(recipes, overrides).values)).get(f"environment.{NAME}")
 
 
 def config_of(tree: Tree, source: str) -> Config:
@@ -188,6 +193,7 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
         key, field, current = f"{path}{name}", section.field_of(name), into.get(name)
         if field is None:
             full = full_key(key, value)
+            _check_nested(path, name)
             # what the parts of a mixture hold says nothing where there is no mixture
             raise ConfigError(unknown_key(full if listed(full)[0] == listed(key)[0] else key))
         if not isinstance(value, dict):
@@ -197,6 +203,14 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
         else:
             into[name], chosen = _section_for(field, current if isinstance(current, dict) else {}, value, key)
             _merge(into[name], value, chosen, f"{key}.")
+
+
+def _check_nested(path: str, name: str) -> None:
+    """ConfigError for a dotted name in a file where a setting of sections is meant."""
+    *sections, last = name.split(".")
+    if sections and any(setting.key == f"{path}{name}" for setting in settings()):
+        nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ..." + "}" * len(sections)
+        raise ConfigError(f"{path}{name}: dots are for the command line; a file nests sections: {nested}")
 
 
 def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -11,7 +12,14 @@ GROUP = "group of settings"
 """The type of a section."""
 
 
-def type_text(annotation: object, constraints: Iterable[object] = ()) -> str:
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Mark of a type whose values have a form that an example says best."""
+
+    text: str
+
+
+def type_text(annotation: object, constraints: Sequence[object] = ()) -> str:
     """A type as a user reads it: `number > 0 and <= 1`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -27,7 +35,11 @@ def type_text(annotation: object, constraints: Iterable[object] = ()) -> str:
     if parts:
         return " or ".join(dict.fromkeys(map(type_text, parts)))
     names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null"}
-    return names.get(annotation, GROUP) + _range_text(constraints)
+    return names.get(annotation, GROUP) + _range_text(constraints) + _example_text(constraints)
+
+
+def _example_text(constraints: Iterable[object]) -> str:
+    return "".join(f" such as {each.text}" for each in constraints if isinstance(each, Example))
 
 
 def _range_text(constraints: Iterable[object]) -> str:

@@ -53,6 +53,8 @@ def check_place(path: str, revision: str | None) -> None:
             f"model.revision={revision}, but model.path={path} is a folder, and only hub ids have revisions; set "
             "model.revision=null"
         )
+    if folder.is_file():
+        raise ModelError(f"model.path={path} is a file; give the folder that holds it, {folder.parent}")
     if not folder.is_dir() and not is_hub_id(path):
         # answered here and not by transformers, which would ask the hub for half a minute first
         near = near_folder(folder.expanduser())

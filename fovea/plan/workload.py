@@ -115,10 +115,12 @@ def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
     cost = Cost(work=sizes.family.work, passes=passes)
     prompts, epochs = config.rollout.prompts_per_step, config.algorithm.ppo_epochs
     bounds = np.linspace(0, prompts, config.algorithm.minibatches + 1).astype(int)
-    minibatches = [[group] * int(end - start) for start, end in pairwise(bounds)]
+    sizes_of_minibatches = [int(end - start) for start, end in pairwise(bounds)]
+    # groups are alike, and thereby minibatches of a size
+    rows = {size: _rows(config, cost, [group] * size, roles.trainers) for size in set(sizes_of_minibatches)}
     return Workload(
         lengths=lengths,
-        rows=tuple(_rows(config, cost, groups, roles.trainers) for groups in minibatches),
+        rows=tuple(rows[size] for size in sizes_of_minibatches),
         update_flops=epochs * prompts * cost.flops(group),
         images=group.prompt.images,
         rank_prompts=math.ceil(prompts / roles.engines),

@@ -29,8 +29,9 @@ def rows_by_cost(slices: Sequence[GroupSlice], cost: Cost, num_ranks: int, max_t
         if all(len(each) <= 1 or sum(sum(parts[index]) for index in each) <= max_tokens for each in bins):
             break
         rows_per_rank += 1
-    rows = [[slices[index] for index in sorted(each)] for each in bins if each]
-    rows.sort(key=lambda row: _row_parts(row, cost)[::-1], reverse=True)
+    filled = [sorted(each) for each in bins if each]
+    filled.sort(key=lambda each: _sums([parts[index] for index in each])[::-1], reverse=True)
+    rows = [[slices[index] for index in each] for each in filled]
     return [list(rows[rank::num_ranks]) for rank in range(num_ranks)]
 
 
@@ -86,7 +87,10 @@ def _parts(each: GroupSlice, cost: Cost) -> Parts:
 
 
 def _row_parts(row: RowSlices, cost: Cost) -> Parts:
-    parts = [_parts(each, cost) for each in row]
+    return _sums([_parts(each, cost) for each in row])
+
+
+def _sums(parts: Sequence[Parts]) -> Parts:
     return sum(text for text, _ in parts), sum(vision for _, vision in parts)
 
 

@@ -307,6 +307,11 @@ def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
             {"rows": [{"image": b""}]},
             r"rows are given, but nothing that grades their answers; give reward=function, or",
         ),
+        (
+            {"rows": [{"image": b""}], "recipe": "shapes"},
+            r"rows are given, but environment\.name=shapes takes none; choose rows \(with a reward of your own\), vqa",
+        ),
+        ({"rows": [{"image": b""}], "environment": "a.py:C"}, r"rows are given, but environment\.name=own takes none"),
         ({"test_rows": [{"image": b""}]}, r"no rows to train on; give rows, too"),
     ],
 )

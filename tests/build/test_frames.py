@@ -74,7 +74,7 @@ def test_a_run_of_rows_from_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "frames", "problem"),
     [
-        ("shapes", {"train": [QUESTION]}, r"rows were given, but environment.name=shapes takes none; choose rows"),
+        ("shapes", {"train": [QUESTION]}, r"rows are given, but environment.name=shapes takes none; choose rows"),
         ("vqa", {"validation": [QUESTION]}, "frames: no split is called validation; name them train, dev, test"),
     ],
 )

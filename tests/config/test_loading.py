@@ -234,6 +234,15 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ("- a\n", ': a recipe is a mapping of settings, but it holds ["a"]; write lines such as `seed: 0`'),
         ("rollout: {top_pp: 1}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
         ("rollout: {top_pp: 1, b: 2}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
+        (
+            "rollout: {engine.name: vllm}\n",
+            ": rollout.engine.name: dots are for the command line; a file nests sections: engine: {name: ...}",
+        ),
+        (
+            "train.learning_rate: 1\n",
+            ": train.learning_rate: dots are for the command line; a file nests sections: train: {learning_rate: ...}",
+        ),
+        ("rollout.top_pp: 1\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
         ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
         (
             "model: {path: a}\nrollout:\n",
@@ -249,6 +258,18 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
 def test_what_a_bad_recipe_is_told(recipe: Path, content: str, message: str) -> None:
     recipe.write_text(content, encoding="utf-8")
     assert error_of([recipe]) == f"recipes/small.yaml{message}"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1/v1", "http://a:99999", "http://a:0", "http://a:b", "http://", "ftp://a", "a"]
+)
+def test_an_address_that_cannot_be_called(url: str) -> None:
+    caption = "environment={name: caption, train_files: [a], test_files: [b], metric_weights: {judge: 1}}"
+    of_judge = ["model.tiny={}", caption, "environment.judge.model=m", f"environment.judge.url={url}"]
+    assert "environment.judge.url: " in error_of([], *of_judge)
+    servers = ["rollout.engine=vllm_servers", "rollout.engine.weights_dir=w", f'rollout.engine.servers=["{url}"]']
+    told = error_of([], "model.tiny={}", *servers)
+    assert told.endswith("does not fit; allowed: list of text such as http://HOST:PORT")
 
 
 def test_settings_without_any_layer_are_told_what_is_missing() -> None:

@@ -115,6 +115,13 @@ def test_a_folder_that_cannot_be_loaded_says_why(which: str, message: str, tmp_p
     assert "\n" not in str(error.value)
 
 
+def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    with pytest.raises(ModelError, match=f"model.path={file} is a file; give the folder that holds it, {tmp_path}$"):
+        load_processor(Model(path=str(file)))
+
+
 def test_a_mistyped_folder_is_answered_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "Qwen3-VL-2B-Instruct").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
