@@ -41,6 +41,7 @@ class WorkersPolicy:
             "transfer/images_mib": self.workers.images_mib(),
             "transfer/requests_reissued": float(self.workers.requests_reissued()),
             "transfer/engines_lost": float(self.workers.engines_lost()),
+            "memory/learners_peak_gib": await self._peak_gib(),
         }
 
     async def sft(self, pairs: Sequence[Pair]) -> Metrics:
@@ -75,6 +76,11 @@ class WorkersPolicy:
     async def close(self) -> None:
         """End all workers, their engines included."""
         await self.workers.close()
+
+    async def _peak_gib(self) -> float:
+        call = Call(service="worker", method="peak_gib")
+        found: list[float] = await call_each((learner, call) for learner in self.workers.learners)
+        return max(found)
 
     async def _images(self) -> ImagesByRank:
         call = Call(service="policy", method="images_by_rank")

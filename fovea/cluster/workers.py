@@ -17,6 +17,7 @@ from fovea.cluster.local import LocalPolicy
 from fovea.cluster.messages import Share
 from fovea.cluster.weights import WeightSync
 from fovea.errors import LostEngineError, LostRankError, LostWorkerError
+from fovea.metrics.log import peak_gib
 from fovea.rollout.base import Engine
 from fovea.train.base import ModelFacts
 
@@ -53,6 +54,10 @@ class Worker:
             engine=None if self.engine is None else self.engine.name,
             slow_kernels=self.slow_kernels,
         )
+
+    def peak_gib(self) -> float:
+        """Peak memory of this process in GiB, on its GPU where it has one."""
+        return peak_gib()
 
     async def close(self) -> None:
         """Close the services; the process goes on."""

@@ -161,9 +161,14 @@ class Phases:
         return gib
 
 
+def peak_gib() -> float:
+    """Peak memory in GiB that this process has allocated on its GPU; without CUDA, its peak resident memory."""
+    return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else peak_rss_gib()
+
+
 def _phase_gib() -> float:
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / GIB
+        return peak_gib()
     pages = Path("/proc/self/statm")  # Linux only; elsewhere the peak of the process is the best proxy
     if not pages.exists():
         return peak_rss_gib()

@@ -212,6 +212,7 @@ def _machine_stats(metrics: Sequence[Metrics]) -> list[Stat]:
     for key, label in {
         "memory/peak_rss_gib": "peak memory",
         "memory/step_gib": "memory of a step, on the GPU where there is one",
+        "memory/learners_peak_gib": "peak memory of a learner's process, on its GPU where it has one",
     }.items():
         if values := _values(metrics, key):
             stats.append(Stat(label=label, value=f"{max(values):.2f} GiB"))
