@@ -10,7 +10,7 @@ import yaml
 
 from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
-from fovea.config.loading import dump_config
+from fovea.config.loading import config_of, dump_config
 from fovea.config.run import Config
 from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
@@ -81,7 +81,9 @@ def _check_same(saved: Path, config: Config) -> None:
         raise ConfigError(
             f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
         )
-    before = _fixed_settings(tree_without_secrets(tree))  # an earlier version wrote them
+    # an earlier version wrote secrets, and what has been added since is as by default
+    began = config_of(tree_without_secrets(tree), str(saved))
+    before = _fixed_settings(yaml.safe_load(dump_config(began)))
     now = _fixed_settings(yaml.safe_load(dump_config(config)))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):

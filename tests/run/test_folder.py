@@ -170,6 +170,18 @@ def test_a_run_of_an_earlier_version_is_told_what_has_moved(tmp_path: Path) -> N
         start(tmp_path, config(resume="auto"))
 
 
+def test_a_setting_that_was_added_since_is_as_by_default(tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    written = tmp_path / "config.yaml"
+    written.write_text(re.sub(r"(?m)^  entropy_coef: .*\n", "", written.read_text()))
+    assert "entropy_coef" not in written.read_text()
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.entropy_coef=0\.5, but the run in .* began with 0\.0; set it back"
+    ):
+        start(tmp_path, config(resume="auto", algorithm={"entropy_coef": 0.5}))
+    start(tmp_path, config(resume="auto"))
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]"])
 def test_a_broken_config_of_a_run_is_one_line(content: str, tmp_path: Path) -> None:
     holds_a_run(tmp_path)
