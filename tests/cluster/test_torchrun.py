@@ -63,9 +63,7 @@ def compare(one: Path, two: Path) -> None:
         expected = {key: value for key, value in mine.items() if not key.startswith(TIMED)}
         assert {key: theirs[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert theirs["rollout_train_abs"] < 1e-5
-        # either learner holds torch and a model
-        assert theirs["memory/learners_peak_gib"] > 0.1
-        assert "memory/learners_peak_gib" not in mine
+        assert theirs["memory/learners_peak_gib"] > 0.1, "torch alone takes more"
     weights = [saved_tensors(folder / f"checkpoints/step-{STEPS}/trainable") for folder in (one, two)]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
