@@ -206,11 +206,11 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
 
 
 def _check_nested(path: str, name: str) -> None:
-    """ConfigError for a dotted name in a file where a setting of sections is meant."""
+    """ConfigError for a dotted name where a setting of nested sections is meant."""
     *sections, last = name.split(".")
     if sections and any(setting.key == f"{path}{name}" for setting in settings()):
         nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ..." + "}" * len(sections)
-        raise ConfigError(f"{path}{name}: dots are for the command line; a file nests sections: {nested}")
+        raise ConfigError(f"{path}{name}: in files and mappings sections nest, without dots: {nested}")
 
 
 def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:

@@ -236,11 +236,11 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ("rollout: {top_pp: 1, b: 2}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
         (
             "rollout: {engine.name: vllm}\n",
-            ": rollout.engine.name: dots are for the command line; a file nests sections: engine: {name: ...}",
+            ": rollout.engine.name: in files and mappings sections nest, without dots: engine: {name: ...}",
         ),
         (
             "train.learning_rate: 1\n",
-            ": train.learning_rate: dots are for the command line; a file nests sections: train: {learning_rate: ...}",
+            ": train.learning_rate: in files and mappings sections nest, without dots: train: {learning_rate: ...}",
         ),
         ("rollout.top_pp: 1\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
         ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
