@@ -33,6 +33,7 @@ from fovea.models.adapter_files import ADAPTER_WEIGHTS, PARTS, tensor_name
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.save import save_network
+from fovea.models.tokenizer_files import save_tokenizer
 from fovea.models.trainable import ADAPTER, lora_layers
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.summary import read_summary
@@ -127,7 +128,7 @@ def write_model(folder: Path, model: OpenedModel) -> None:
     save_network(model.vlm, folder)
     processor, settings = model.processor, model.config.model
     processor.tokenizer.chat_template = processor.chat_template
-    processor.tokenizer.save_pretrained(folder)
+    save_tokenizer(processor.tokenizer, folder)
     # the pixel limits of training, so that inference elsewhere sees images of the same size
     options = processor.family.image_options(processor.image_processor, settings.min_pixels, settings.max_pixels)
     own = {key: x for key, x in processor.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}

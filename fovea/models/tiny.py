@@ -20,6 +20,7 @@ from fovea.config.run import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
 from fovea.models.model_files import no_progress_bar
 from fovea.models.processor import Processor, make_processor, token_id
+from fovea.models.tokenizer_files import save_tokenizer
 from fovea.models.transformers_versions import SPECIAL_TOKENS_KEY, rope_fields
 from fovea.utils.files import atomic_folder
 
@@ -92,8 +93,9 @@ def save_tiny(parts: TinyParts, folder: Path) -> None:
     """Write a Hugging Face model folder; an existing `folder` is replaced by a complete one."""
     shutil.rmtree(folder, ignore_errors=True)
     with atomic_folder(folder) as partial, no_progress_bar():
-        for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
+        for part in (parts.network, parts.processor.image_processor):
             part.save_pretrained(partial)
+        save_tokenizer(parts.processor.tokenizer, partial)
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fovea.environments.data_sets.easy_vqa import split_pictures
 from fovea.errors import ConfigError, ModelError
 from fovea.models.model_files import no_progress_bar
+from fovea.models.tokenizer_files import save_tokenizer
 from fovea.smolvl.alignment import Alignment, align
 from fovea.smolvl.language import licence, load_language, load_tokenizer, package_folder
 from fovea.smolvl.network import build_image_processor, build_network, build_tokenizer, new_tower
@@ -54,7 +55,7 @@ def write_smolvl(out: Path, tower: Path | None = None) -> Path:
     tokenizer = build_tokenizer(load_tokenizer())
     with atomic_folder(out) as folder, no_progress_bar():
         build_network(load_language(), tokenizer, weights).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         build_image_processor().save_pretrained(folder)
         (folder / "README.md").write_text(CARD, encoding="utf-8")
         (folder / "LICENSE").write_text(licence(), encoding="utf-8")
