@@ -29,7 +29,18 @@ SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_toke
 
 def image_processor_class(name: str) -> Any:
     """transformers' image processor of this name that needs PIL and numpy only, not torchvision."""
-    return getattr(transformers, name if OLD else f"{name}Pil")
+    return _with_its_size(getattr(transformers, name)) if OLD else getattr(transformers, f"{name}Pil")
+
+
+def _with_its_size(image_processor: Any) -> Any:
+    """The image processor of 4.57, which takes no heed of `size`: every image was resized to other limits."""
+
+    def init(self: Any, *, size: Any = None, min_pixels: Any = None, max_pixels: Any = None, **options: Any) -> None:
+        limits = dict(size or {})
+        smallest, largest = min_pixels or limits.get("shortest_edge"), max_pixels or limits.get("longest_edge")
+        image_processor.__init__(self, size=size, min_pixels=smallest, max_pixels=largest, **options)
+
+    return type(image_processor.__name__, (image_processor,), {"__init__": init})  # files name the class
 
 
 def disable_input_require_grads(network: Any) -> None:

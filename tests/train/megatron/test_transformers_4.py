@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from fovea.config.run import Model
 from fovea.models.load import load_network
+from fovea.models.processor import load_processor
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.save import save_network
 from fovea.models.vlm import VLM
@@ -106,3 +108,18 @@ def test_a_folder_of_transformers_5_is_the_same_model(family: str, tmp_path: Pat
     loaded = load_network(Model(path=str(tmp_path), dtype="float32"))
     for name in ("rope_theta", "rope_scaling"):
         assert getattr(loaded.config.text_config, name) == getattr(parts.network.config.text_config, name)
+
+
+def test_images_are_resized_to_the_limits_of_the_folder(tmp_path: Path) -> None:
+    """4.57 itself takes its defaults in place of `size`, the only name by which version 5 writes limits."""
+    save(tiny("qwen3_vl"), tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    written = json.loads(file.read_text())
+    size = {"shortest_edge": 256, "longest_edge": 1 << 20}
+    assert written["size"] == size
+    file.write_text(json.dumps({key: x for key, x in written.items() if key not in ("min_pixels", "max_pixels")}))
+    processor = load_processor(Model(path=str(tmp_path))).image_processor
+    assert processor.size == size
+    image = Image.new("RGB", (48, 48), "red")
+    assert processor(images=[image])["image_grid_thw"].tolist() == [[1, 6, 6]], "it has been enlarged"
+    assert type(processor).__name__ == written["image_processor_type"]
