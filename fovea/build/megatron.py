@@ -38,7 +38,7 @@ class SavedPolicy(Protocol):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Every weight whole, under its Hugging Face name."""
+        """Every weight whole, under its Hugging Face name, adapters beside them."""
         ...
 
     @property

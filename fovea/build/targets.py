@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import SplitResult, urlsplit
 
-import httpx2
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -43,6 +41,7 @@ from fovea.train.torch.sharding import copy_weights
 from fovea.types import Weights
 from fovea.utils.local_path import is_hub_id, near_folder
 from fovea.utils.shown_text import without_secrets
+from fovea.utils.urls import http_parts
 
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""
@@ -139,24 +138,14 @@ def parse_target(word: str) -> Target:
 
 def _server_target(word: str) -> ServerTarget:
     """A server at `URL` or `URL#MODEL`; ConfigError for a URL with a password or key in it."""
-    parts = _url_parts(word)
-    if parts is None or parts.username is not None or parts.query or not parts.hostname:
+    parts = http_parts(word)
+    if parts is None or parts.username is not None or parts.query:
         raise ConfigError(
             f"{without_secrets(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL; a key comes "
             "from --api-key-env"
         )
     url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
     return ServerTarget(name=word, url=url, model=parts.fragment or None)
-
-
-def _url_parts(word: str) -> SplitResult | None:
-    """The parts of a URL; None for one that cannot be called, such as http://[::1 or a port of 99999."""
-    try:
-        parts = urlsplit(word)
-        httpx2.URL(word)
-        return parts if parts.port != 0 else None
-    except (ValueError, httpx2.InvalidURL):
-        return None
 
 
 def _folder_target(word: str, folder: Path) -> Target:
@@ -361,7 +350,7 @@ def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNet
     if not trains_with_megatron(config):
         return load_trained(checkpoint, vlm)
     saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
-    copy_weights(saved.weights, dict(vlm.network.named_parameters()))
+    copy_weights(saved.weights, dict(factored_weights(vlm.network)))
     return saved.left_out
 
 

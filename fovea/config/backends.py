@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from fovea.config.base import HttpUrl, MayChange, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.type_text import Example
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """KV caches of vLLM and SGLang on a CPU where nothing is set: they would take a share of the machine's memory, which
@@ -87,7 +88,7 @@ class SglangEngine(ServingEngine):
     """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
 
 
-ServerUrl: TypeAlias = Annotated[HttpUrl, Field(pattern=r"^https?://[^/?#@]+$")]
+ServerUrl: TypeAlias = Annotated[HttpUrl, Example("http://HOST:PORT"), Field(pattern=r"^https?://[^/?#@]+$")]
 
 
 class VllmServersEngine(Section):

@@ -20,8 +20,14 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
             "train.backend.sequence_parallel=true with train.backend.tensor_parallel_size=1: tokens are divided among "
             "the GPUs that a layer is split over; set tensor_parallel_size, or leave sequence_parallel out"
         )
+    lora, tensor = model.lora, train.backend.tensor_parallel_size
+    if lora is not None and lora.rank % tensor:
+        yield (
+            f"model.lora.rank={lora.rank} with train.backend.tensor_parallel_size={tensor}: the rows of an adapter are "
+            f"divided too; set the rank to a multiple of {tensor}"
+        )
     refused = {
-        "model.lora": model.lora is not None and "its adapters have not been compared with the torch backend's",
+        "model.lora.dropout": lora is not None and lora.dropout > 0 and "it has one draw for each copy of a prompt",
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
         and algorithm.critic.trunk == "separate"
         and "its value function is a head on the policy's states",

@@ -29,11 +29,14 @@ SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_toke
 
 def image_processor_class(name: str) -> Any:
     """transformers' image processor of this name that needs PIL and numpy only, not torchvision."""
-    return _with_its_size(getattr(transformers, name)) if OLD else getattr(transformers, f"{name}Pil")
+    if not OLD:
+        return getattr(transformers, f"{name}Pil")
+    found = getattr(transformers, name)
+    return _with_its_size(found) if name == "Qwen2VLImageProcessor" else found
 
 
 def _with_its_size(image_processor: Any) -> Any:
-    """The image processor of 4.57, which takes no heed of `size`: every image was resized to other limits."""
+    """Qwen's image processor of 4.57, which takes no heed of `size`: every image was resized to other limits."""
 
     def init(self: Any, *, size: Any = None, min_pixels: Any = None, max_pixels: Any = None, **options: Any) -> None:
         limits = dict(size or {})

@@ -67,7 +67,15 @@ def test_baselines_and_hub_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["http://[::1", "http://localhost:99999", "http://localhost:0", "http://localhost:x", "http://[v1.x]"]
+    "word",
+    [
+        "http://[::1",
+        "http://localhost:99999",
+        "http://localhost:0",
+        "http://localhost:x",
+        "http://[v1.x]",
+        "http://10.0.0.256",
+    ],
 )
 def test_an_address_that_cannot_be_called(word: str) -> None:
     problem = rf"^{re.escape(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL"

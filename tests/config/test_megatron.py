@@ -21,7 +21,14 @@ def test_sizes_are_settings_of_the_backend() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.lora.rank=4"], r"model\.lora with train\.backend=megatron: its adapters"),
+        (
+            ["model.lora.dropout=0.1"],
+            r"model\.lora\.dropout with train\.backend=megatron: it has one draw for each copy",
+        ),
+        (
+            ["model.lora.rank=3", "train.backend.tensor_parallel_size=2"],
+            r"model\.lora\.rank=3 with .*tensor_parallel_size=2: .*; set the rank to a multiple of 2",
+        ),
         (
             ["algorithm.name=ppo", "algorithm.advantage.critic.trunk=separate"],
             r"algorithm\.advantage\.critic\.trunk=separate with .*: its value function is a head",

@@ -31,6 +31,9 @@ HAS_REFERENCE = "has_reference"
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The moments under the names and in the shapes of their weights, whatever part of them a process has."""
 
+LAYER_BY_LAYER = {"non_homogeneous_layers": True}
+"""A tensor for each layer instead of one for all: of the layers, some may have adapters and others none."""
+
 
 class Checkpoints:
     """Writes and reads weights, moments and counters of one process's part of the policy."""
@@ -67,19 +70,19 @@ class Checkpoints:
             saved = reference if counts[HAS_REFERENCE] else None
             state = dist_checkpointing.load(self._state(saved, is_loading=True), str(folder / STATE))
             if saved is not None:
-                saved.load_state_dict(state["reference"])
-            self._model.module.load_state_dict(state["model"])
+                _restore(saved, state["reference"])
+            _restore(self._model.module, state["model"])
             self._optimizer.inner.load_state_dict(state["optimizer"])
             if self._critic is not None:
                 self._critic.load(state[VALUE])
         return counts
 
     def _state(self, reference: Any | None, *, is_loading: bool) -> dict[str, Any]:
-        model = self._model.module.sharded_state_dict()
+        model = _weights(self._model.module)
         optimizer = self._optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=RESHARDABLE)
         state = {"model": model, "optimizer": optimizer}
         if reference is not None:
-            state["reference"] = reference.sharded_state_dict()
+            state["reference"] = _weights(reference)
             add_prefix_for_sharding(state["reference"], "reference.")
         return state
 
@@ -90,9 +93,24 @@ def load_weights(folder: Path, chunk: Any) -> tuple[str, ...]:
     Returns the names of what else there is: of a value function.
     """
     with _reading(folder):
-        state = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(folder / STATE))
-        chunk.load_state_dict(state["model"])
+        state = dist_checkpointing.load({"model": _weights(chunk)}, str(folder / STATE))
+        _restore(chunk, state["model"])
     return (VALUE,) if VALUE in state else ()
+
+
+def _weights(module: Any) -> dict[str, Any]:
+    """This process's slices of the weights that are trained: others are those of the model's folder."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    has_adapters = any(".adapter." in name for name in trained)
+    # a copy, since Megatron writes the present process groups into it
+    slices = module.sharded_state_dict(metadata=dict(LAYER_BY_LAYER) if has_adapters else None)
+    return {name: slices[name] for name in slices if name in trained}
+
+
+def _restore(module: Any, weights: Mapping[str, Any]) -> None:
+    """Load the weights that `_weights` asked for, all of which have been found."""
+    _, unknown = module.load_state_dict(weights, strict=False)
+    assert not unknown, f"weights of no module: {unknown[:3]}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -26,12 +27,23 @@ from transformers import AutoModelForImageTextToText
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError
+from fovea.models.linear_factors import Factors, merged_weight
 from fovea.models.load import DTYPES, pick_device
 from fovea.models.model_files import check_folder, damaged_model, hub_options
+from fovea.models.modules import language_model
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.plain import PlainRow, PlainVLM
-from fovea.models.trainable import choose_trainable
+from fovea.models.trainable import (
+    ADAPTER,
+    adapted_weights,
+    adapter_names,
+    adapter_scale,
+    choose_trainable,
+    factored_weights,
+    weight_names,
+)
 from fovea.models.transformers_versions import load_config
+from fovea.train.megatron.adapters import add_adapters
 from fovea.train.megatron.parallel import Place
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -53,8 +65,10 @@ NOT_ON_A_CPU = (
 """Fused kernels, which Megatron has for CUDA alone."""
 
 
-def skeleton(settings: Model, banned_ids: Sequence[int]) -> PlainVLM:
+def skeleton(settings: Model, banned_ids: Sequence[int], seed: int) -> PlainVLM:
     """transformers' modules of the model, without weights: their names and sizes, and which of them are trained.
+
+    LoRA adapters have their first values, by the run's seed or from a folder.
 
     ConfigError for a model that Megatron cannot train here.
     """
@@ -68,11 +82,28 @@ def skeleton(settings: Model, banned_ids: Sequence[int]) -> PlainVLM:
             f"train.backend=megatron, but {path} is a {config.model_type}, and only {' and '.join(FAMILIES)} have been "
             "compared with transformers under Megatron; set train.backend=torch"
         )
+    if settings.lora is not None and config.model_type == MIXTURE:
+        raise ConfigError(
+            f"model.lora with train.backend=megatron, but {path} is a {config.model_type}, whose adapters have not "
+            "been compared with the torch backend's; leave model.lora out, or set train.backend=torch"
+        )
     with torch.device("meta"):
         network = AutoModelForImageTextToText.from_config(config, dtype=DTYPES[settings.dtype])
     network.name_or_path = path
-    choose_trainable(network, settings, seed=0)
-    return PlainVLM(network, banned_ids)
+    if settings.lora is not None:
+        _make_linears_empty(network)
+    choose_trainable(network, settings, seed)
+    shape = PlainVLM(network, banned_ids)
+    shape.banned_K = shape.banned_K.to(pick_device(settings.device))  # and all that passes take
+    return shape
+
+
+def _make_linears_empty(network: nn.Module) -> None:
+    """Give linear layers weights of the host that take no memory: adapters are made where the weight beside them is."""
+    for module in language_model(network).modules():
+        if isinstance(module, nn.Linear):
+            shape, dtype = module.weight.shape, module.weight.dtype
+            module.weight = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape))
 
 
 def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
@@ -135,6 +166,8 @@ class MegatronModel:
             )[0]
         self.module: Any = unwrap_model([self.chunk])[0]
         """Megatron's vision-language model without wrappers."""
+        if settings.lora is not None:
+            add_adapters(self.module, shape.network, settings.lora)
         if settings.freeze_router:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad_(parameter.requires_grad and ".mlp.router." not in name)
@@ -192,8 +225,9 @@ class MegatronModel:
         `model` is this one or a wrapper of it.
         """
         ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
-        if self.config.sequence_parallel:  # each rank has as many of the tokens between its slices of layers
-            ids_RL = pad(ids_RL, (0, -ids_RL.shape[1] % self.config.tensor_model_parallel_size))
+        # with sequence parallel each rank has as many of the tokens between its slices of layers; and the bridge's
+        # adapters count the heads of all ranks, which comes out right for groups of as many tokens as ranks
+        ids_RL = pad(ids_RL, (0, -ids_RL.shape[1] % self.config.tensor_model_parallel_size))
         images = [image for row in rows for image in row.images]
         inputs = self.shape.family.forward_inputs(ids_RL, images)
         # positions are made by Megatron's model from ids and grids; attention is causal, so that padding is not seen
@@ -214,16 +248,42 @@ class MegatronModel:
         return weight
 
     def outgoing(self) -> Iterator[OutgoingWeight]:
-        """Every weight whole, under its Hugging Face name; made by all ranks together, and then the same on each."""
-        trained = {name for name, parameter in self.shape.network.named_parameters() if parameter.requires_grad}
-        for exported, tensor in self._bridge.export_hf_weights([self.chunk], cpu=False, show_progress=False):
-            name = self._module_name(exported)
-            if name in self._names:  # a tied head comes under a name of its own as well
-                yield OutgoingWeight(name=name, parameter=tensor.detach().requires_grad_(name in trained))
+        """Every weight whole, under its Hugging Face name, adapters beside those that they add to.
 
-    @property
-    def _names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.shape.network.named_parameters())
+        Made by all ranks together, and then the same on each.
+        """
+        trained = {name for name, parameter in factored_weights(self.shape.network) if parameter.requires_grad}
+        for name, tensor in chain(self._base_weights(), self._adapter_weights()):
+            yield OutgoingWeight(name=name, parameter=tensor.detach().requires_grad_(name in trained))
+
+    def outgoing_merged(self) -> Iterator[OutgoingWeight]:
+        """As `outgoing`, each adapter merged into the weight that it adds to."""
+        trained = {
+            name
+            for name, parameter, adapter in adapted_weights(self.shape.network)
+            if parameter.requires_grad or adapter is not None
+        }
+        adapters, scale = dict(self._adapter_weights()), adapter_scale(self.shape.network)
+        for name, tensor in self._base_weights():
+            down, up = (adapters.get(matrix) for matrix in adapter_names(name.removesuffix(".weight")))
+            merged = merged_weight(Factors(tensor.detach(), None, down, up, scale))
+            yield OutgoingWeight(name=name, parameter=merged.requires_grad_(name in trained))
+
+    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        wanted = weight_names(self.shape.network)
+        for exported, tensor in self._bridge.export_hf_weights(
+            [self.chunk], cpu=False, show_progress=False, merge_adapter_weights=False
+        ):
+            name = self._module_name(exported).replace(".base_layer.", ".")
+            if name in wanted:  # a tied head comes under a name of its own as well
+                yield name, tensor
+
+    def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        wanted = weight_names(self.shape.network)
+        for exported, tensor in self._bridge.export_adapter_weights([self.chunk], cpu=False, show_progress=False):
+            name = self._module_name(exported).removesuffix(".weight") + f".{ADAPTER}.weight"
+            if name in wanted:  # not one that only fills up its layer (`adapters.add_adapters`)
+                yield name, tensor.detach()
 
     def _module_name(self, exported: str) -> str:
         """transformers' name of a parameter, which for Qwen2.5-VL is not that in files."""

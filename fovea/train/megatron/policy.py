@@ -24,6 +24,7 @@ from fovea.models.trainable import count_parameters, trainable_parameters
 from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.deal import ImagesByRank, Schedule
+from fovea.train.megatron.adapters import adapters_off
 from fovea.train.megatron.checkpoint import HAS_REFERENCE, Checkpoints
 from fovea.train.megatron.critic import Critic
 from fovea.train.megatron.model import MegatronModel, copy_slices, skeleton
@@ -55,7 +56,7 @@ class MegatronPolicy:
         self._config = config
         self._train = train = config.train
         self._algorithm = config.algorithm
-        self._shape = skeleton(settings, banned_ids)
+        self._shape = skeleton(settings, banned_ids, config.seed)
         self._place = place = take_place(config, self._shape.device)
         self._model = MegatronModel(config, settings, self._shape, place)
         self._training = self._model.for_training()
@@ -100,9 +101,14 @@ class MegatronPolicy:
             # the engine's, where they are the old ones, are there already
             batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, scores.logprobs)
         if needs.reference_logprobs:
-            assert self._reference is not None, "no reference model was kept"
-            batch = with_reference_logprobs(batch, self._scores(batch, self._reference).logprobs)
+            batch = with_reference_logprobs(batch, self._reference_logprobs(batch))
         return batch
+
+    def _reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
+        if self._reference is not None:
+            return self._scores(batch, self._reference).logprobs
+        with adapters_off(self._model.module):
+            return self._scores(batch, self._passes).logprobs
 
     def update(self, batch: Batch) -> Metrics:
         """Run `ppo_epochs` epochs of `minibatches` optimizer steps each; none if the batch has no groups.
@@ -156,15 +162,15 @@ class MegatronPolicy:
             self._reference_is_loaded_model = False
 
     def outgoing(self) -> Iterable[OutgoingWeight]:
-        """Every weight whole, for a push; made by all processes together."""
+        """Every weight whole, for a push, adapters beside them; made by all processes together."""
         return self._model.outgoing()
 
     def outgoing_merged(self) -> Iterable[OutgoingWeight]:
-        """As `outgoing`: there are no adapters."""
-        return self._model.outgoing()
+        """As `outgoing`, for an engine that knows no adapters."""
+        return self._model.outgoing_merged()
 
     def weights(self) -> Weights:
-        """Every weight whole, under its Hugging Face name."""
+        """Every weight whole, under its Hugging Face name, adapters beside them."""
         return ((weight.name, weight.parameter) for weight in self._model.outgoing())
 
     @property
@@ -196,7 +202,8 @@ class MegatronPolicy:
         """Write a Hugging Face model folder: the present weights and their config."""
         everyone = self._place.everyone
         # by every process, since a whole tensor is gathered from all; only the host of the first one holds all of them
-        weights = {name: weight.cpu() for name, weight in self.weights() if everyone.is_first}
+        merged = self._model.outgoing_merged()
+        weights = {each.name: each.parameter.detach().cpu() for each in merged if everyone.is_first}
         everyone.run_on_first(lambda: save_network(self._shape, folder, weights.items()))
 
     def describe(self) -> ModelFacts:

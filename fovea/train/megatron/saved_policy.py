@@ -20,7 +20,7 @@ class SavedPolicy:
     """What a checkpoint has of a model."""
 
     weights: Mapping[str, Tensor]
-    """Every weight whole, under its Hugging Face name."""
+    """Every weight whole, under its Hugging Face name, adapters beside them."""
     left_out: tuple[str, ...]
     """Names of what the checkpoint holds besides: a value function."""
 
@@ -30,7 +30,7 @@ class SavedPolicy:
 
         TrainError where they belong to another model.
         """
-        shape = skeleton(settings, banned_ids)
+        shape = skeleton(settings, banned_ids, config.seed)
         try:
             model = MegatronModel(config, settings, shape, take_place(config, shape.device))
             left_out = load_weights(checkpoint, model.chunk)

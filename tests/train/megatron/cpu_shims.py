@@ -165,9 +165,10 @@ def _layers() -> None:
     """Let the bridge's providers build Megatron-core's local layers, with norms where Transformer Engine has them."""
     import megatron.bridge.models.gpt_provider as gpt_provider
     import megatron.bridge.models.qwen_vl.qwen3_vl_provider as qwen3_vl_provider
+    import megatron.bridge.peft.utils as peft
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -182,12 +183,22 @@ def _layers() -> None:
             self.layer_norm_weight = nn.Parameter(torch.ones(input_size))
             self.layer_norm_weight.sequence_parallel = config.sequence_parallel
             self.eps = config.layernorm_epsilon
+            self.in_features, self.out_features = input_size, self.output_size_per_partition
+            # for an adapter, which gets the normed input: of all tokens, where each rank has a part of them
+            self.return_layernorm_output = self.return_layernorm_output_gathered = False
 
         def forward(self, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
             normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps) * self.layer_norm_weight
-            return super().forward(normed, *arguments, **options)
+            out, bias = super().forward(normed, *arguments, **options)
+            if not self.return_layernorm_output:
+                return out, bias
+            whole = gather_from_sequence_parallel_region(normed) if self.return_layernorm_output_gathered else normed
+            return (out, whole), bias
 
     AutoMapping.register_module_type("TELayerNormColumnParallelLinear", "column")
+    peft.HAVE_TE, peft.TECL, peft.TERL, peft.TELinear = True, (TELayerNormColumnParallelLinear,), (), ()
+    peft.TELayerNormColumnParallelLinear = TELayerNormColumnParallelLinear
+    peft.version = lambda _package: "2"  # of Transformer Engine
 
     def spec(*_args: Any, qk_layernorm: bool = False, num_experts: int | None = None, **_options: Any) -> Any:
         made = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=qk_layernorm)

@@ -53,9 +53,18 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "minibatches": 1,
         "advantage": {"critic": {"learning_rate": 1e-2, "trunk": "detached"}},
     },
+    "grpo, lora": {"name": "grpo"},
+    "grpo, lora, no warm-up": {"name": "grpo"},
 }
 """What is set beside the name. The value function alone is trained in the first step of PPO. No minibatch is without
 images: the torch backend takes no step of the vision tower on such a one, Megatron that of its momentum."""
+LORA = {"rank": 4, "alpha": 8, "exclude": [r"layers\.1\.mlp", "k_proj"]}
+"""Layers without an adapter, and one that has no adapter beside others that have."""
+SECTIONS: dict[str, dict[str, Any]] = {
+    "grpo, lora": {"model": {"lora": LORA}},
+    "grpo, lora, no warm-up": {"model": {"lora": LORA}, "warmup": None},
+}
+"""Other sections beside an algorithm. Without a warm-up, the model with its adapters off is the reference."""
 Case = tuple[str, Path, Mapping[str, int], str]
 """Family and folder of a model, settings of the backend, and the algorithm."""
 
@@ -77,11 +86,12 @@ class Steps:
 
 def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Config:
     """A run's settings with this model; minibatches or epochs, and a KL term: every part of an update has work."""
+    others = dict(SECTIONS.get(algorithm, {}))
     given = {
         "run_dir": str(folder / "run"),
         "max_steps": 10,
         "environment": {"name": "shapes"},
-        "model": {"path": str(folder)} | sections.pop("model", {}),
+        "model": {"path": str(folder)} | others.pop("model", {}) | sections.pop("model", {}),
         "rollout": {"temperature": 0.9},
         "algorithm": {"name": algorithm, "entropy_coef": 0.01, "minibatches": 2, "kl": {"name": "loss", "coef": 0.05}}
         | ALGORITHMS[algorithm],
@@ -95,7 +105,7 @@ def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Confi
     }
     given["train"] = train | sections.pop("train", {})
     given["warmup"] = {"learning_rate": 1e-2, "lr_warmup_steps": 2}
-    return Config.model_validate(given | sections)
+    return Config.model_validate(given | others | sections)
 
 
 def run_steps(

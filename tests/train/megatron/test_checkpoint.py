@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError, TrainError
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
+from fovea.models.trainable import adapted_weights, choose_trainable, factored_weights, merged
 from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.megatron.model import check_division, check_experts
+from fovea.train.torch.sharding import copy_weights
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     NUM_STEPS,
@@ -82,6 +85,29 @@ def test_an_export_has_the_weights_as_they_are(model: Path, tmp_path: Path) -> N
     assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
 
 
+def test_an_export_has_its_adapters_merged(model: Path, tmp_path: Path) -> None:
+    """By peft's own sum of a weight and its adapter."""
+    config = settings_of(model, "grpo, lora")
+    with megatron_policy(model, "grpo, lora") as policy:
+        policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))
+        policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))  # the first step moves one of the two matrices alone
+        policy.export(tmp_path)
+        factors = dict(policy.weights())
+        pushed = {weight.name: weight.is_trained for weight in policy.outgoing_merged()}
+    network = load_network(config.model)
+    choose_trainable(network, config.model, seed=1)  # other first values
+    copy_weights(factors, dict(factored_weights(network)))
+    expected = {name: merged(parameter, adapter) for name, parameter, adapter in adapted_weights(network)}
+    exported = dict(load_network(Model(path=str(tmp_path), dtype="float32")).named_parameters())
+    assert exported.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(exported[name], weight, msg=name)
+    before = dict(load_network(config.model).named_parameters())
+    changed = [name for name, weight in before.items() if not torch.equal(weight, exported[name])]
+    assert changed == [name for name in exported if pushed[name]]
+    assert changed
+
+
 def test_a_checkpoint_with_a_part_missing_is_named(model: Path, saved: tuple[Path, Steps], tmp_path: Path) -> None:
     (tmp_path / COUNTS).write_text((saved[0] / COUNTS).read_text())
     (tmp_path / STATE).mkdir()
@@ -101,9 +127,10 @@ def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Path, Steps], tmp
         (FAMILY, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*number of training processes, 1; start a mul"),
         (FAMILY, {"expert_parallel_size": 2}, "expert_parallel_size=2 .*training processes of .*, 1; start a mul"),
         ("qwen2_vl", {}, "is a qwen2_vl, and only qwen2_5_vl and qwen3_vl .* set train.backend=torch"),
+        ("qwen3_vl_moe", {"model": {"lora": {}}}, "model.lora with .* is a qwen3_vl_moe, .* leave model.lora out, or"),
     ],
 )
-def test_what_it_cannot_run_is_refused(family: str, backend: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_what_it_cannot_run_is_refused(family: str, backend: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save(tiny(family), tmp_path)
     with pytest.raises(ConfigError, match=message), megatron_policy(folder, **backend):
         pass

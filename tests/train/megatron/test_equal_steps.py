@@ -35,6 +35,7 @@ SIXTEEN_BITS = 0.1
 WEIGHTS = 1e-5
 """A step moves a weight by up to the learning rate, 1e-3."""
 GRPO, PPO, DETACHED = "grpo", "ppo", "ppo, detached"
+LORA, LORA_ALONE = "grpo, lora", "grpo, lora, no warm-up"
 Layout = tuple[str, str, str]
 """Family, algorithm, and what is divided."""
 ALONE = [
@@ -43,6 +44,8 @@ ALONE = [
     ("qwen3_vl", PPO, "alone"),
     ("qwen3_vl_moe", GRPO, "alone"),
     ("qwen3_vl", DETACHED, "alone"),
+    ("qwen3_vl", LORA, "alone"),
+    ("qwen2_5_vl", LORA_ALONE, "alone"),
 ]
 DIVIDED = [
     ("qwen3_vl", PPO, "tensor"),
@@ -55,6 +58,10 @@ DIVIDED = [
     ("qwen2_5_vl", GRPO, "sequence"),
     ("qwen3_vl_moe", GRPO, "experts"),
     ("qwen3_vl_moe", GRPO, "experts, layers and tokens"),
+    ("qwen3_vl", LORA, "tensor"),
+    ("qwen3_vl", LORA, "sequence"),
+    ("qwen3_vl", LORA, "pipeline"),
+    ("qwen2_5_vl", LORA_ALONE, "data"),
     ("qwen2_5_vl", GRPO, "tensor"),
 ]
 RESUMED = [(DIVIDED[1], DIVIDED[0]), (DIVIDED[8], DIVIDED[8])]
@@ -179,4 +186,6 @@ def test_the_steps_changed_what_is_compared(expected: Expected) -> None:
         assert len({each["loss"] for each in steps.metrics}) == len(steps.metrics)
         assert all(each["grad_norm"] > 0.5 for each in steps.metrics), "gradients that are clipped"
         assert set(COMPARED) <= set(steps.metrics[0])
-        assert len({values[0] for values in steps.values}) == (0 if algorithm == GRPO else len(steps.metrics))
+        assert len({values[0] for values in steps.values}) == (
+            len(steps.metrics) if algorithm in (PPO, DETACHED) else 0
+        )

@@ -37,7 +37,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     parts = tiny(request.param)
     folder = save(parts, tmp_path_factory.mktemp(request.param))
     config = settings_of(folder, train={"backend": {"name": "megatron"}})
-    shape = skeleton(config.model, load_processor(config.model).banned_ids)
+    shape = skeleton(config.model, load_processor(config.model).banned_ids, config.seed)
     model = MegatronModel(config, config.model, shape, take_place(config, shape.device))
     yield Both(by_megatron=model, by_transformers=parts.network, shape=shape, rows=rows_of(parts))
     parallel_state.destroy_model_parallel()
@@ -46,11 +46,18 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_a_frozen_router_is_not_trained(tmp_path: Path) -> None:
     config = settings_of(save(tiny("qwen3_vl_moe"), tmp_path), train={"backend": {"name": "megatron"}})
     frozen = config.model.model_copy(update={"freeze_router": True})
-    shape = skeleton(frozen, [])
+    shape = skeleton(frozen, [], config.seed)
     model = MegatronModel(config, frozen, shape, take_place(config, shape.device))
     trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
     parallel_state.destroy_model_parallel()
     assert [name for name, is_trained in trained.items() if not is_trained] == [n for n in trained if ".router." in n]
+
+
+def test_rows_are_packed_on_the_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is a GPU, in whose place stands a device without memory; the processes' groups are chosen by it."""
+    model = settings_of(save(tiny("qwen3_vl"), tmp_path)).model
+    monkeypatch.setattr("fovea.train.megatron.model.pick_device", lambda _device: torch.device("meta"))
+    assert skeleton(model, [0], seed=0).device == torch.device("meta")
 
 
 def rows_of(parts: TinyParts) -> list[PlainRow]:

@@ -13,12 +13,16 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from fovea.build.targets import parse_target, shared_settings
+from fovea.config.loading import load_config
 from fovea.config.run import Model
 from fovea.errors import ConfigError
 from fovea.eval_targets import EvalSet, compare
 from fovea.exporting.export import export
 from fovea.metrics.log import read_metrics
+from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.load import load_network
+from fovea.models.trainable import choose_trainable, factored_weights
+from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
 from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS, check_exact
 from tests.test_runs import untimed
@@ -109,3 +113,58 @@ def test_a_checkpoint_is_read_by_trust_alone(straight: Path, tmp_path: Path) -> 
     """A pickle is among its files."""
     with pytest.raises(ConfigError, match=r"a pickle among its files, .* trust it, by the option of that name"):
         export(straight, tmp_path / "model")
+
+
+LORA = (
+    "model.lora.rank=4",
+    "model.lora.exclude=[layers.1.mlp]",
+    "algorithm.kl.name=loss",
+    "algorithm.kl.coef=0.01",
+    "model.tiny=null",
+    "model.dtype=float32",
+    "warmup=null",
+)
+
+
+@pytest.fixture(scope="module")
+def with_adapters(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of adapters on the model that another run began with, which is in a folder."""
+    folder = tmp_path_factory.mktemp("adapters") / "run"
+    fovea(folder, *LORA, f"model.path={straight / 'model'}")
+    return folder
+
+
+def test_the_engine_samples_with_the_adapters_of_each_step(with_adapters: Path) -> None:
+    check_exact(with_adapters, "embedded", steps=4)
+    assert len({row["weights_checksum"] for row in untimed(with_adapters)}) == 4
+
+
+def test_a_resumed_run_with_adapters_is_the_run_that_never_stopped(
+    straight: Path, with_adapters: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(with_adapters, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-4")
+    fovea(run_dir, *LORA, f"model.path={straight / 'model'}", "resume=auto")
+    assert untimed(run_dir) == untimed(with_adapters)
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_adapters_are_exported_merged_and_alone(with_adapters: Path, adapter_only: bool, tmp_path: Path) -> None:
+    """The check of an export compares log-probs of the folder, reloaded by transformers and peft."""
+    done = export(with_adapters, tmp_path / "model", adapter_only=adapter_only, trust=True)
+    assert done.max_logprob_difference < 1e-4
+    assert (tmp_path / "model" / ADAPTER_WEIGHTS).exists() == adapter_only
+
+
+def test_either_backend_goes_on_from_an_exported_adapter(with_adapters: Path, tmp_path: Path) -> None:
+    export(with_adapters, tmp_path / "adapter", adapter_only=True, trust=True)
+    config = load_config([with_adapters / CONFIG_FILE], [f"model.lora.adapter={tmp_path / 'adapter'}"])
+    network = load_network(config.model)
+    choose_trainable(network, config.model, seed=1)
+    by_torch = dict(factored_weights(network))
+    with megatron_policy(Path(config.model.path or ""), model={"lora": config.model.lora}) as policy:
+        by_megatron = dict(policy.weights())
+    assert by_torch.keys() == by_megatron.keys()
+    assert all(torch.equal(by_megatron[name], weight) for name, weight in by_torch.items())
+    assert any(".lora_B." in name and weight.any() for name, weight in by_megatron.items())
