@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from fovea.config.type_text import Example
+from fovea.utils.urls import http_parts
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -24,18 +23,12 @@ NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 def _can_be_called(url: str) -> str:
-    try:
-        # reading the port raises for one that is no number or too large
-        if urlsplit(url).hostname and urlsplit(url).port != 0:
-            return url
-    except ValueError:
-        pass
-    raise AssertionError(url)  # and no ValueError, whose text would be told in place of what is allowed
+    if http_parts(url) is None:
+        raise AssertionError(url)  # and no ValueError, whose text would be told in place of what is allowed
+    return url
 
 
-HttpUrl: TypeAlias = Annotated[
-    str, Example("http://HOST:PORT"), Field(pattern=r"^https?://"), AfterValidator(_can_be_called)
-]
+HttpUrl: TypeAlias = Annotated[str, AfterValidator(_can_be_called)]
 """An address with a host and, where it has one, a port from 1 to 65535."""
 
 MAY_CHANGE = "may change on resume"

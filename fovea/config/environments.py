@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from fovea.config.base import Fraction, HttpUrl, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.curriculum import GeoSpotEnvironment
 from fovea.config.splits import SplitFiles
+from fovea.config.type_text import Example
 
 Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
 """Environments whose answers can be graded offline."""
@@ -204,7 +205,7 @@ class RowsEnvironment(FileEnvironment):
 class Judge(Section):
     """A model that grades captions, behind any OpenAI-compatible endpoint; it sees image, question and answer."""
 
-    url: HttpUrl
+    url: Annotated[HttpUrl, Example("http://HOST:PORT/v1")]
     """Base of the endpoint, `/v1` included: http://localhost:8000/v1."""
     model: str
     """Name of the model there."""

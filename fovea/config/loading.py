@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
 from fovea.config.describe import describe, full_key, moved_key, unknown_key
-from fovea.config.listing import allowed_at, listed, settings
+from fovea.config.listing import allowed_at, is_at_or_below, listed, settings
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER
@@ -43,7 +43,7 @@ def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Confi
 
 def environment_of(recipes: Sequence[Path], overrides: Sequence[Override]) -> str | None:
     """`environment.name` as recipes and overrides set it, before anything else of them is checked."""
-    return dict(leaves(_layers(recipes, overrides).values)).get(f"environment.{NAME}")
+    return leaves(_layers(recipes, overrides).values).get(f"environment.{NAME}")
 
 
 def config_of(tree: Tree, source: str) -> Config:
@@ -208,7 +208,8 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
 def _check_nested(path: str, name: str) -> None:
     """ConfigError for a dotted name where a setting of nested sections is meant."""
     *sections, last = name.split(".")
-    if sections and any(setting.key == f"{path}{name}" for setting in settings()):
+    # a union's settings are listed under its own key
+    if sections and any(is_at_or_below(setting.key, f"{path}{name}") for setting in settings()):
         nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ..." + "}" * len(sections)
         raise ConfigError(f"{path}{name}: in files and mappings sections nest, without dots: {nested}")
 

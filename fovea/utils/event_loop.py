@@ -101,7 +101,7 @@ class BackgroundLoop:
     def close(self, *endings: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Await the endings on the loop, then stop it and its thread; a later `run` starts another.
 
-        A loop that never ran has nothing to end.
+        What still runs on the loop is cancelled. A loop that never ran has nothing to end.
         """
         if self._loop is None:
             return
@@ -115,5 +115,17 @@ class BackgroundLoop:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+            Thread(target=_run_until_stopped, args=(self._loop,), name=self._name, daemon=True).start()
         return self._loop
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        try:
+            # whoever awaited them is gone: without this, collecting them prints a traceback for each
+            loop.set_exception_handler(lambda *_: None)
+            _cancel_all(loop)
+        finally:
+            loop.close()

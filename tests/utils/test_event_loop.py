@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from threading import Event
 
 import pytest
 
-from fovea.utils.event_loop import gather_or_cancel, wait_for
+from fovea.utils.event_loop import BackgroundLoop, gather_or_cancel, wait_for
 
 
 async def press_ctrl_c() -> None:
@@ -32,6 +33,28 @@ def test_a_result_comes_back_and_an_error_as_it_is() -> None:
     assert wait_for(asyncio.sleep(0, result=3)) == 3
     with pytest.raises(ValueError, match="so"):
         wait_for(fail())
+
+
+def test_what_an_error_leaves_pending_has_ended_when_it_is_raised() -> None:
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("slow")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("so")
+
+    async def both() -> None:
+        await asyncio.gather(slow(), fails())
+
+    with pytest.raises(ValueError, match="so"):
+        wait_for(both())
+    assert ended == ["slow"]
 
 
 def test_gather_or_cancel_ends_the_others_before_it_raises() -> None:
@@ -62,3 +85,34 @@ def test_gather_or_cancel_returns_the_results_in_order() -> None:
         return turns
 
     assert asyncio.run(gather_or_cancel(after(turns) for turns in (3, 1, 2))) == [3, 1, 2]
+
+
+def test_what_still_runs_on_a_background_loop_is_cancelled_when_it_closes() -> None:
+    loop, ended = BackgroundLoop("tested"), Event()
+
+    async def pending() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def leave_one() -> asyncio.Task[None]:
+        task = asyncio.ensure_future(pending())
+        await asyncio.sleep(0)
+        return task
+
+    task = loop.wait(leave_one())
+    loop.close()
+    assert ended.wait(timeout=30)
+    assert task.cancelling()
+
+
+def test_a_background_loop_starts_again_after_its_end() -> None:
+    async def one() -> int:
+        return 1
+
+    loop = BackgroundLoop("tested")
+    assert loop.wait(one()) == 1
+    loop.close()
+    assert loop.wait(one()) == 1
+    loop.close()
