@@ -21,7 +21,7 @@ TEST_PROCESSES ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo talk test test-talk test-vllm test-sglang test-megatron bench docs docs-serve lint format clean
+.PHONY: help demo talk test test-talk test-long test-vllm test-sglang test-megatron bench docs docs-serve lint format clean
 
 # make bench CASES=tiny,mid STEPS=5 THREADS=2 JSON=result.json
 CASES ?= tiny,mid,image_heavy,frozen,frozen_cached,lora,many,long
@@ -47,13 +47,17 @@ test-talk: $(DEVELOPS) $(TALKS)  ## Run the tests of the model that can talk, wh
 	$(BIN)/python -m pytest tests/smolvl
 
 test-vllm: .venv-vllm/.installed  ## Run the tests with vLLM, built for CPUs, in an environment of its own (2.7 GB)
-	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m vllm tests/rollout
+	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m "vllm and not long" tests/rollout
 
 test-sglang: .venv-sglang/.installed  ## Run the tests with SGLang, without its kernels, in an environment of its own (3.5 GB)
 	FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m sglang tests/rollout
 
+test-long: $(DEVELOPS) $(TALKS) .venv-vllm/.installed  ## Run the tests that CI leaves out for their length (ten minutes)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m "long and not vllm"
+	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -o faulthandler_timeout=420 -m "vllm and long" tests/rollout
+
 test-megatron: .venv-megatron/.installed  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB)
-	FOVEA_TEST_BACKEND=megatron .venv-megatron/bin/python -m pytest -o faulthandler_timeout=420 -m megatron tests/train/megatron
+	FOVEA_TEST_BACKEND=megatron .venv-megatron/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m megatron tests/train/megatron
 
 bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, JSON=)
 	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) $(if $(JSON),--json $(JSON))

@@ -13,9 +13,16 @@ import torch
 
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
+from fovea.utils import malloc
 from tests.tiny_models import FAMILIES, tiny
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _malloc_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process, whose other tests measure memory."""
+    monkeypatch.setattr(malloc, "keep_freed_memory", lambda: True)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fovea.metrics.log import read_metrics
-from tests.test_runs import SMALL, environment, final_weights, fovea, untimed
+from tests.test_runs import SMALL, environment, final_weights, fovea, fovea_here, untimed
 
 ROOT = Path(__file__).parent.parent
 QUICK = [
@@ -79,10 +79,9 @@ def test_a_signal_lets_the_step_end_and_saves_it(number: signal.Signals, code: i
     assert "Traceback" not in err
     if number is not signal.SIGTERM:
         return
-    done = fovea(*arguments(whole, *settings))
-    assert done.returncode == 0, done.stderr
-    done = fovea(*arguments(stopped, *settings, "resume=auto"))
-    assert f"resumed at step {taken}" in done.stdout, done.stderr
+    fovea_here(*arguments(whole, *settings))
+    done = fovea_here(*arguments(stopped, *settings, "resume=auto"))
+    assert f"resumed at step {taken}" in done.stdout
     assert untimed(stopped) == untimed(whole)
     assert final_weights(stopped, STEPS) == final_weights(whole, STEPS)
 
@@ -91,14 +90,13 @@ def test_a_time_limit_lets_the_step_end_and_saves_it(tmp_path: Path) -> None:
     """A limit that is over at once: every process takes one step, and the last one has no limit."""
     whole, limited = tmp_path / "whole", tmp_path / "limited"
     settings = ("max_steps=3", "checkpoint.every_steps=0")
-    assert fovea(*arguments(whole, *settings)).returncode == 0
-    done = fovea(*arguments(limited, *settings, "max_hours=1e-9"))
-    assert done.returncode == 0, done.stderr
+    fovea_here(*arguments(whole, *settings))
+    done = fovea_here(*arguments(limited, *settings, "max_hours=1e-9"))
     said = f"max_hours=1e-09 are over: saved at step 1; run_dir={limited} resume=auto goes on from here"
-    assert said in done.stdout, done.stderr
+    assert said in done.stdout
     assert not (limited / "summary.json").exists(), "the evaluation of the end takes its time"
-    done = fovea(*arguments(limited, *settings, "resume=auto"))
-    assert "resumed at step 1" in done.stdout, done.stderr
+    done = fovea_here(*arguments(limited, *settings, "resume=auto"))
+    assert "resumed at step 1" in done.stdout
     assert untimed(limited) == untimed(whole)
     assert final_weights(limited, 3) == final_weights(whole, 3)
 

@@ -14,7 +14,7 @@ import pytest
 
 from fovea.metrics.log import read_metrics
 from tests.test_ended_runs import arguments, going
-from tests.test_runs import ROOT, environment, final_weights, fovea, untimed
+from tests.test_runs import ROOT, environment, final_weights, fovea, fovea_here, untimed
 
 STEPS = 12
 SETTINGS = (f"max_steps={STEPS}", "checkpoint.every_steps=4", "max_restarts=1")
@@ -56,8 +56,7 @@ def test_a_killed_run_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) ->
     assert "killed by signal 9 (Killed): starting again from the checkpoint of step 4; 0 restarts left" in err
     assert "starting again from the checkpoint of step 8; 0 restarts left until a new checkpoint" in err
     assert "resumed at step 4 from" in out
-    done = fovea(*arguments(whole, *SETTINGS))
-    assert done.returncode == 0, done.stderr
+    fovea_here(*arguments(whole, *SETTINGS, "max_restarts=0"))
     assert untimed(killed) == untimed(whole)
     assert final_weights(killed, STEPS) == final_weights(whole, STEPS)
 

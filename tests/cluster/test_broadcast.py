@@ -28,6 +28,7 @@ from fovea.models.trainable import choose_trainable, factored_weights, trainable
 from fovea.train.ranks import ALONE
 from fovea.types import Weights
 from fovea.utils.event_loop import wait_for
+from tests.forks import run_ranks
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny
@@ -114,7 +115,7 @@ def process(rank: int, port: int, folder: Path) -> None:
 def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("broadcast")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(process, (store.port, folder), nprocs=2)
+    run_ranks(process, (store.port, folder), nprocs=2)
     learner, engine = (torch.load(folder / str(rank)) for rank in range(2))
     return learner, engine
 

@@ -23,7 +23,7 @@ from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
 from tests.cluster.ray_environment import own_ray
 from tests.cluster.test_torchrun import LONG, LONG_STEPS, STEPS, compare, settings
-from tests.test_runs import ROOT, command, environment, final_weights, fovea, untimed
+from tests.test_runs import ROOT, command, environment, final_weights, fovea_here, untimed
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
@@ -81,8 +81,7 @@ def on_ray(ray_environment: dict[str, str], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow
 def test_two_learners_and_an_engine_train_as_one_process(on_ray: Path, tmp_path: Path) -> None:
-    done = fovea("train", *settings("recipes/shapes.yaml", tmp_path))
-    assert done.returncode == 0, done.stderr
+    fovea_here("train", *settings("recipes/shapes.yaml", tmp_path))
     compare(tmp_path, on_ray)
     # each to the engine once and to one of the two learners, but one for dummies to both; without the first step, which
     # has the images of warm-up and evaluation too
@@ -103,8 +102,7 @@ def two_nodes(ray_environment: dict[str, str]) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_two_nodes_train_by_ppo_as_one_process(two_nodes: str, ray_environment: dict[str, str], tmp_path: Path) -> None:
-    done = fovea("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one"))
-    assert done.returncode == 0, done.stderr
+    fovea_here("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one"))
     on_both = settings("recipes/shapes_ppo.yaml", tmp_path / "two", "cluster.num_nodes=2", "cluster.gpus_per_node=1")
     train({**ray_environment, "RAY_ADDRESS": two_nodes}, *on_both)
     compare(tmp_path / "one", tmp_path / "two")

@@ -242,6 +242,14 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             "train.learning_rate: 1\n",
             ": train.learning_rate: in files and mappings sections nest, without dots: train: {learning_rate: ...}",
         ),
+        (
+            "rollout.engine: {name: vllm}\n",
+            ": rollout.engine: in files and mappings sections nest, without dots: rollout: {engine: ...}",
+        ),
+        (
+            "train.backend: megatron\n",
+            ": train.backend: in files and mappings sections nest, without dots: train: {backend: ...}",
+        ),
         ("rollout.top_pp: 1\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
         ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
         (
@@ -261,12 +269,22 @@ def test_what_a_bad_recipe_is_told(recipe: Path, content: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    "url", ["http://[::1/v1", "http://a:99999", "http://a:0", "http://a:b", "http://", "ftp://a", "a"]
+    "url",
+    [
+        "http://[::1/v1",
+        "http://a:99999",
+        "http://a:0",
+        "http://a:b",
+        "http://",
+        "ftp://a",
+        "a",
+        "http://10.0.0.256:8000",
+    ],
 )
 def test_an_address_that_cannot_be_called(url: str) -> None:
     caption = "environment={name: caption, train_files: [a], test_files: [b], metric_weights: {judge: 1}}"
     of_judge = ["model.tiny={}", caption, "environment.judge.model=m", f"environment.judge.url={url}"]
-    assert "environment.judge.url: " in error_of([], *of_judge)
+    assert error_of([], *of_judge).endswith("does not fit; allowed: text such as http://HOST:PORT/v1")
     servers = ["rollout.engine=vllm_servers", "rollout.engine.weights_dir=w", f'rollout.engine.servers=["{url}"]']
     told = error_of([], "model.tiny={}", *servers)
     assert told.endswith("does not fit; allowed: list of text such as http://HOST:PORT")

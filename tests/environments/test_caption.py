@@ -155,7 +155,7 @@ def test_build_makes_what_the_settings_name(tmp_path: Path) -> None:
         ({"metric_weights": {"judge": 1}}, r"environment\.judge and environment\.metric_weights\.judge go together"),
         ({"judge": {"url": "http://a/v1", "model": "m"}}, r"environment\.judge and .* go together"),
         ({"reward_model": {"path": "x"}}, r"environment\.reward_model and .* go together"),
-        ({"judge": {"url": "ftp://a", "model": "m"}}, "pattern"),
+        ({"judge": {"url": "ftp://a", "model": "m"}}, r"judge\.url\n.*ftp://a"),
         ({"judge": {"url": "http://a", "model": "m", "prompt": "?"}}, r"judge\.prompt has no {answer}"),
         ({"metric_weights": {"rouge": 1}}, "rouge"),
     ],

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from fovea.cli.main import app
 from fovea.metrics.log import read_metrics
 from fovea.metrics.profile import phase_times, timed_steps, traced_step
-from fovea.utils import malloc as allocator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "shapes.yaml"
 SMALL = [
@@ -20,12 +19,6 @@ SMALL = [
     *("warmup=null", "evaluate.image_controls=false", "evaluate.shared_images=ignore", "log.tensorboard=false"),
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _malloc_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command runs in this process, whose other tests measure memory."""
-    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: True)
 
 
 def train(run_dir: Path, *settings: str) -> str:

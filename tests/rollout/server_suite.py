@@ -27,14 +27,13 @@ from fovea.config.run import Model
 from fovea.models.processor import load_processor
 from fovea.serve.folder import served_folder
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
-from tests.test_runs import ROOT, SMALL, command, environment, fovea
+from tests.test_runs import ROOT, SMALL, command, environment, fovea_here
 
 
 def short_run(folder: Path) -> Path:
     """A run of a few supervised steps in a new folder."""
     settings = ["max_steps=1", "warmup.max_steps=40", "warmup.check_every_steps=40", "parity.prompts=0"]
-    done = fovea("train", "recipes/shapes.yaml", f"run_dir={folder}", *SMALL, *settings)
-    assert done.returncode == 0, done.stderr
+    fovea_here("train", "recipes/shapes.yaml", f"run_dir={folder}", *SMALL, *settings)
     return folder
 
 

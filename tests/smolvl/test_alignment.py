@@ -22,7 +22,7 @@ from fovea.smolvl.language import load_embedding, load_language, package_folder
 MIN_READ_SHARE = 0.9
 """Chance is a twenty-fourth; colours alone would be a third."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 try:
     package_folder()
 except MissingExtraError as error:

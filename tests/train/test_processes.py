@@ -21,6 +21,7 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
+from tests.forks import run_ranks
 from tests.policies import make_batch, make_policy, stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
@@ -112,7 +113,7 @@ def folder(steps: dict[str, Batch], tmp_path_factory: pytest.TempPathFactory) ->
     """What two processes left behind, which are started once for all steps and cuts."""
     folder = tmp_path_factory.mktemp("processes")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(process, (store.port, steps, folder), nprocs=2)
+    run_ranks(process, (store.port, steps, folder), nprocs=2)
     return folder
 
 

@@ -24,6 +24,7 @@ from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.train.torch.shards import SavedShards, StagedShards
+from tests.forks import run_ranks
 from tests.policies import many_groups
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
@@ -324,7 +325,7 @@ def saved_by_one(folder: Path) -> Found:
 def both(folder: Path, saved_by_one: Found) -> list[dict[str, Found]]:
     """What each of two processes found, which are started once for all scenarios."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(process, (store.port, folder), nprocs=2)
+    run_ranks(process, (store.port, folder), nprocs=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.policy import TorchPolicy
+from tests.forks import run_ranks
 from tests.reference import model_inputs
 from tests.saved import save_policy
 from tests.tiny_models import tiny
@@ -41,7 +42,7 @@ def process(rank: int, port: int, folder: Path) -> None:
 def test_what_two_ranks_export_is_what_they_have_saved_as_transformers_reads_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(process, (store.port, tmp_path), nprocs=2)
+    run_ranks(process, (store.port, tmp_path), nprocs=2)
 
     alone, parts = policy_with_experts(ALONE), tiny(FAMILY)
     untrained = {name: weight.clone() for name, weight in alone.vlm.network.named_parameters()}

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.types import Batch
+from tests.forks import run_ranks
 from tests.train.rank_policies import PATIENCE, STEPS, Found, batch_of, checksum, policy_of, step
 from tests.train.test_ranks import assert_as_one_process
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 GRPO = {"kl": {"coef": 0.05}}
 PPO = {"name": "ppo", "minibatches": 2}
@@ -88,7 +89,7 @@ def process(rank: int, port: int, cases: dict[str, Case], num_ranks: int, replic
 def spawned(cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> list[dict[str, Found]]:
     """What each of so many processes found, which are started once for all cases."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(process, (store.port, cases, num_ranks, replicas, folder), nprocs=num_ranks)
+    run_ranks(process, (store.port, cases, num_ranks, replicas, folder), nprocs=num_ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

@@ -78,6 +78,7 @@ def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_path: Path) -> None:
     """Nan is a city in Thailand, and no missing value."""
     places = [

@@ -72,6 +72,7 @@ def test_an_engine_in_another_process_gives_the_curve_of_one_process(alone: Path
     assert sent == {sum(tensor.nbytes for tensor in trained) / 2**20}
 
 
+@pytest.mark.long
 def test_a_learner_and_an_engine_on_ray_give_the_curve_of_one_process(
     alone: Path, ray_environment: dict[str, str], tmp_path: Path
 ) -> None:
