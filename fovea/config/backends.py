@@ -147,6 +147,9 @@ class MegatronBackend(Section):
     """Stages that the layers are divided into, on GPUs of their own."""
     expert_parallel_size: PositiveInt = 1
     """GPUs that the experts of a layer are dealt to, whole; their tokens travel to them and back."""
+    optimizer_offload: MayChange[bool] = False
+    """Keep the optimizer's float32 weights and moments in the host's memory between its steps; each step takes the time
+    of copying them to the GPU and back."""
     logits_mib: MayChange[PositiveFloat] = 512.0
     """Memory for logits that exist at once; longer rows compute them in chunks, and again in the backward pass."""
 

@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fovea.errors import TrainError, broken_checkpoint
@@ -53,10 +54,11 @@ class Checkpoints:
         """
         target = folder / STATE
         self._place.everyone.run_on_first(target.mkdir)
-        state = self._state(reference, is_loading=False)
-        if self._critic is not None:
-            state[VALUE] = self._critic.state()
-        dist_checkpointing.save(state, str(target))
+        with self._optimizer.on_device():
+            state = self._state(reference, is_loading=False)
+            if self._critic is not None:
+                state[VALUE] = self._critic.state()
+            dist_checkpointing.save(state, str(target))
         written = {**counts, HAS_REFERENCE: int(reference is not None)}
         self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, written))
 
@@ -65,7 +67,7 @@ class Checkpoints:
 
         `reference` is left as it is where none was saved.
         """
-        with _reading(folder):
+        with _reading(folder), self._optimizer.on_device():
             counts: dict[str, int] = json.loads((folder / COUNTS).read_text())
             saved = reference if counts[HAS_REFERENCE] else None
             state = dist_checkpointing.load(self._state(saved, is_loading=True), str(folder / STATE))
@@ -100,6 +102,7 @@ def load_weights(folder: Path, chunk: Any) -> tuple[str, ...]:
 
 def _weights(module: Any) -> dict[str, Any]:
     """This process's slices of the weights that are trained: others are those of the model's folder."""
+    module = _unwrapped(module)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     has_adapters = any(".adapter." in name for name in trained)
     # a copy, since Megatron writes the present process groups into it
@@ -109,8 +112,13 @@ def _weights(module: Any) -> dict[str, Any]:
 
 def _restore(module: Any, weights: Mapping[str, Any]) -> None:
     """Load the weights that `_weights` asked for, all of which have been found."""
-    _, unknown = module.load_state_dict(weights, strict=False)
+    _, unknown = _unwrapped(module).load_state_dict(weights, strict=False)
     assert not unknown, f"weights of no module: {unknown[:3]}"
+
+
+def _unwrapped(module: Any) -> Any:
+    """The model without the wrapper that it has in 16 bits, under whose names nothing is saved."""
+    return unwrap_model([module])[0]
 
 
 @contextmanager

@@ -49,8 +49,6 @@ from fovea.train.megatron.parallel import Place
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
 MIXTURE = "qwen3_vl_moe"
-IN_STAGES = ("qwen3_vl",)
-"""Those of them that pipelines have been compared for."""
 NOT_ON_A_CPU = (
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
@@ -108,11 +106,6 @@ def _make_linears_empty(network: nn.Module) -> None:
 
 def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
     """ConfigError where the model cannot be divided so: evenly, by the config of its language model."""
-    if settings.pipeline_parallel_size > 1 and family not in IN_STAGES:
-        raise ConfigError(
-            f"train.backend.pipeline_parallel_size={settings.pipeline_parallel_size}, but the model is a {family}, and "
-            f"only {', '.join(IN_STAGES)} has been compared with the torch backend in stages; set it to 1"
-        )
     tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
     check_experts(family, settings)
     divided = {

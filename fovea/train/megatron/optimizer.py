@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from fovea.config.backends import MegatronBackend
 from fovea.config.run import Train
 from fovea.train.lr_schedule import rate_of_run
+from fovea.train.megatron.offload import Offloaded
 
 
 class MegatronOptimizer:
@@ -37,6 +42,12 @@ class MegatronOptimizer:
             # which Megatron leaves to a scheduler of its own, so that vectors would decay as well
             group["weight_decay"] = train.weight_decay * group["wd_mult"]
         self._make_moments()
+        assert isinstance(train.backend, MegatronBackend)
+        self._offloaded = Offloaded(self._states) if train.backend.optimizer_offload else None
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """A block in which `inner` may be used: elsewhere its state is in the host's memory, if that is set."""
+        return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
@@ -57,11 +68,21 @@ class MegatronOptimizer:
 
     def step(self) -> None:
         """Clip the gradients to `max_grad_norm` and take a step."""
-        self.inner.step()
+        with self.on_device():
+            self.inner.step()
 
     def sync_from_model(self) -> None:
         """Copy the model's weights into the float32 ones, after another optimizer has trained it."""
-        self.inner.reload_model_params()
+        with self.on_device():
+            self.inner.reload_model_params()
+
+    def _states(self) -> Iterator[torch.Tensor]:
+        """Moments, and the float32 weights beside those of 16 bits; others are the model's own."""
+        for optimizer in self.inner.chained_optimizers:
+            for weights in optimizer.shard_fp32_from_float16_groups:
+                yield from weights
+            for state in optimizer.optimizer.state.values():
+                yield from (x for x in state.values() if torch.is_tensor(x) and x.dim() > 0)
 
     def _make_moments(self) -> None:
         """Allocate the moments, which checkpoints hold before the first step too: by a step of size 0, not counted.

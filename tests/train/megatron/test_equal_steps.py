@@ -62,6 +62,8 @@ DIVIDED = [
     ("qwen3_vl", LORA, "sequence"),
     ("qwen3_vl", LORA, "pipeline"),
     ("qwen2_5_vl", LORA_ALONE, "data"),
+    ("qwen2_5_vl", GRPO, "pipeline"),
+    ("qwen3_vl_moe", GRPO, "pipeline"),
     ("qwen2_5_vl", GRPO, "tensor"),
 ]
 RESUMED = [(DIVIDED[1], DIVIDED[0]), (DIVIDED[8], DIVIDED[8])]
