@@ -6,6 +6,7 @@ that of a process that was started anew.
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
@@ -18,4 +19,10 @@ FORKS.set_forkserver_preload(["fovea.build.run", "fovea.loop", "tests.train.rank
 
 def run_ranks(target: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
     """Run `target(rank, *arguments)` in so many processes to the end; an error of one is raised here."""
-    torch.multiprocessing.start_processes(target, arguments, nprocs=nprocs, start_method="forkserver")
+    torch.multiprocessing.start_processes(_traced, (target, *arguments), nprocs=nprocs, start_method="forkserver")
+
+
+def _traced(rank: int, target: Callable[..., None], *arguments: Any) -> None:
+    """Run `target` so that a signal that ends the process, such as SIGSEGV, leaves the stacks of its threads."""
+    faulthandler.enable()
+    target(rank, *arguments)
