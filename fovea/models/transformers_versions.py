@@ -63,13 +63,19 @@ def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
 def load_config(path: str, **options: Any) -> Any:
     """The config of a model folder or hub id, written by either version."""
     config = AutoConfig.from_pretrained(path, **options)
-    text = config.get_text_config()
-    written_by_new = getattr(text, "rope_parameters", None) if OLD else None
-    if written_by_new:
-        # 4.57 keeps the key that it does not know and takes its own defaults: another model without a word
-        for name, value in rope_fields(written_by_new).items():
-            setattr(text, name, value)
+    if OLD:
+        _read_new_names(config.get_text_config())
     return config
+
+
+def _read_new_names(text: Any) -> None:
+    """Set what version 5 wrote under other names; 4.57 keeps them and takes its own defaults, another model."""
+    rope = getattr(text, "rope_parameters", None)
+    named = rope_fields(rope) if rope else {}
+    if hasattr(text, "num_local_experts"):
+        named["num_experts"] = text.num_local_experts
+    for name, value in named.items():
+        setattr(text, name, value)
 
 
 def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Tensor) -> tuple[Tensor, Tensor]:
