@@ -1,11 +1,15 @@
-"""Writes a model folder, or reads one, in whichever environment runs this module.
+"""Writes tiny models as `fovea export` does, or reads such folders, in whichever environment runs this module.
 
-    python -m tests.train.megatron.model_folder write FAMILY FOLDER
-    python -m tests.train.megatron.model_folder read FOLDER OUT.npz
+    python -m tests.train.megatron.model_folder write FOLDER
+    python -m tests.train.megatron.model_folder read FOLDER OUT
+
+FOLDER has a model folder of each family, and OUT gets an .npz of each.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,22 +25,37 @@ from fovea.models.tiny import TinyParts
 from fovea.train.packing import pack_row
 from tests.tiny_models import CPU, mixed_prompts, save, tiny
 
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 ANSWER = np.array([5, 17, 3, 40])
+VERSION_4 = Path(sys.executable)
+VERSION_5 = Path(os.environ.get("FOVEA_TRANSFORMERS_5_PYTHON", ".venv/bin/python"))
+"""Interpreter of the environment that everything but Megatron runs in."""
+PATIENCE = 300.0
+
+
+def run_module(python: Path, *arguments: str | Path) -> None:
+    """Run this module with another interpreter."""
+    command = [python, "-m", "tests.train.megatron.model_folder", *arguments]
+    done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["write", family, folder]:
-            write(family, Path(folder))
+        case ["write", folder]:
+            write(Path(folder))
         case ["read", folder, out]:
-            np.savez(out, **read(Path(folder)))
+            for family in FAMILIES:
+                np.savez(Path(out) / f"{family}.npz", **read(Path(folder) / family))
         case _:
             raise SystemExit(__doc__)
 
 
-def write(family: str, folder: Path) -> None:
-    """Write a tiny model as `fovea export` does, from a folder in the layout of this environment's transformers."""
-    write_model(folder, opened(save(tiny(family), folder.with_name(f"{folder.name}-own"))))
+def write(folder: Path) -> None:
+    for family in FAMILIES:
+        own = save(tiny(family), folder / f"{family}-as-the-library-saves-it")
+        (folder / family).mkdir()
+        write_model(folder / family, opened(own))
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:

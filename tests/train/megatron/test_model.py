@@ -11,6 +11,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from fovea.config.run import Model
+from fovea.models.load import load_network
 from fovea.models.plain import PlainRow, PlainVLM, plain_states
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
@@ -18,6 +20,7 @@ from fovea.train.megatron.model import MegatronModel, skeleton
 from fovea.train.megatron.parallel import take_place
 from tests.tiny_models import image, renderer, save, tiny, user
 from tests.train.megatron.equal_steps import settings_of
+from tests.train.megatron.model_folder import FAMILIES, VERSION_5, run_module
 
 TOLERANCE = 1e-5
 
@@ -32,10 +35,19 @@ class Both:
     rows: list[PlainRow]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    parts = tiny(request.param)
-    folder = save(parts, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def by_version_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports of tiny models, written where the torch backend trains."""
+    folder = tmp_path_factory.mktemp("exports")
+    run_module(VERSION_5, "write", folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request: pytest.FixtureRequest, by_version_5: Path) -> Iterator[Both]:
+    folder = by_version_5 / request.param
+    network = load_network(Model(path=str(folder), dtype="float32"))
+    parts = TinyParts(network=network, processor=load_processor(Model(path=str(folder))))
     config = settings_of(folder, train={"backend": {"name": "megatron"}})
     shape = skeleton(config.model, load_processor(config.model).banned_ids, config.seed)
     model = MegatronModel(config, config.model, shape, take_place(config, shape.device))
