@@ -64,16 +64,20 @@ def load_config(path: str, **options: Any) -> Any:
     """The config of a model folder or hub id, written by either version."""
     config = AutoConfig.from_pretrained(path, **options)
     if OLD:
-        _read_new_names(config.get_text_config())
+        _read_as_new(config)
     return config
 
 
-def _read_new_names(text: Any) -> None:
+def _read_as_new(config: Any) -> None:
     """Set what version 5 wrote under other names; 4.57 keeps them and takes its own defaults, another model."""
+    text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     named = rope_fields(rope) if rope else {}
     if hasattr(text, "num_local_experts"):
         named["num_experts"] = text.num_local_experts
+    if text is not config:
+        # a Qwen2.5-VL answers with its language model's, which version 5 does not write
+        named["architectures"] = vars(config)["architectures"]
     for name, value in named.items():
         setattr(text, name, value)
 

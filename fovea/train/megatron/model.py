@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
@@ -146,9 +147,11 @@ class MegatronModel:
         self.place = place
         self.shape = shape
         self.device = pick_device(settings.device)
-        self._bridge = AutoBridge.from_hf_pretrained(settings.path, **hub_options(settings))
-        # the bridge reads the file as transformers 4 does: of a folder written by version 5 without rotary positions
-        self._bridge.hf_pretrained.config = load_config(str(settings.path), **hub_options(settings))
+        pretrained = PreTrainedCausalLM.from_pretrained(settings.path, **hub_options(settings))
+        # the bridge would read the file as transformers 4 does: of a folder written by version 5 without rotary
+        # positions, or not at all
+        pretrained.config = load_config(str(settings.path), **hub_options(settings))
+        self._bridge = AutoBridge(pretrained)
         backend = config.train.backend
         assert isinstance(backend, MegatronBackend)
         check_division(shape.network.config.model_type, shape.text_config, backend)
