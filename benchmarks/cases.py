@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fovea.config.run import TinyModel
 from fovea.environments.base import Environment
+from fovea.models.load import DTYPES
 from fovea.models.tiny import TinyParts, make_tiny, with_processor
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
@@ -89,6 +90,8 @@ class Case:
     same_rows: bool = False
     """Every step repeats the rows of the first, so that features of a frozen tower come from the cache."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights of both sides."""
     max_batch_tokens: int | None = None
     """Token budget of Fovea's engine; None: the default."""
     microbatch_tokens: int = 1024
@@ -129,6 +132,7 @@ FAMILIES = {"many": ("many_4", "many_8", "many_16")}
 def make_parts(case: Case, seed: int = 0) -> TinyParts:
     """Weights, tokenizer and image processor of a case, equal for equal arguments; without stop tokens."""
     parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed)
+    parts.network.to(DTYPES[case.dtype])  # type: ignore[arg-type]
     if case.vocabulary is None:
         return parts
     parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)

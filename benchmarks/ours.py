@@ -146,6 +146,7 @@ def config_of(case: Case) -> Config:
         {
             "model": Model(
                 tiny=case.model,
+                dtype=case.dtype,
                 freeze_vision_tower=case.freeze_vision,
                 lora=Lora(rank=case.lora_rank, alpha=case.lora_rank) if case.lora_rank else None,
             ),

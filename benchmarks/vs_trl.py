@@ -14,7 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
 from fovea.config.run import Train
 from fovea.metrics.log import peak_rss_gib
+from fovea.models.load import DTYPES
 
 MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1
@@ -40,12 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.alone:
         torch.set_num_threads(options.threads)
-        _run_alone(options.alone, CASES[options.cases[0]], options.steps)
+        _run_alone(options.alone, replace(CASES[options.cases[0]], dtype=options.dtype), options.steps)
         return
     restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(options.threads)
     machine = f"{cpu_model()}, {options.threads} of {os.cpu_count()} cores"
-    results = {name: _compare(name, options.steps, memory=not options.no_memory) for name in options.cases}
+    results = {
+        name: _compare(name, options.steps, options.dtype, memory=not options.no_memory) for name in options.cases
+    }
     if options.json:
         with_machine = {name: result | {"machine": machine} for name, result in results.items()}
         Path(options.json).write_text(json.dumps(with_machine, indent=2) + "\n")
@@ -57,6 +60,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", type=_case_names, default=_default_cases(), help=_cases_help())
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--threads", type=int, default=1, help="threads of each side")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights of both sides")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
     parser.add_argument("--alone", choices=("ours", "trl"), help=argparse.SUPPRESS)
@@ -80,11 +84,11 @@ def _case_names(text: str) -> list[str]:
     return names
 
 
-def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, Any]]:
+def _compare(name: str, steps: int, dtype: str, *, memory: bool) -> dict[str, dict[str, Any]]:
     """Time both sides in turn, in this process."""
     from benchmarks import trl_side  # noqa: PLC0415  the process that measures Fovea's memory must not import TRL
 
-    case, total = CASES[name], steps + WARM_STEPS
+    case, total = replace(CASES[name], dtype=dtype), steps + WARM_STEPS
     ours, our_times, their_times = Ours(case, total + 1), list[StepTimes](), list[StepTimes]()
 
     def after(theirs: StepTimes) -> None:
@@ -101,7 +105,8 @@ def _compare(name: str, steps: int, *, memory: bool) -> dict[str, dict[str, Any]
     their_times = their_times[WARM_STEPS:]
     result = {"ours": medians(our_times) | {"plain_step_seconds": plain.step}, "trl": medians(their_times)}
     for side in ("ours", "trl") if memory else ():
-        alone = ("--alone", side, "--cases", name, "--steps", "2", "--threads", str(torch.get_num_threads()))
+        alone = ("--alone", side, "--cases", name, "--dtype", dtype, "--steps", "2")
+        alone += ("--threads", str(torch.get_num_threads()))
         result[side]["peak_rss_gib"] = last_number(MODULE, *alone)
     speedups = {
         phase: asdict(Speedup.of(*([getattr(times, phase) for times in side] for side in (their_times, our_times))))
