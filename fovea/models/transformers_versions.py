@@ -75,7 +75,7 @@ def _read_as_new(config: Any) -> None:
     named = rope_fields(rope) if rope else {}
     if hasattr(text, "num_local_experts"):
         named["num_experts"] = text.num_local_experts
-    if text is not config:
+    if getattr(text, "architectures", None) is None:
         # a Qwen2.5-VL answers with its language model's, which version 5 does not write
         named["architectures"] = vars(config)["architectures"]
     for name, value in named.items():
