@@ -17,6 +17,7 @@ from fovea.models.load import DTYPES
 from fovea.models.tiny import TinyParts, make_tiny, with_processor
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
+Dtype = Literal["float32", "bfloat16"]
 WORDS = [
     "Say",
     "which",
@@ -90,7 +91,7 @@ class Case:
     same_rows: bool = False
     """Every step repeats the rows of the first, so that features of a frozen tower come from the cache."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """Type of the weights of both sides."""
     max_batch_tokens: int | None = None
     """Token budget of Fovea's engine; None: the default."""

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import CASES, FAMILIES, Case
+from benchmarks.cases import CASES, FAMILIES, Case, Dtype
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
@@ -84,7 +84,7 @@ def _case_names(text: str) -> list[str]:
     return names
 
 
-def _compare(name: str, steps: int, dtype: str, *, memory: bool) -> dict[str, dict[str, Any]]:
+def _compare(name: str, steps: int, dtype: Dtype, *, memory: bool) -> dict[str, dict[str, Any]]:
     """Time both sides in turn, in this process."""
     from benchmarks import trl_side  # noqa: PLC0415  the process that measures Fovea's memory must not import TRL
 
@@ -105,9 +105,8 @@ def _compare(name: str, steps: int, dtype: str, *, memory: bool) -> dict[str, di
     their_times = their_times[WARM_STEPS:]
     result = {"ours": medians(our_times) | {"plain_step_seconds": plain.step}, "trl": medians(their_times)}
     for side in ("ours", "trl") if memory else ():
-        alone = ("--alone", side, "--cases", name, "--dtype", dtype, "--steps", "2")
-        alone += ("--threads", str(torch.get_num_threads()))
-        result[side]["peak_rss_gib"] = last_number(MODULE, *alone)
+        alone = ["--alone", side, "--cases", name, "--dtype", dtype, "--steps", "2"]
+        result[side]["peak_rss_gib"] = last_number(MODULE, *alone, "--threads", str(torch.get_num_threads()))
     speedups = {
         phase: asdict(Speedup.of(*([getattr(times, phase) for times in side] for side in (their_times, our_times))))
         for phase in PHASES
