@@ -23,10 +23,12 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help demo talk test test-talk test-long test-vllm test-sglang test-megatron bench docs docs-serve lint format clean
 
-# make bench CASES=tiny,mid STEPS=5 THREADS=2 JSON=result.json
+# make bench CASES=tiny,mid STEPS=5 THREADS=2 DTYPE=bfloat16 CLOCK=cpu JSON=result.json
 CASES ?= tiny,mid,image_heavy,frozen,frozen_cached,lora,many,long
 STEPS ?= 5
 THREADS ?= 1
+DTYPE ?= float32
+CLOCK ?= wall
 JSON ?=
 
 help:  ## Show this list
@@ -59,8 +61,8 @@ test-long: $(DEVELOPS) $(TALKS) .venv-vllm/.installed  ## Run the tests that CI 
 test-megatron: .venv-megatron/.installed $(DEVELOPS)  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB)
 	FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python .venv-megatron/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m megatron tests/train/megatron
 
-bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, JSON=)
-	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) $(if $(JSON),--json $(JSON))
+bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, DTYPE=, CLOCK=, JSON=)
+	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) --dtype $(DTYPE) --clock $(CLOCK) $(if $(JSON),--json $(JSON))
 
 docs: $(DEVELOPS)  ## Build the documentation as a site, build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

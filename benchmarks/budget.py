@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
 
-Clock = Callable[[], float]
+from benchmarks.timing import Clock
 
 
 class Deadline:

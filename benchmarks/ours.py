@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
-from benchmarks.timing import StepTimes
+from benchmarks.timing import Clock, StepTimes
 from fovea.advantages import with_advantages
 from fovea.build.data import prefetch_threads
 from fovea.build.engine import make_embedded, make_tape
@@ -60,18 +60,19 @@ class Shared:
 class Ours:
     """A run of a case; every call of `step` takes new rows."""
 
-    def __init__(self, case: Case, steps: int, shared: Shared | None = None) -> None:
+    def __init__(self, case: Case, steps: int, shared: Shared | None = None, clock: Clock = perf_counter) -> None:
         """Prepare rows for `steps` calls of `step`; `shared` may come from another case with the same model."""
         self.shared = shared or share(case, make_parts(case))
-        self._run = _make_run(case, steps, self.shared)
+        self._clock = clock
+        self._run = _make_run(case, steps, self.shared, clock)
         self._step = 0
         wait_for(self._run.weight_sync.push(0))
 
     def step(self) -> StepTimes:
         """Take one step and time it, from rows to weights."""
-        started = perf_counter()
+        started = self._clock()
         _, metrics = wait_for(take_step(self._run, TrainState(step=self._step, kl_coef=0.0)))
-        whole = perf_counter() - started
+        whole = self._clock() - started
         assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less"
         self._step += 1
         phases = {key.removeprefix("seconds/"): value for key, value in self._run.phases.seconds().items()}
@@ -167,7 +168,7 @@ def config_of(case: Case) -> Config:
     )
 
 
-def _make_run(case: Case, steps: int, shared: Shared) -> Run:
+def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
     config = config_of(case)
     environment = BenchEnvironment(make_tasks(case, case.prompts * steps))
     grading = Grading(graders=(BenchGrader(),))
@@ -204,7 +205,7 @@ def _make_run(case: Case, steps: int, shared: Shared) -> Run:
         checkpoints=Checkpoints(folder, keep=1),
         resumed=None,
         metrics=MetricsLog([]),
-        phases=Phases(),
+        phases=Phases(clock),
         progress=Progress(steps, 0, enabled=False),
-        started=perf_counter(),
+        started=clock(),
     )

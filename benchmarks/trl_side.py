@@ -24,7 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.cases import Case, make_parts, make_tasks, reward_of
 from benchmarks.ours import LEARNING_RATE
-from benchmarks.timing import StepTimes
+from benchmarks.timing import Clock, StepTimes
 from fovea.models.tiny import TinyParts
 
 
@@ -42,18 +42,19 @@ class ImageProcessor(transformers.Qwen3VLProcessor):
 class TimedTrainer(GRPOTrainer):
     """TRL's trainer, which also times its rollouts."""
 
+    clock: Clock = perf_counter
     rollout_seconds = 0.0
     tokens = 0.0
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        started = perf_counter()
+        started = self.clock()
         outputs = super()._generate_and_score_completions(inputs)
-        self.rollout_seconds += perf_counter() - started
+        self.rollout_seconds += self.clock() - started
         self.tokens += float(outputs["completion_mask"].sum())
         return outputs
 
 
-class Clock(TrainerCallback):
+class StepTimer(TrainerCallback):
     """Callback that times each step, the reading of its rows included, and then calls `after`."""
 
     def __init__(self, after: Callable[[StepTimes], None]) -> None:
@@ -66,7 +67,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         assert self.trainer is not None
-        whole, rollout = perf_counter() - self._started, self.trainer.rollout_seconds
+        whole, rollout = self.trainer.clock() - self._started, self.trainer.rollout_seconds
         self._after(StepTimes(step=whole, rollout=rollout, train=whole - rollout, tokens=self.trainer.tokens))
         self._restart()
 
@@ -74,10 +75,16 @@ class Clock(TrainerCallback):
         assert self.trainer is not None
         self.trainer.rollout_seconds = self.trainer.tokens = 0.0
         # not in `on_step_begin`, which comes after the rows have been read
-        self._started = perf_counter()
+        self._started = self.trainer.clock()
 
 
-def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: TinyParts | None = None) -> None:
+def train(
+    case: Case,
+    steps: int,
+    after: Callable[[StepTimes], None],
+    parts: TinyParts | None = None,
+    clock: Clock = perf_counter,
+) -> None:
     """Take `steps` steps of GRPO; `after` is called after each with its times.
 
     Given `parts` are trained on the device that they are on.
@@ -86,7 +93,7 @@ def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: Tin
     parts.processor.tokenizer.padding_side = "left"  # TRL requires it for prompts
     if case.freeze_vision:
         parts.network.get_submodule("model.visual").requires_grad_(False)
-    clock = Clock(after)
+    timer = StepTimer(after)
     trainer = TimedTrainer(
         model=parts.network,
         reward_funcs=_rewards,
@@ -95,10 +102,11 @@ def train(case: Case, steps: int, after: Callable[[StepTimes], None], parts: Tin
         processing_class=ImageProcessor(
             parts.processor.image_processor, parts.processor.tokenizer, parts.processor.chat_template
         ),
-        callbacks=[clock],
+        callbacks=[timer],
         peft_config=_lora(case),
     )
-    clock.trainer = trainer
+    trainer.clock = clock
+    timer.trainer = trainer
     trainer.train()
 
 

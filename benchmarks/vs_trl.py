@@ -22,10 +22,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import CASES, FAMILIES, Case, Dtype
+from benchmarks.cases import CASES, FAMILIES, Case
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
-from benchmarks.timing import Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
+from benchmarks.timing import CLOCKS, Clock, Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
 from fovea.config.run import Train
 from fovea.metrics.log import peak_rss_gib
 from fovea.models.load import DTYPES
@@ -45,9 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(options.threads)
-    machine = f"{cpu_model()}, {options.threads} of {os.cpu_count()} cores"
+    machine = f"{cpu_model()}, {options.threads} of {os.cpu_count()} cores, {options.dtype}, {options.clock} time"
     results = {
-        name: _compare(name, options.steps, options.dtype, memory=not options.no_memory) for name in options.cases
+        name: _compare(
+            replace(CASES[name], dtype=options.dtype),
+            name,
+            options.steps,
+            CLOCKS[options.clock],
+            memory=not options.no_memory,
+        )
+        for name in options.cases
     }
     if options.json:
         with_machine = {name: result | {"machine": machine} for name, result in results.items()}
@@ -61,6 +68,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--threads", type=int, default=1, help="threads of each side")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights of both sides")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time, on a busy machine")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
     parser.add_argument("--alone", choices=("ours", "trl"), help=argparse.SUPPRESS)
@@ -84,12 +92,12 @@ def _case_names(text: str) -> list[str]:
     return names
 
 
-def _compare(name: str, steps: int, dtype: Dtype, *, memory: bool) -> dict[str, dict[str, Any]]:
+def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -> dict[str, dict[str, Any]]:
     """Time both sides in turn, in this process."""
     from benchmarks import trl_side  # noqa: PLC0415  the process that measures Fovea's memory must not import TRL
 
-    case, total = replace(CASES[name], dtype=dtype), steps + WARM_STEPS
-    ours, our_times, their_times = Ours(case, total + 1), list[StepTimes](), list[StepTimes]()
+    total = steps + WARM_STEPS
+    ours, our_times, their_times = Ours(case, total + 1, clock=clock), list[StepTimes](), list[StepTimes]()
 
     def after(theirs: StepTimes) -> None:
         their_times.append(theirs)
@@ -98,14 +106,14 @@ def _compare(name: str, steps: int, dtype: Dtype, *, memory: bool) -> dict[str, 
         assert theirs.tokens == mine.tokens, f"{name}: TRL drew {theirs.tokens} tokens, we {mine.tokens}"
         print(f"{name}: TRL {theirs.step:.2f} s, ours {mine.step:.2f} s, {theirs.step / mine.step:.2f}x", flush=True)
 
-    trl_side.train(case, total, after)
+    trl_side.train(case, total, after, clock=clock)
     every, plain = Train().plain_update_every_steps, ours.plain_step()
     spreads = {"ours": spread(our_times[WARM_STEPS:]), "trl": spread(their_times[WARM_STEPS:])}
     our_times = [with_plain_share(times, plain, every) for times in our_times[WARM_STEPS:]]
     their_times = their_times[WARM_STEPS:]
     result = {"ours": medians(our_times) | {"plain_step_seconds": plain.step}, "trl": medians(their_times)}
     for side in ("ours", "trl") if memory else ():
-        alone = ["--alone", side, "--cases", name, "--dtype", dtype, "--steps", "2"]
+        alone = ["--alone", side, "--cases", name, "--dtype", case.dtype, "--steps", "2"]
         result[side]["peak_rss_gib"] = last_number(MODULE, *alone, "--threads", str(torch.get_num_threads()))
     speedups = {
         phase: asdict(Speedup.of(*([getattr(times, phase) for times in side] for side in (their_times, our_times))))

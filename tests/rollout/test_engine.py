@@ -7,16 +7,17 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from fovea.errors import EngineError, OutOfMemoryError
 from fovea.models.activation_tape import Tape
-from fovea.models.linear_factors import Factors
+from fovea.models.linear_factors import Factors, add_adapter
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vision.attention import use_segment_attention
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.linears import Int8Linears, OneDnnLinears
+from fovea.rollout.embedded.linears import Int8Linears, OneDnnLinears, can_use_onednn
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.types import Request, Sampling
@@ -256,18 +257,43 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
         assert all(same(a, b) for a, b in zip(*groups, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 32, 100])
-def test_packed_linears_equal_plain_ones(rows: int) -> None:
+def test_packed_linears_equal_plain_ones(rows: int, dtype: torch.dtype) -> None:
+    if not can_use_onednn(torch.empty(0, dtype=dtype)):
+        pytest.skip("oneDNN has no bfloat16 products for this CPU")
     generator = torch.Generator().manual_seed(0)
-    layers = [Factors(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
-    x = torch.randn(rows, 48, generator=generator)
-    tape = Tape([[69, 1, 1, 1]], 2**20, torch.float32)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    layers = [Factors(random(5, 48), random(5)), Factors(random(64, 48), random(64), random(4, 48), random(64, 4), 0.5)]
+    x = random(rows, 48)
+    tape = Tape([[69, 1, 1, 1]], 2**20, dtype)
     with tape.recording(rows):
         outs = OneDnnLinears(layers, tape.layer(0)[0])(x)
     for layer, out in zip(layers, outs, strict=True):
-        expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
-        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+        expected = add_adapter(torch.nn.functional.linear(x, layer.weight, layer.bias), x, layer)
+        tolerance = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
     assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "faster"),
+    [
+        (64, 256, torch.float32, True),
+        (65, 256, torch.float32, False),
+        (64, 192, torch.float32, False),
+        (256, 128, torch.bfloat16, True),
+        (257, 128, torch.bfloat16, False),
+        (256, 64, torch.bfloat16, False),
+        (8, 512, torch.float16, False),
+    ],
+)
+def test_packed_decoding_where_it_is_faster(rows: int, width: int, dtype: torch.dtype, faster: bool) -> None:
+    embed = torch.empty(10, width, dtype=dtype)
+    assert Tuning().uses_onednn(rows, embed) == (faster and can_use_onednn(embed))
 
 
 def test_a_rollout_that_runs_out_of_memory_names_its_settings_and_the_engine_goes_on() -> None:

@@ -14,6 +14,7 @@ from fovea.models.trainable import choose_trainable, lora_layers, merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.decode_step import GraphStepper
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.linears import OneDnnLinears, PlainLinears, can_use_onednn
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
@@ -113,6 +114,19 @@ def test_small_adapters_count_in_bfloat16() -> None:
     merged_engine.load_weights(dict(merged_weights(parts.network)), version=0)
     rounded = difference(parts, prompts, generate(merged_engine, prompts, samplings, n=16))
     assert np.abs(rounded).mean() > 100 * LOGPROB_TOLERANCE
+
+
+def test_bfloat16_decode_copies_leave_adapters_beside_the_weights() -> None:
+    """Adapters so small that merging rounds most of them away: copies must compute what plain layers do."""
+    layer = next(iter(lora_layers(with_lora(torch.bfloat16, SMALL_RATIO).network).values()))
+    factors = factors_of(layer)
+    if not can_use_onednn(factors.weight):
+        pytest.skip("oneDNN has no bfloat16 products for this CPU")
+    x = torch.randn(32, factors.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        (plain,), (copied,) = PlainLinears([factors], None)(x), OneDnnLinears([factors], None)(x)
+        merged = torch.nn.functional.linear(x, merged_weight(factors), factors.bias)
+    assert (copied - plain).abs().mean() < 0.1 * (merged - plain).abs().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

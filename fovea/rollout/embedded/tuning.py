@@ -24,9 +24,17 @@ CacheKind = Literal["dense", "paged"]
 CUDA_DECODE_STEPS_PER_SYNC = 8
 """Each sync makes the host wait for the device; on average a finished row decodes for half of this interval in vain."""
 
-MAX_ONEDNN_ROWS, MIN_ONEDNN_WIDTH = 64, 256
-"""Limits of the oneDNN layout: with more rows, or narrower layers, a product is not bound by reading the weights."""
 
+@dataclass(frozen=True, slots=True)
+class OneDnnLimits:
+    """Where oneDNN's layout is faster: with more rows, or narrower layers, its blocks bring nothing."""
+
+    max_rows: int
+    min_width: int
+
+
+ONEDNN_LIMITS = {torch.float32: OneDnnLimits(64, 256), torch.bfloat16: OneDnnLimits(256, 128)}
+"""By dtype: bfloat16 products are so short (AMX) that reading the weights bounds them for longer."""
 
 PAGE_TOKENS = 256
 """Flash attention 2 requires pages of 256 tokens, later versions take smaller ones."""
@@ -59,8 +67,10 @@ class Tuning:
 
     def uses_onednn(self, rows: int, embed: Tensor) -> bool:
         """Whether oneDNN decode copies are faster for this many rows."""
-        small = rows <= MAX_ONEDNN_ROWS and embed.shape[1] >= MIN_ONEDNN_WIDTH
-        return self.onednn_decoding and small and can_use_onednn(embed)
+        if not self.onednn_decoding or not can_use_onednn(embed):
+            return False
+        limits = ONEDNN_LIMITS[embed.dtype]
+        return rows <= limits.max_rows and embed.shape[1] >= limits.min_width
 
     def decode_steps_on(self, device: torch.device) -> int:
         """Decode steps between syncs on this device."""
