@@ -36,7 +36,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Mean of accuracies, in 0..1, with the one interval of an accuracy wherever it is shown.
 
     Wilson's where all values are 0 or 1, else the normal one, cut off at 0 and 1: partial credits vary less than right
-    and wrong answers of the same mean. Where all are equal, their spread is not known, and Wilson's is never too narrow.
+    and wrong answers of the same mean. Of equal values the spread is not known, and Wilson's is never too narrow.
     """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)

@@ -124,9 +124,9 @@ def _results(card: Card) -> str:
     summary = card.summary
     if summary is None:
         return "## Results\n\nThe run had not finished when this step was exported, so that there are no final results."
-    warmup = by_type_at(summary, "warmup")
+    warmup = {kind: value.mean for kind, value in by_type_at(summary, "warmup").items()}
     rows = [
-        f"| {_plain(kind)} | {_percent(warmup[kind].mean if kind in warmup else None)} | {percent_text(final)} | {final.n} |"
+        f"| {_plain(kind)} | {_percent(warmup.get(kind))} | {percent_text(final)} | {final.n} |"
         for kind, final in by_type_at(summary, "final").items()
     ]
     steps = summary["steps"]
