@@ -238,6 +238,9 @@ def test_rewards_parts_and_image_types_have_intervals(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert "reward 0.75 [0.638, 0.862] 20" in page.text
     assert "accuracy on map 1 [0.207, 1] 1" in page.text
+    assert "mean of after RL, with 95" in page.text, "no column for what was not evaluated"
+    write_summary(tmp_path / "summary.json", replace(SUMMARY, warmup=None, before=final, final=final))
+    assert "mean of before RL after RL, with 95" in Page(write_report(tmp_path)).text
     assert ATTACKS[0] not in page.source
 
 
