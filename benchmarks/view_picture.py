@@ -38,9 +38,10 @@ class Picture:
 def pictures(num_runs: int, step: int | None, group: int) -> Iterator[Picture]:
     """The curves; the groups of a recorded step (None: the newest), with its tokens coloured by their advantage."""
     place = "" if step is None else f"&step={step}&group={group}"
-    yield Picture(name="view_curves", hash="#curves", ready="document.querySelector('.plot polyline')")
+    curves, samples = ("view_curves", "view_samples") if num_runs == 1 else ("view_curves_compared", "view_compared")
+    yield Picture(name=curves, hash="#curves", ready="document.querySelector('.plot polyline')")
     yield Picture(
-        name="view_samples" if num_runs == 1 else "view_compared",
+        name=samples,
         hash=f"#samples?heat=advantage{place}",
         ready=f"document.querySelectorAll('.group .question').length === {num_runs} && {LOADED}",
     )

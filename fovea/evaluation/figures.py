@@ -28,7 +28,7 @@ class Figures:
 
 
 def figures_of(evaluation: Evaluation) -> Figures:
-    """The figures of an evaluation: Wilson's interval for accuracies and shares, the normal one for other means."""
+    """The figures of an evaluation: Wilson's interval for shares of rows, the normal one for other means."""
     return Figures(
         accuracy=estimate([value for values in evaluation.accuracies.values() for value in values]),
         by_type=_each(evaluation.accuracies),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,12 +33,23 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of values in 0..1 with its Wilson interval, the one interval of an accuracy wherever it is shown."""
+    """Mean of accuracies, in 0..1, with the one interval of an accuracy wherever it is shown.
+
+    Wilson's where all values are 0 or 1, else the normal one, cut off at 0 and 1: partial credits vary less than right
+    and wrong answers of the same mean. Of equal values the spread is not known, and Wilson's is never too narrow.
+    """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
-    mean = float(np.mean(values))
-    low, high = wilson_interval(mean, len(values))
-    return Estimate(mean=mean, low=low, high=high, n=len(values))
+    if _are_shares(values) or len(set(values)) == 1:
+        return share_estimate(float(np.mean(values)), len(values))
+    found = mean_estimate(values)
+    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
+
+
+def share_estimate(fraction: float, n: int) -> Estimate:
+    """A share of n rows, n at least 1, with its Wilson interval."""
+    low, high = wilson_interval(fraction, n)
+    return Estimate(mean=fraction, low=low, high=high, n=n)
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
@@ -46,11 +57,15 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 
     The normal interval is mean +- 1.96 s / sqrt(n), with the sample's own s (n - 1). Of one value it is (nan, nan).
     """
-    if all(value in (0.0, 1.0) for value in values):
+    if _are_shares(values):
         return estimate(values)
     n, mean = len(values), float(np.mean(values))
     half = Z_95 * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
+
+
+def _are_shares(values: Sequence[float]) -> bool:
+    return all(value in (0.0, 1.0) for value in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

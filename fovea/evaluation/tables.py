@@ -35,7 +35,7 @@ def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
 
 
 def _accuracies(metrics: Sequence[TargetMetrics], title: str) -> Table:
-    caption = "95 % intervals over rows: Wilson's of accuracies and shares, normal ones of other means."
+    caption = "95 % intervals over rows: Wilson's of shares, normal ones of other means."
     table = Table(title=Text(title), title_justify="left", caption=caption, caption_justify="left")
     any_unscored = any(each.rows_unscored for each in metrics)
     _columns(table, "target", ["accuracy", "n", "skipped", *(["not scored"] if any_unscored else [])])

@@ -15,8 +15,8 @@ import yaml
 from fovea import __version__
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
-from fovea.evaluation.statistics import format_interval, wilson_interval
-from fovea.report.summary import SummaryJson
+from fovea.evaluation.tables import percent_text
+from fovea.report.summary import SummaryJson, by_type_at
 
 REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -124,10 +124,10 @@ def _results(card: Card) -> str:
     summary = card.summary
     if summary is None:
         return "## Results\n\nThe run had not finished when this step was exported, so that there are no final results."
+    warmup = {kind: value.mean for kind, value in by_type_at(summary, "warmup").items()}
     rows = [
-        f"| {_plain(kind)} | {_percent(row['warmup'])} | {_percent(row['final'])} "
-        f"{format_interval(wilson_interval(row['final'], row['n']))} | {row['n']} |"
-        for kind, row in summary["by_type"].items()
+        f"| {_plain(kind)} | {_percent(warmup.get(kind))} | {percent_text(final)} | {final.n} |"
+        for kind, final in by_type_at(summary, "final").items()
     ]
     steps = summary["steps"]
     whose = "" if steps == card.step else f" They are of the run's last step, {steps}, and not of this checkpoint."
@@ -135,7 +135,7 @@ def _results(card: Card) -> str:
     lines = [
         "## Results",
         "",
-        "Greedy accuracy on held-out rows in percent, with 95 % Wilson intervals, after seed "
+        "Greedy accuracy on held-out rows in percent, with 95 % intervals, after seed "
         f"{summary['seed']} of the recipe below.{whose} Before training: {_percent(accuracy['before'])}; after: "
         f"{_percent(accuracy['final'])}; with another row's images: {_percent(summary['shuffled_images'])}; with blank "
         f"ones: {_percent(summary['blank_images'])}.",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fovea.evaluation.statistics import Estimate
 from fovea.evaluation.tables import mean_text
-from fovea.report.summary import EstimateJson, FiguresJson, SummaryJson
-from fovea.utils.files import from_json_number
+from fovea.report.summary import EstimateJson, FiguresJson, SummaryJson, estimate_from_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,4 @@ def _figures(figures: FiguresJson | None) -> dict[str, EstimateJson]:
 
 
 def _mean_text(value: EstimateJson | None) -> str:
-    if value is None:
-        return ""
-    low, high = from_json_number(value["low"]), from_json_number(value["high"])
-    return mean_text(Estimate(mean=value["mean"], low=low, high=high, n=value["n"]))
+    return "" if value is None else mean_text(estimate_from_json(value))

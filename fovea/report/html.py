@@ -17,7 +17,8 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fovea.evaluation.statistics import format_interval, wilson_interval
+from fovea.evaluation.statistics import Estimate, format_interval
+from fovea.evaluation.tables import percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about
 from fovea.report.curve import CURVE_FILE, draw_curve
@@ -26,7 +27,7 @@ from fovea.report.images import read_image
 from fovea.report.panels import draw_panels
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_samples, sample_steps
-from fovea.report.summary import SummaryJson, read_summary
+from fovea.report.summary import Stage, SummaryJson, accuracy_at, by_type_at, read_summary
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
 
@@ -53,14 +54,8 @@ class KindAccuracy:
     """Accuracies of one question type, as fractions in 0..1."""
 
     name: str
-    warmup: float | None
-    final: float
-    n: int
-    interval: tuple[float, float]
-
-    @property
-    def final_text(self) -> str:
-        return f"{_percent(self.final)} {format_interval(self.interval)}"
+    warmup: Estimate | None
+    final: Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +111,7 @@ def page_environment() -> Environment:
         "is_small": _is_small,
         "number": _number,
         "percent": _percent,
+        "interval": percent_text,
         "csp_hash": _csp_hash,
     }
     return environment
@@ -148,18 +144,16 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
 def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[Stat]:
     if summary is None:
         return _reward_stats(metrics)
-    accuracy, n = summary["accuracy"], sum(row["n"] for row in summary["by_type"].values())
-    before = "before warm-up" if accuracy["warmup"] is not None else "before RL"
-    stages = {before: accuracy["before"], "after warm-up": accuracy["warmup"], "after RL": accuracy["final"]}
+    before = "before warm-up" if summary["accuracy"]["warmup"] is not None else "before RL"
+    stages: dict[str, Stage] = {before: "before", "after warm-up": "warmup", "after RL": "final"}
     return [
         Stat(
             label=label,
-            value=f"{_percent(value)} %",
-            # from mean and n alone, all that summary.json has; too wide for graded accuracies rather than too narrow
-            note=f"95 % interval {format_interval(wilson_interval(value, n))}",
+            value=f"{_percent(value.mean)} %",
+            note=f"95 % interval {format_interval((value.low, value.high))}",
         )
-        for label, value in stages.items()
-        if value is not None
+        for label, stage in stages.items()
+        if (value := accuracy_at(summary, stage))
     ]
 
 
@@ -176,15 +170,12 @@ def _reward_stats(metrics: Sequence[Metrics]) -> list[Stat]:
 
 
 def _kind_accuracies(summary: SummaryJson) -> list[KindAccuracy]:
-    rows = [_kind_accuracy(name, **values) for name, values in summary["by_type"].items()]
-    if [row.name for row in rows] != ["all"]:
-        accuracy, n = summary["accuracy"], sum(row.n for row in rows)
-        rows.append(_kind_accuracy("all", warmup=accuracy["warmup"], final=accuracy["final"], n=n))
-    return rows
-
-
-def _kind_accuracy(name: str, *, warmup: float | None, final: float, n: int) -> KindAccuracy:
-    return KindAccuracy(name=name, warmup=warmup, final=final, n=n, interval=wilson_interval(final, n))
+    warmup, final = by_type_at(summary, "warmup"), by_type_at(summary, "final")
+    of_all = accuracy_at(summary, "final")
+    if of_all and list(final) != ["all"]:
+        final["all"] = of_all
+        warmup |= {"all": before} if (before := accuracy_at(summary, "warmup")) else {}
+    return [KindAccuracy(name=name, warmup=warmup.get(name), final=value) for name, value in final.items()]
 
 
 def _phase_totals(metrics: Sequence[Metrics]) -> list[PhaseTotal]:

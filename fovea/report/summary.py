@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired
+from typing import Literal, NotRequired, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
@@ -15,11 +15,14 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from fovea.errors import DataError
 from fovea.evaluation.figures import figures_of
-from fovea.evaluation.statistics import Estimate, estimate
+from fovea.evaluation.statistics import Estimate, estimate, share_estimate
 from fovea.evaluation.tables import cell, mean_cell
 from fovea.types import Evaluation
-from fovea.utils.files import json_number, write_atomically
+from fovea.utils.files import from_json_number, json_number, write_atomically
 from fovea.utils.shown_text import printable
+
+Stage: TypeAlias = Literal["before", "warmup", "final"]
+"""When the test rows are evaluated: before training, after a warm-up, after RL."""
 
 
 class TrainingAccuracy(TypedDict):
@@ -173,6 +176,29 @@ def read_summary(path: Path) -> SummaryJson:
             f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; delete the file, "
             "and the report leaves the summary out"
         ) from error
+
+
+def accuracy_at(summary: SummaryJson, stage: Stage) -> Estimate | None:
+    """The accuracy on all test rows at a stage of a run; None where it was not evaluated."""
+    if "test" in summary:
+        figures = summary["test"][stage]
+        return estimate_from_json(figures["accuracy"]) if figures else None
+    mean = summary["accuracy"][stage]
+    return None if mean is None else share_estimate(mean, sum(row["n"] for row in summary["by_type"].values()))
+
+
+def by_type_at(summary: SummaryJson, stage: Literal["warmup", "final"]) -> dict[str, Estimate]:
+    """The accuracy on the test rows by question type at a stage of a run; empty where it was not evaluated."""
+    if "test" in summary:
+        figures = summary["test"][stage]
+        return {kind: estimate_from_json(value) for kind, value in figures["by_type"].items()} if figures else {}
+    means = {kind: (row[stage], row["n"]) for kind, row in summary["by_type"].items()}
+    return {kind: share_estimate(mean, n) for kind, (mean, n) in means.items() if mean is not None}
+
+
+def estimate_from_json(value: EstimateJson) -> Estimate:
+    low, high = from_json_number(value["low"]), from_json_number(value["high"])
+    return Estimate(mean=value["mean"], low=low, high=high, n=value["n"])
 
 
 def tables_of(summary: Summary) -> list[Table]:

@@ -28,12 +28,11 @@ def test_pictures_of_one_run_and_of_two(tmp_path: Path) -> None:
         taken = take(browser, [one], tmp_path)
         assert browser.evaluate("document.querySelectorAll('.token').length") > 0
         assert [file.name for file in taken] == ["view_curves.png", "view_samples.png"]
-        before = taken[0].read_bytes()
         compared = take(browser, [one, other], tmp_path, step=4, group=1)
         place = browser.evaluate("[...document.querySelectorAll('.group .place')].map((each) => each.textContent)")
     assert place == ["one · step 4 · count · train/1", "other · step 5 · count · train/1"]
-    assert [file.name for file in compared] == ["view_curves.png", "view_compared.png"]
-    assert taken[0].read_bytes() != before, "the curves of two runs"
+    assert [file.name for file in compared] == ["view_curves_compared.png", "view_compared.png"]
+    assert compared[0].read_bytes() != taken[0].read_bytes(), "the curves of two runs"
     for file in {*taken, *compared}:
         assert Image.open(file).size == (WIDTH, HEIGHT)
         assert colours(file) > 8, "a page that was drawn"
@@ -41,7 +40,7 @@ def test_pictures_of_one_run_and_of_two(tmp_path: Path) -> None:
 
 
 def test_the_pictures_of_the_page_in_docs_are_small() -> None:
-    shown = [DOCS / f"view_{name}.png" for name in ("curves", "samples")]
+    shown = [DOCS / f"view_{name}.png" for name in ("curves", "samples", "compared")]
     text = (DOCS / "view.md").read_text(encoding="utf-8")
     for file in shown:
         assert f"({file.name})" in text

@@ -58,22 +58,34 @@ def test_intervals_are_seeded() -> None:
     assert all(math.isnan(x) for x in bootstrap_interval([]))
 
 
-@pytest.mark.parametrize("values", [[0.0] * 16, [1.0] * 16, [1.0, 0.0, 1.0, 1.0], [0.2, 0.4, 0.6, 0.8]])
-def test_an_estimate_has_the_interval_that_summaries_and_model_cards_show(values: list[float]) -> None:
+@pytest.mark.parametrize("values", [[0.0] * 16, [1.0] * 16, [1.0, 0.0, 1.0, 1.0], [0.5] * 16, [0.5]])
+def test_an_estimate_of_shares_and_of_equal_values_is_wilsons(values: list[float]) -> None:
     found, mean = estimate(values), sum(values) / len(values)
     assert found.mean == pytest.approx(mean)
     assert (found.low, found.high) == pytest.approx(wilson_interval(mean, len(values)))
 
 
-def test_an_interval_of_fractions_covers_the_mean_at_least_as_often_as_it_says() -> None:
-    """Partial credits vary less than right and wrong answers of the same mean: Wilson's is wide enough."""
+def test_an_estimate_of_partial_credits_by_hand() -> None:
+    """s^2 = (2 * 0.3^2 + 2 * 0.1^2) / 3 = 0.2 / 3 of four values around 0.5: 1.96 * sqrt(0.2 / 3 / 4) = 0.253."""
+    found = estimate([0.2, 0.4, 0.6, 0.8])
+    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.247, 0.753), abs=5e-4)
+    assert estimate([1.0, 1.0, 0.9]).high == 1.0
+    assert estimate([0.0, 0.0, 0.1]).low == 0.0
+
+
+def test_an_interval_of_partial_credits_covers_their_mean_about_as_often_as_it_says() -> None:
+    """Wilson's would cover it nearly always: it takes them for right and wrong answers, which vary more."""
     rng = np.random.default_rng(0)
-    population = rng.beta(0.5, 0.8, 5000)
-    covered = 0
-    for _ in range(400):
+    population = rng.beta(2, 3, 5000)
+    covered = wilsons = 0
+    for _ in range(2000):
         found = estimate(rng.choice(population, 60).tolist())
         covered += found.low <= population.mean() <= found.high
-    assert covered >= 0.95 * 400
+        low, high = wilson_interval(found.mean, found.n)
+        wilsons += low <= population.mean() <= high
+    # 2,000 draws: the share itself is known to 0.01
+    assert covered / 2000 == pytest.approx(0.95, abs=0.015)
+    assert wilsons / 2000 > 0.99
 
 
 def test_pairs_that_move_together_leave_a_small_difference() -> None:

@@ -1,6 +1,7 @@
 import base64
 import hashlib
 import io
+import json
 import math
 import re
 from dataclasses import replace
@@ -132,6 +133,23 @@ def test_headline_and_types_with_intervals(tmp_path: Path) -> None:
     assert "Test images found in the training split: 2 ." in text
 
 
+def test_partial_credits_have_the_interval_of_a_mean(tmp_path: Path) -> None:
+    """s^2 = (2 * 0.3^2 + 2 * 0.1^2) / 3 = 0.0667 of four values around 0.5: 1.96 * sqrt(0.0667 / 4) = 0.253."""
+    final = Evaluation(accuracies={"all": (0.2, 0.4, 0.6, 0.8)})
+    write_summary(tmp_path / "summary.json", replace(SUMMARY, warmup=None, final=final))
+    text = Page(write_report(tmp_path)).text
+    assert "after RL 50.0 % 95 % interval [25, 75]" in text
+    assert "all 50.0 [25, 75] 4" in text
+
+
+def test_a_summary_of_an_earlier_version_has_shares_of_its_rows(tmp_path: Path) -> None:
+    earlier = {key: value for key, value in SUMMARY.to_json().items() if key != "test"}
+    (tmp_path / "summary.json").write_text(json.dumps(earlier), encoding="utf-8")
+    text = Page(write_report(tmp_path)).text
+    assert "after warm-up 50.0 % 95 % interval [30, 70] after RL 90.0 % 95 % interval [70, 97]" in text
+    assert "count 40.0 80.0 [49, 94] 10 colour 60.0 100.0 [72, 100] 10 all 50.0 90.0 [70, 97] 20" in text
+
+
 def test_a_run_without_warmup_has_no_such_column(tmp_path: Path) -> None:
     final = Evaluation(accuracies={"all": (1.0, 0.0)})
     rl_only = replace(SUMMARY, warmup=None, final=final, shuffled_images=None, duplicates_across_splits=None)
@@ -220,6 +238,9 @@ def test_rewards_parts_and_image_types_have_intervals(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert "reward 0.75 [0.638, 0.862] 20" in page.text
     assert "accuracy on map 1 [0.207, 1] 1" in page.text
+    assert "mean of after RL, with 95" in page.text, "no column for what was not evaluated"
+    write_summary(tmp_path / "summary.json", replace(SUMMARY, warmup=None, before=final, final=final))
+    assert "mean of before RL after RL, with 95" in Page(write_report(tmp_path)).text
     assert ATTACKS[0] not in page.source
 
 

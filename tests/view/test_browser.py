@@ -109,6 +109,41 @@ def test_curves_are_drawn_and_grow(browser: Browser, tmp_path: Path) -> None:
         assert browser.problems == []
 
 
+def test_numbers_are_those_of_the_browser(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    values = [0.0012346, 0.5, -0.25, 12.3456, 1234.5678, -98_765.4, 987_654.3, 0.00012, -2_345_678.0]
+    JsonlSink(folder, resume_step=5).write(1_234_567, {f"a/{place}": value for place, value in enumerate(values)})
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        assert "step 1,234,567 of 10" in text_of(browser, ".runs")
+        browser.evaluate("document.querySelector('#search').value = 'a/'")
+        browser.evaluate("document.querySelector('#search').dispatchEvent(new Event('input'))")
+        outputs = "[...document.querySelectorAll('.charts output')].map((each) => each.textContent)"
+        browser.wait_for(f"{outputs}.filter(Boolean).length === {len(values)}")
+        plain = "Number(x.toPrecision(4)).toLocaleString('en', { maximumFractionDigits: 6 }).replace('-', '\u2212')"
+        expected = browser.evaluate(f"{values[:7]}.map((x) => {plain})")
+        assert expected[4:6] == ["1,235", "\u221298,770"]
+        assert browser.evaluate(outputs) == [*expected, "1.20e\u22124", "\u22122.35e6"]
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("step=3", "step 2 · colour"),
+        ("step=99", "step 4 · colour"),
+        ("step=0", "step 1 · colour"),
+        ("step=2&group=1", "step 2 · count"),
+        ("step=2&group=7", "step 2 · colour"),
+    ],
+)
+def test_of_a_step_without_groups_the_nearest_one_is_shown(
+    browser: Browser, tmp_path: Path, place: str, shown: str
+) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        open_page(browser, f"{address}#samples?{place}", GROUP)
+        assert shown in text_of(browser, ".place")
+
+
 def test_a_group_is_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with served(folder) as address:

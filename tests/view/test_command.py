@@ -6,10 +6,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
+from fovea.view.server import serve
+from fovea.view.viewed_run import ViewedRun
 from tests.view.folders import write_run
 
 
@@ -42,6 +47,26 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert f"error: --port {port}: " in result.stderr
     assert "give another one, or 0 for any that is free" in result.stderr
+
+
+def test_no_answer_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and body of an answer are two writes: with Nagle's algorithm the second waits for an ACK, 40 ms."""
+    options: list[tuple[object, ...]] = []
+    plain = socket.socket.setsockopt
+
+    def noted(self: socket.socket, *option: int) -> None:
+        options.append(option)
+        plain(self, *option)
+
+    monkeypatch.setattr(socket.socket, "setsockopt", noted)
+    addresses: Queue[str] = Queue()
+    runs = [ViewedRun(write_run(tmp_path / "run"))]
+    Thread(target=serve, args=(runs, 0, addresses.put), daemon=True).start()
+    port = int(addresses.get(timeout=60).rstrip("/").rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as browser:
+        browser.sendall(b"GET /data/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert browser.recv(12) == b"HTTP/1.1 200"
+    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1) in options
 
 
 def test_the_page_needs_no_torch() -> None:

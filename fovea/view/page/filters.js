@@ -33,7 +33,7 @@ export function filterBar() {
     numbers.map(([, input]) => input.parent), clear);
 
   function draw(rows, parameters) {
-    const kinds = [...new Set(rows.map((row) => row.kind))].sort();
+    const kinds = kindsOf(rows);
     if (kinds.join("\n") !== [...kind.options].slice(1).map((each) => each.value).join("\n")) {
       kind.replaceChildren(option("", "all"), ...kinds.map((name) => option(name, name)));
     }
@@ -43,6 +43,12 @@ export function filterBar() {
   }
 
   return { root, draw, focus: () => kind.focus() };
+}
+
+function kindsOf(rows) {
+  const kinds = new Set();
+  for (const row of rows) kinds.add(row.kind);
+  return [...kinds].sort();
 }
 
 function set(changes) {

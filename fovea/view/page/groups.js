@@ -27,6 +27,17 @@ function rowOf(step, place, [kind, row, mean, low, high, truncated, answers]) {
   return { step, place, kind, row, mean, low, high, truncated, answers };
 }
 
+/** The place of the first row of at least this step, by halving: rows are in order of steps. Their number where there is none. */
+export function firstFrom(rows, step) {
+  let [low, high] = [0, rows.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (rows[middle].step < step) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 /** The group of the same row that is nearest in steps; undefined where there is none. */
 export function sameRow(rows, row, step) {
   const same = rows.filter((each) => each.row === row);

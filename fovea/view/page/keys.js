@@ -2,11 +2,13 @@
 
 import { element } from "./dom.js";
 
+const ARROWS = { ArrowDown: "↓", ArrowUp: "↑", ArrowRight: "→", ArrowLeft: "←" };
+
 /** Listen for keys: `actions` are triples of keys, meaning and function, which returns false to leave a key to the browser. */
 export function listen(actions, help) {
   const all = [...actions, [["?"], "these keys", () => (help.open ? help.close() : help.showModal())]];
   help.replaceChildren(element("h2", {}, "Keys"),
-    element("dl", {}, all.flatMap(([keys, meaning]) => [element("dt", {}, keys.map((key) => element("kbd", {}, key))), element("dd", {}, meaning)])),
+    element("dl", {}, all.flatMap(([keys, meaning]) => [element("dt", {}, keys.map((key) => element("kbd", {}, ARROWS[key] ?? key))), element("dd", {}, meaning)])),
     element("form", { method: "dialog" }, element("button", {}, "close")));
   help.addEventListener("click", (event) => event.target === help && help.close());
   document.addEventListener("keydown", (event) => {

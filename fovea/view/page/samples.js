@@ -4,7 +4,7 @@ import { goTo, numberOf, readAddress } from "./address.js";
 import { element, foreign } from "./dom.js";
 import { filterBar, filtered } from "./filters.js";
 import { groupView } from "./group.js";
-import { groupIndex, sameRow, stepsOf } from "./groups.js";
+import { firstFrom, groupIndex, sameRow, stepsOf } from "./groups.js";
 import { HEATS, scaleOf } from "./heat.js";
 import { longList } from "./list.js";
 import { shown, whole } from "./numbers.js";
@@ -116,10 +116,11 @@ export function samplesPage() {
 function chosenOf(passing, parameters) {
   if (!passing.length) return -1;
   const step = numberOf(parameters, "step") ?? passing[passing.length - 1].step;
-  const nearest = passing.reduce((best, row) => (Math.abs(row.step - step) < Math.abs(best.step - step) ? row : best));
   const place = numberOf(parameters, "group");
-  const exact = passing.findIndex((row) => row.step === step && row.place === place);
-  return exact >= 0 ? exact : passing.indexOf(nearest);
+  const from = firstFrom(passing, step);
+  for (let exact = from; passing[exact]?.step === step; exact++) if (passing[exact].place === place) return exact;
+  const isEarlierNearest = from === passing.length || (from > 0 && step - passing[from - 1].step <= passing[from].step - step);
+  return isEarlierNearest ? firstFrom(passing, passing[from - 1].step) : from;
 }
 
 function heatOf(parameters) {
