@@ -123,7 +123,8 @@ class TorchBackend(Section):
 
     name: Literal["torch"] = "torch"
     logits_mib: MayChange[PositiveFloat] = 512.0
-    """Memory for logits that exist at once; longer rows compute them in chunks, and again in the backward pass."""
+    """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
+    whole completion (gspo off-policy, weights by completion) again in the backward pass."""
     liger_kernels: MayChange[bool] = False
     """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
     replicas: MayChange[PositiveInt] = 1

@@ -18,7 +18,7 @@ from fovea.models.expert_load import ExpertLoad
 from fovea.models.families.registry import family_of
 from fovea.models.modules import config_of, language_model, projector_modules, vision_modules
 from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.models.token_logprobs import TokenScores, token_scores
+from fovea.models.token_logprobs import Slopes, TokenScores, token_scores
 from fovea.models.value_head import ValueHead
 
 
@@ -50,10 +50,13 @@ class PolicyNetwork(nn.Module):
         # a buffer, which moves to the device with the weights; derived from the tokenizer, and so in no checkpoint
         self.register_buffer("banned_K", torch.tensor(self.banned_ids, dtype=torch.long), persistent=False)
 
-    def forward(self, row: PackedRow, *, temperature: float, chunk_tokens: int) -> TokenScores:
+    def forward(
+        self, row: PackedRow, *, temperature: float, chunk_tokens: int, slopes: Slopes | None = None
+    ) -> TokenScores:
         """Log-probs and entropies [A] of what is drawn at `temperature`, and values [A] if there is a value head.
 
-        Logits are computed for `chunk_tokens` actions at a time.
+        Logits are computed for `chunk_tokens` actions at a time; `slopes`, by those of unequal completions [U], as for
+        `token_scores`.
         """
         hidden_UE = self.action_states(row)
         head: Any = self.network.get_output_embeddings()
@@ -66,6 +69,7 @@ class PolicyNetwork(nn.Module):
                 self.banned_K,
                 temperature=temperature,
                 chunk_tokens=chunk_tokens,
+                slopes=slopes,
             )
         else:
             scores = known.scores(hidden_UE, head.weight, row.target_ids_U, chunk_tokens=chunk_tokens)

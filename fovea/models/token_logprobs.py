@@ -7,8 +7,9 @@ Axes: `A` actions, `E` width of the model, `W` vocabulary, `K` banned ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ class TokenScores:
         )
 
 
+Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""Derivatives of the loss by log-probs [A] and by entropies [A], from both; None for entropies that are not in it.
+
+Those of an action follow from its own two numbers: the numbers of actions that are yet to come are 0 in a call.
+"""
+
+
 def token_scores(
     hidden_AE: Tensor,
     head_WE: Tensor,
@@ -47,36 +55,80 @@ def token_scores(
     *,
     temperature: float,
     chunk_tokens: int,
+    slopes: Slopes | None = None,
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, with logits for `chunk_tokens` actions at a time.
 
-    The log-prob of a banned target is -inf (`drawn_distribution.check_drawable`).
+    The log-prob of a banned target is -inf (`drawn_distribution.check_drawable`). `slopes` are those of the loss whose
+    backward pass will follow: with them, the logits of several chunks are computed once instead of twice.
     """
-    # the probabilities of a chunk are recomputed in the backward pass: saved, they would take what chunking frees
-    recompute = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
-    chunks = [
-        _scores(hidden, head_WE, targets, banned_K, temperature, recompute)
-        for hidden, targets in zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
-    ]
-    logprobs, entropies, masses = zip(*chunks, strict=True)
-    return TokenScores(
-        logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies), banned_mass_A=torch.cat(masses)
-    )
+    given = (hidden_AE, head_WE, targets_A, banned_K, temperature)
+    in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
+    if in_chunks and slopes is not None:
+        scores: Scores = ScoresWithGradients.apply(*given, chunk_tokens, slopes)  # type: ignore[no-untyped-call]
+    else:
+        scores = _scores_by_chunks(*given, chunk_tokens, recompute=in_chunks)
+    logprobs_A, entropies_A, masses_A = scores
+    return TokenScores(logprobs_A=logprobs_A, entropies_A=entropies_A, banned_mass_A=masses_A)
 
 
 Scores = tuple[Tensor, Tensor, Tensor]
 """Log-probs, entropies and banned mass, [A] each."""
 
 
-def _scores(
-    hidden: Tensor, head: Tensor, targets: Tensor, banned: Tensor, temperature: float, recompute: bool
+def _scores_by_chunks(
+    hidden_AE: Tensor,
+    head_WE: Tensor,
+    targets_A: Tensor,
+    banned_K: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    *,
+    recompute: bool,
 ) -> Scores:
+    apply: Callable[..., Scores] = LogprobAndEntropy.apply
     if recompute:
-        scores: Scores = checkpoint(
-            LogprobAndEntropy.apply, hidden, head, targets, banned, temperature, use_reentrant=False
+        # probabilities are computed again in the backward pass: saved, they would take what chunking frees
+        apply = partial(checkpoint, apply, use_reentrant=False)
+    parts = zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
+    chunks = [apply(hidden, head_WE, targets, banned_K, temperature) for hidden, targets in parts]
+    logprobs, entropies, masses = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(masses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Distributions:
+    """Softmax over the ids that are not banned."""
+
+    probs_AW: Tensor
+    weighted_AW: Tensor
+    """p log p; 0 at banned ids."""
+    logprobs_A: Tensor
+    entropies_A: Tensor
+    banned_mass_A: Tensor
+
+    @staticmethod
+    def of(
+        hidden_AE: Tensor, head_WE: Tensor, targets_A: Tensor, banned_K: Tensor, temperature: float
+    ) -> _Distributions:
+        targets_A1 = targets_A[:, None]
+        logits_AW = (hidden_AE @ head_WE.t()).float()
+        banned_logits_AK = logits_AW[:, banned_K] / temperature
+        logprobs_AW = drawn_logprobs_(logits_AW, temperature, banned_K)
+        logprobs_A = logprobs_AW.gather(1, targets_A1)[:, 0]
+        masses_A = banned_mass(banned_logits_AK, logits_AW.gather(1, targets_A1)[:, 0], logprobs_A)
+        # two tensors [A, W] instead of four: p overwrites the logits, p log p the log-probs
+        probs_AW = torch.exp(logprobs_AW, out=logits_AW)
+        # 0 times -inf would be NaN
+        logprobs_AW.index_fill_(1, banned_K, 0.0)
+        weighted_AW = torch.mul(probs_AW, logprobs_AW, out=logprobs_AW)
+        return _Distributions(
+            probs_AW=probs_AW,
+            weighted_AW=weighted_AW,
+            logprobs_A=logprobs_A,
+            entropies_A=-weighted_AW.sum(-1),
+            banned_mass_A=masses_A,
         )
-        return scores
-    return LogprobAndEntropy.apply(hidden, head, targets, banned, temperature)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class LogprobAndEntropy(torch.autograd.Function):
@@ -90,29 +142,100 @@ class LogprobAndEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_AE: Tensor, head_WE: Tensor, targets_A: Tensor, banned_K: Tensor, temperature: float
     ) -> Scores:
-        targets_A1 = targets_A[:, None]
-        logits_AW = (hidden_AE @ head_WE.t()).float()
-        banned_logits_AK = logits_AW[:, banned_K] / temperature
-        logprobs_AW = drawn_logprobs_(logits_AW, temperature, banned_K)
-        logprobs_A = logprobs_AW.gather(1, targets_A1)[:, 0]
-        masses_A = banned_mass(banned_logits_AK, logits_AW.gather(1, targets_A1)[:, 0], logprobs_A)
-        # two tensors [A, W] instead of four: p overwrites the logits, p log p the log-probs; only p is saved
-        probs_AW = torch.exp(logprobs_AW, out=logits_AW)
-        # 0 times -inf would be NaN
-        logprobs_AW.index_fill_(1, banned_K, 0.0)
-        entropies_A = -torch.mul(probs_AW, logprobs_AW, out=logprobs_AW).sum(-1)
-        ctx.save_for_backward(hidden_AE, head_WE, targets_A, probs_AW, entropies_A)
+        found = _Distributions.of(hidden_AE, head_WE, targets_A, banned_K, temperature)
+        ctx.save_for_backward(hidden_AE, head_WE, targets_A, found.probs_AW, found.entropies_A)
         ctx.temperature = temperature
         # an output that no loss uses has a gradient of None, so that its terms can be skipped, instead of zeros
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(masses_A)
-        return logprobs_A, entropies_A, masses_A
+        ctx.mark_non_differentiable(found.banned_mass_A)
+        return found.logprobs_A, found.entropies_A, found.banned_mass_A
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_AE, head_WE, targets_A, probs_AW, entropies_A = ctx.saved_tensors
         of_hidden, of_head = gradients_of_head(ctx, hidden_AE, head_WE, (probs_AW, targets_A, entropies_A), gradients)
         return of_hidden, of_head, None, None, None
+
+
+class ScoresWithGradients(torch.autograd.Function):
+    """`LogprobAndEntropy` of several chunks, whose gradients are made right where their logits are.
+
+    The slopes that the backward pass brings are known before it, and only compared with those that were given.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 (`apply` takes no names)
+        ctx: Any,
+        hidden_AE: Tensor,
+        head_WE: Tensor,
+        targets_A: Tensor,
+        banned_K: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        slopes: Slopes,
+    ) -> Scores:
+        scores: Scores = (_zeros(hidden_AE), _zeros(hidden_AE), _zeros(hidden_AE))
+        of_hidden_AE = torch.empty_like(hidden_AE) if ctx.needs_input_grad[0] else None
+        of_head_WE = torch.zeros_like(head_WE) if ctx.needs_input_grad[1] else None
+        used: list[tuple[Tensor, ...]] = []
+        for first in range(0, len(hidden_AE), chunk_tokens):
+            part = slice(first, first + chunk_tokens)
+            given = (hidden_AE[part], head_WE, targets_A[part], banned_K, temperature)
+            of_logits_AW, slopes_of_part = _gradient_of_chunk(*given, scores, part, slopes)
+            of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
+            if of_hidden_AE is not None:
+                torch.mm(of_logits_AW, head_WE, out=of_hidden_AE[part])
+            if of_head_WE is not None:
+                torch.addmm(of_head_WE, of_logits_AW.t(), hidden_AE[part], out=of_head_WE)
+            used.append(slopes_of_part)
+            # the next chunk takes its memory
+            del of_logits_AW
+        ctx.save_for_backward(of_hidden_AE, of_head_WE, *(torch.cat(parts) for parts in zip(*used, strict=True)))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(scores[2])
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_hidden_AE, of_head_WE, *used = ctx.saved_tensors
+        _check_slopes(used, [slope_A for slope_A in gradients[:2] if slope_A is not None])
+        return of_hidden_AE, of_head_WE, None, None, None, None, None
+
+
+def _zeros(hidden_AE: Tensor) -> Tensor:
+    return hidden_AE.new_zeros(len(hidden_AE), dtype=torch.float32)
+
+
+def _gradient_of_chunk(  # noqa: PLR0913, PLR0917 (a chunk's inputs, and what it belongs to)
+    hidden_AE: Tensor,
+    head_WE: Tensor,
+    targets_A: Tensor,
+    banned_K: Tensor,
+    temperature: float,
+    scores: Scores,
+    part: slice,
+    slopes: Slopes,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Gradient of the logits [A, W] of a chunk and its slopes. Writes the chunk's part of all `scores`."""
+    found = _Distributions.of(hidden_AE, head_WE, targets_A, banned_K, temperature)
+    for all_A, of_part in zip(scores, (found.logprobs_A, found.entropies_A, found.banned_mass_A), strict=True):
+        all_A[part] = of_part
+    used = [None if all_A is None else all_A[part] for all_A in slopes(scores[0], scores[1])]
+    of_logits_AW = _gradient_of_logits(
+        found.probs_AW, targets_A, found.entropies_A, *used, weighted_AW=found.weighted_AW
+    )
+    return _unscaled(of_logits_AW, temperature), tuple(slope_A for slope_A in used if slope_A is not None)
+
+
+def _check_slopes(used: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """RuntimeError if the backward pass begins with other slopes than gradients were made of."""
+    assert len(used) == len(found), f"gradients of {len(used)} slopes were made, and the loss has {len(found)}"
+    for used_A, found_A in zip(used, found, strict=True):
+        # equal up to the order of sums over equal completions, whose slopes may cancel; a slope that is not finite
+        # makes the loss so, and the update is skipped
+        near_A = (used_A - found_A).abs() <= 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max()
+        # on the device, for which the host does not wait
+        torch._assert_async((near_A | ~used_A.isfinite()).all(), "the loss is none whose slopes were known before it")
 
 
 def gradients_of_head(
@@ -127,10 +250,7 @@ def gradients_of_head(
     `scored`: probabilities [A, W], which are overwritten, targets and entropies. `gradients`: those of log-probs and
     entropies.
     """
-    of_logits_AW = _gradient_of_logits(*scored, *gradients[:2])
-    if ctx.temperature != 1:
-        of_logits_AW /= ctx.temperature
-    of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
+    of_logits_AW = _unscaled(_gradient_of_logits(*scored, *gradients[:2]), ctx.temperature).to(hidden_AE.dtype)
     of_hidden = of_logits_AW @ head_WE if ctx.needs_input_grad[0] else None
     of_head = of_logits_AW.t() @ hidden_AE if ctx.needs_input_grad[1] else None
     return of_hidden, of_head
@@ -142,13 +262,16 @@ def _gradient_of_logits(
     entropies_A: Tensor,
     of_logprobs_A: Tensor | None,
     of_entropies_A: Tensor | None,
+    *,
+    weighted_AW: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the scaled logits [A, W]. Overwrites the probabilities."""
+    """Gradient of the scaled logits [A, W]. Overwrites the probabilities, and p log p where it is still there."""
     # in place on a saved tensor: safe, since autograd refuses a second backward pass through a freed graph
     inner_AW = None
     if of_entropies_A is not None:
         # xlogy, since 0 log 0 is 0 here and nan by multiplication; computed before the probabilities are overwritten
-        inner_AW = torch.xlogy(probs_AW, probs_AW).addcmul_(probs_AW, entropies_A[:, None])
+        weighted_AW = torch.xlogy(probs_AW, probs_AW) if weighted_AW is None else weighted_AW
+        inner_AW = weighted_AW.addcmul_(probs_AW, entropies_A[:, None])
     if of_logprobs_A is None:
         out_AW = probs_AW.zero_()
     else:
@@ -156,3 +279,8 @@ def _gradient_of_logits(
     if inner_AW is not None and of_entropies_A is not None:
         out_AW.addcmul_(inner_AW, of_entropies_A[:, None], value=-1)
     return out_AW
+
+
+def _unscaled(of_scaled_AW: Tensor, temperature: float) -> Tensor:
+    """Gradient of the logits, from that of the scaled ones, which it overwrites."""
+    return of_scaled_AW if temperature == 1 else of_scaled_AW.div_(temperature)

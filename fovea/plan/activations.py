@@ -17,6 +17,7 @@ from fovea.plan.mlp import mlp_numbers
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.walk import Stage
 from fovea.plan.workload import RowShape
+from fovea.train.slopes import slopes_are_known
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
 FLOAT = 4
@@ -152,6 +153,16 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     of_weight = vocabulary * sizes.width * width if sizes.head_trains else 0
     # x log x of the probabilities, for the gradient of the entropy; then the gradient of the logits in 16 bits
     of_logits = max(FLOAT * block if config.algorithm.entropy_coef else 0, block * width if width < FLOAT else 0)
+    if recomputes and config.train.backend.name == "torch" and slopes_are_known(config.algorithm, on_policy=False):
+        # gradients are made beside the chunk's logits and log-probs, and stay for the backward pass, which makes none
+        return Stage(
+            part=LOGITS,
+            saved=norm + states,
+            forward=2 * FLOAT * block + states + of_weight,
+            backward=0 if sizes.tied else of_weight,
+            gradient=0 if sizes.tied else FLOAT * vocabulary * sizes.width * sizes.head_trains,
+            pending=of_weight if sizes.tied else 0,
+        )
     # gradients of further chunks are added to that of the first, which waits
     of_chunks = of_weight if recomputes else 0
     # logits and log-probs exist at once

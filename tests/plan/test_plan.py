@@ -187,10 +187,12 @@ def test_gpus_of_their_own_hold_one_side_only(tmp_path: Path) -> None:
     assert update.parts["optimizer"] == pytest.approx(8 * sizes.parameters / 6, abs=8)
 
 
-def test_peak_of_an_update_is_the_measured_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("logits_mib", [512.0, 0.005], ids=["whole", "in chunks"])
+def test_peak_of_an_update_is_the_measured_one(logits_mib: float, tmp_path: Path) -> None:
     """Whole passes and optimizer steps of a tiny policy, by torch's allocator."""
     parts = tiny("qwen3_vl", **wide("qwen3_vl"))
-    policy, batch = make_policy(parts), make_batch(parts)
+    backend = {"logits_mib": logits_mib}
+    policy, batch = make_policy(parts, backend=backend), make_batch(parts)
     policy.update(batch)
     trace = AllocationTrace()
     trace.start()
@@ -207,6 +209,7 @@ def test_peak_of_an_update_is_the_measured_one(tmp_path: Path) -> None:
     config = Config.model_validate(
         {
             "model": {"path": str(save(parts, tmp_path))},
+            "train": {"backend": backend},
             "rollout": {
                 "prompts_per_step": len(groups),
                 "samples_per_prompt": 3,

@@ -16,6 +16,7 @@ from fovea.models.trainable import choose_trainable
 from fovea.models.transfer import to_device
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
+from fovea.samples import with_old_logprobs
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult
@@ -37,8 +38,10 @@ def vlm_on_meta(family: str, how: Recompute = "none", cache: FeatureCache | None
     return vlm.train()
 
 
-def passes_of(vlm: PolicyNetwork, batch: Batch, **algorithm: object) -> tuple[Backward, Sequence[MicroBatch]]:
-    train = train_settings(enable_dynamic_batch_size=False)
+def passes_of(
+    vlm: PolicyNetwork, batch: Batch, logits_mib: float = 512.0, **algorithm: object
+) -> tuple[Backward, Sequence[MicroBatch]]:
+    train = train_settings(enable_dynamic_batch_size=False, backend={"logits_mib": logits_mib})
     scorer = Scorer(vlm, train, 0.9, ALONE, MicrobatchLimit(train, ALONE))
     settings = Algorithm.model_validate({"entropy_coef": 0.01, **algorithm})
     return Backward(scorer, settings, None, ALONE), scorer.micro_batches(batch.groups)
@@ -66,6 +69,16 @@ def test_no_pass_reads_the_device(family: str, how: Recompute) -> None:
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "sapo"])
 def test_no_loss_reads_the_device(loss: str) -> None:
     run(*passes_of(vlm_on_meta("qwen3_vl"), make_batch(tiny("qwen3_vl")), loss={"name": loss}))
+
+
+@pytest.mark.parametrize("old", ["trainer", "engine"])
+def test_no_head_in_chunks_reads_the_device(old: str) -> None:
+    """Neither where slopes are known, whose check is the device's, nor where logits are made twice."""
+    batch = make_batch(tiny("qwen3_vl"))
+    if old == "engine":
+        batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])
+    for loss in ("clip", "gspo"):
+        run(*passes_of(vlm_on_meta("qwen3_vl"), batch, logits_mib=0.005, loss={"name": loss}))
 
 
 def test_neither_do_experts_nor_adapters_on_a_frozen_tower() -> None:

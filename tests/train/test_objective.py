@@ -188,8 +188,11 @@ def assert_that_all_take_hold(
     assert int(((ratio > DUAL_CLIP) & (advantage < 0)).sum()) >= 2 or loss != "clip"
 
 
+@pytest.mark.parametrize("logits_mib", [512, 0.005], ids=["whole", "in chunks"])
 @pytest.mark.parametrize(("loss", "level", "kl", "aggregation"), CASES)
-def test_an_update_off_policy_is_that_of_the_written_out_loss(loss: str, level: str, kl: str, aggregation: str) -> None:
+def test_an_update_off_policy_is_that_of_the_written_out_loss(
+    loss: str, level: str, kl: str, aggregation: str, logits_mib: float
+) -> None:
     parts = tiny("qwen3_vl")
     batch = moved_batch(parts, aggregation)
     rows = rows_of(parts, batch, loss, level, kl)
@@ -203,7 +206,8 @@ def test_an_update_off_policy_is_that_of_the_written_out_loss(loss: str, level: 
     low, high = (float(torch.cat([row.clipped[side].float() for row in rows]).mean()) for side in (0, 1))
     assert_that_all_take_hold(loss, level, rows, batch, low, high)
     of_weights = {"importance/weight": mean("weight"), "importance/clipped_frac": mean("capped")}
-    policy = make_policy(parts, algorithm=settings_of(loss, level, kl, aggregation), max_tokens_per_microbatch=100)
+    algorithm, backend = settings_of(loss, level, kl, aggregation), {"logits_mib": logits_mib}
+    policy = make_policy(parts, algorithm=algorithm, max_tokens_per_microbatch=100, backend=backend)
     stepped = stepped_gradients(policy)
     metrics = policy.update(batch)
     found = {name: stepped[p] for name, p in trainable_parameters(policy._vlm).items() if p in stepped}

@@ -17,6 +17,7 @@ from fovea.train.objective import value_terms
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.ranks import Ranks
+from fovea.train.slopes import known_slopes
 from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.forward import Scorer
@@ -62,7 +63,8 @@ class Backward:
 
     def _policy(self, micro: MicroBatch, row: PackedRow, done: PassResult, scale: float) -> None:
         with self.activations(row.num_tokens):
-            loss = measured_loss(self._scorer(row), micro, self._algorithm, scale, done)
+            scores = self._scorer(row, known_slopes(micro, self._algorithm, scale))
+            loss = measured_loss(scores, micro, self._algorithm, scale, done)
         # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
         loss.backward()
 

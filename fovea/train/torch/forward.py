@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fovea.config.run import Train
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.models.token_logprobs import TokenScores
+from fovea.models.token_logprobs import Slopes, TokenScores
 from fovea.train.deal import Deal
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.packing import MicroBatch
@@ -37,8 +37,11 @@ class Scorer:
         # the largest tensor of a pass is that of the logits: it is made for so many actions at a time
         self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
 
-    def __call__(self, row: PackedRow) -> TokenScores:
-        scores: TokenScores = self.vlm(row, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+    def __call__(self, row: PackedRow, slopes: Slopes | None = None) -> TokenScores:
+        """Scores of the row's actions; `slopes` of the loss of a backward pass, where they are known before it."""
+        scores: TokenScores = self.vlm(
+            row, temperature=self._temperature, chunk_tokens=self._chunk_tokens, slopes=slopes
+        )
         return scores
 
     def micro_batches(self, groups: Sequence[SampleGroup], only: SampleGroup | None = None) -> list[MicroBatch]:

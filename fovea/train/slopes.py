@@ -1,0 +1,44 @@
+"""Slopes of a policy loss, for gradients that are made before the loss is (`models.token_logprobs`).
+
+Axes: `U` actions of the unequal completions of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fovea.config.algorithm_parts import GspoLoss
+from fovea.config.run import Algorithm
+from fovea.models.token_logprobs import Slopes, TokenScores
+from fovea.train.objective import policy_terms
+from fovea.train.packing import MicroBatch
+
+
+def known_slopes(micro: MicroBatch, algorithm: Algorithm, scale: float) -> Slopes | None:
+    """Derivatives of `scale` times the policy loss of a micro-batch by log-probs and entropies [U].
+
+    None where the slope of an action depends on the log-probs of others, which are not all known before the loss.
+    """
+    if not slopes_are_known(algorithm, on_policy=micro.old_logprobs_A is None):
+        return None
+
+    def slopes(logprobs_U: Tensor, entropies_U: Tensor) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            leaves = logprobs_U.detach().requires_grad_(), entropies_U.detach().requires_grad_()
+            scores = TokenScores(logprobs_A=leaves[0], entropies_A=leaves[1], banned_mass_A=torch.zeros_like(leaves[0]))
+            loss, _ = policy_terms(scores.at(micro.row.computed_A), micro, algorithm)
+            of_logprobs_U, of_entropies_U = torch.autograd.grad(scale * loss, leaves, allow_unused=True)
+        return of_logprobs_U, of_entropies_U
+
+    return slopes
+
+
+def slopes_are_known(algorithm: Algorithm, *, on_policy: bool) -> bool:
+    """Whether the slope of an action depends on its own log-prob alone.
+
+    `on_policy`: the old log-probs are those of the pass itself, so that all importance ratios are 1.
+    """
+    by_completion = isinstance(algorithm.loss, GspoLoss) and not on_policy
+    weighed_by_completion = algorithm.importance_sampling_fix and algorithm.importance_sampling_level != "token"
+    return not (by_completion or weighed_by_completion)

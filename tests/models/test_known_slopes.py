@@ -1,0 +1,144 @@
+"""Gradients of the head that are made with its logits, against plain autograd and against a second pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from fovea.models.token_logprobs import Slopes, TokenScores, token_scores
+from tests.models.test_drawn_distribution import ACTIONS, BANNED, TOLERANCE, VOCABULARY, WIDTH, inputs
+
+CHUNK = 4
+OF_LOGPROBS, OF_ENTROPIES = torch.linspace(-1, 2, ACTIONS), torch.linspace(0.5, -0.7, ACTIONS)
+BFLOAT16_TOLERANCE = 0.01
+"""Relative norm: gradients of logits are rounded to 8 bits, and those of the head once more with each chunk."""
+
+
+def linear_slopes(_logprobs_A: Tensor, _entropies_A: Tensor) -> tuple[Tensor, Tensor]:
+    return OF_LOGPROBS, OF_ENTROPIES
+
+
+def linear_loss(logprobs_A: Tensor, entropies_A: Tensor) -> Tensor:
+    return (OF_LOGPROBS * logprobs_A).sum() + (OF_ENTROPIES * entropies_A).sum()
+
+
+def scores_of(
+    hidden: Tensor, head: Tensor, targets: Tensor, slopes: Slopes | None, temperature: float = 0.7, chunk: int = CHUNK
+) -> TokenScores:
+    banned = torch.tensor(BANNED)
+    return token_scores(hidden, head, targets, banned, temperature=temperature, chunk_tokens=chunk, slopes=slopes)
+
+
+def gradients_of(
+    slopes: Slopes | None, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, TokenScores]:
+    hidden, head, targets = inputs()
+    hidden, head = (each.detach().to(dtype).requires_grad_() for each in (hidden, head))
+    scores = scores_of(hidden, head, targets, slopes)
+    loss(scores.logprobs_A, scores.entropies_A).backward()
+    assert hidden.grad is not None
+    assert head.grad is not None
+    return hidden.grad, head.grad, scores
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 10])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_are_those_of_autograd_in_float64(temperature: float, chunk: int) -> None:
+    """Of a loss that is linear in neither, over the ids that may be drawn."""
+
+    def loss(logprobs_A: Tensor, entropies_A: Tensor) -> Tensor:
+        return (OF_LOGPROBS * logprobs_A.exp()).sum() + (OF_ENTROPIES * entropies_A.square()).sum()
+
+    hidden, head, targets = inputs()
+    found = scores_of(
+        hidden, head, targets, lambda lp, h: (OF_LOGPROBS * lp.exp(), 2 * OF_ENTROPIES * h), temperature, chunk
+    )
+    loss(found.logprobs_A, found.entropies_A).backward()
+    doubles = [each.detach().double().requires_grad_() for each in (hidden, head)]
+    allowed = torch.tensor([index for index in range(VOCABULARY) if index not in BANNED])
+    logprobs_AW = (doubles[0] @ doubles[1][allowed].t() / temperature).log_softmax(-1)
+    logprobs_A = logprobs_AW.gather(1, torch.searchsorted(allowed, targets)[:, None])[:, 0]
+    entropies_A = -(logprobs_AW.exp() * logprobs_AW).sum(-1)
+    loss(logprobs_A, entropies_A).backward()
+    torch.testing.assert_close(found.logprobs_A.double(), logprobs_A, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(found.entropies_A.double(), entropies_A, atol=TOLERANCE, rtol=0)
+    for ours, plain in zip((hidden, head), doubles, strict=True):
+        assert ours.grad is not None
+        assert plain.grad is not None
+        torch.testing.assert_close(ours.grad.double(), plain.grad, atol=TOLERANCE, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, BFLOAT16_TOLERANCE)])
+def test_scores_are_equal_and_gradients_close_to_those_of_two_passes(dtype: torch.dtype, tolerance: float) -> None:
+    found, twin = gradients_of(linear_slopes, linear_loss, dtype), gradients_of(None, linear_loss, dtype)
+    for name in ("logprobs_A", "entropies_A", "banned_mass_A"):
+        assert torch.equal(getattr(found[2], name), getattr(twin[2], name))
+    assert not found[2].banned_mass_A.requires_grad
+    for ours, plain in zip(found[:2], twin[:2], strict=True):
+        assert ours.dtype == dtype
+        assert float((ours - plain).float().norm() / plain.float().norm()) < tolerance
+
+
+def test_a_loss_without_entropies_has_none_of_their_gradient() -> None:
+    found = gradients_of(lambda *_: (OF_LOGPROBS, None), lambda lp, _: (OF_LOGPROBS * lp).sum())
+    twin = gradients_of(None, lambda lp, _: (OF_LOGPROBS * lp).sum())
+    for ours, plain in zip(found[:2], twin[:2], strict=True):
+        torch.testing.assert_close(ours, plain, atol=TOLERANCE, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("frozen", "products"), [("none", 3), ("head", 2), ("hidden", 2)])
+def test_logits_are_made_once(frozen: str, products: int) -> None:
+    """And a gradient that nobody asks for is not made."""
+    counted = {}
+    for slopes in (linear_slopes, None):
+        hidden, head, targets = inputs()
+        hidden.requires_grad_(frozen != "hidden")
+        head.requires_grad_(frozen != "head")
+        with FlopCounterMode(display=False) as counter:
+            scores = scores_of(hidden, head, targets, slopes)
+            linear_loss(scores.logprobs_A, scores.entropies_A).backward()
+        counted[slopes] = counter.get_total_flops() / (2 * ACTIONS * WIDTH * VOCABULARY)
+    assert counted == {linear_slopes: products, None: products + 1}
+
+
+def test_nothing_of_the_size_of_logits_waits_for_the_backward_pass() -> None:
+    saved: list[int] = []
+    hidden, head, targets = inputs()
+    with saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        scores_of(hidden, head, targets, linear_slopes, chunk=10)
+    assert max(saved) == max(ACTIONS * WIDTH, VOCABULARY * WIDTH)
+    assert sum(saved) == (ACTIONS + VOCABULARY) * WIDTH + 2 * ACTIONS
+
+
+def test_a_loss_of_other_slopes_is_refused() -> None:
+    hidden, head, targets = inputs()
+    scores = scores_of(hidden, head, targets, linear_slopes)
+    with pytest.raises(RuntimeError, match="the loss is none whose slopes were known before it"):
+        (linear_loss(scores.logprobs_A, scores.entropies_A) + 0.001 * scores.logprobs_A[-1]).backward()
+    scores = scores_of(hidden, head, targets, linear_slopes)
+    with pytest.raises(AssertionError, match="gradients of 2 slopes were made, and the loss has 1"):
+        (OF_LOGPROBS * scores.logprobs_A).sum().backward()
+
+
+def test_one_slope_that_is_no_number_is_left_to_the_loss() -> None:
+    bad = torch.where(torch.arange(ACTIONS) == 5, torch.nan, OF_LOGPROBS)
+    hidden, head, targets = inputs()
+    scores = scores_of(hidden, head, targets, lambda *_: (bad, None))
+    (bad * scores.logprobs_A).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isnan().any(1).tolist() == [row == 5 for row in range(ACTIONS)]
+
+
+def test_one_chunk_and_passes_without_gradients_ask_for_no_slopes() -> None:
+    def never(*_: Tensor) -> tuple[Tensor, None]:
+        raise AssertionError("slopes of a pass that makes logits once anyway")
+
+    hidden, head, targets = inputs()
+    scores_of(hidden, head, targets, never, chunk=ACTIONS)
+    with torch.no_grad():
+        scores_of(hidden, head, targets, never)
