@@ -68,8 +68,8 @@ DIVIDED = [
 ]
 DEALT, UNDEALT = DIVIDED[8], DIVIDED[15]
 RESUMED = [(DIVIDED[1], DIVIDED[0]), (DEALT, DEALT), (DEALT, UNDEALT)]
-"""Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and with experts that are dealt out
-from those that were, and from those that were not."""
+"""Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and with experts dealt out from
+those that were and from those that were not."""
 BACKENDS: dict[str, dict[str, int]] = {
     "alone": {},
     "data": {},
