@@ -65,8 +65,8 @@ class MegatronOptimizer:
         self._model.zero_grad_buffer()
         self.inner.zero_grad()
 
-    def norm(self) -> float:
-        """Norm of the gradient of the whole model, before clipping; the same on all ranks."""
+    def clip(self) -> float:
+        """Norm of the gradient of the whole model, which `step` clips; the same on all ranks."""
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
