@@ -36,9 +36,6 @@ HAS_REFERENCE = "has_reference"
 # a save that is waited for needs none (megatron-core 0.16.1)
 filesystem_async._results_queue = SimpleQueue()
 
-LAYER_BY_LAYER = {"non_homogeneous_layers": True}
-"""A tensor for each layer instead of one for all: of the layers, some may have adapters and others none."""
-
 
 class Checkpoints:
     """Writes and reads weights, moments and counters of one process's part of the policy."""
@@ -108,8 +105,8 @@ def _weights(module: Any) -> dict[str, Any]:
     module = _unwrapped(module)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     has_adapters = any(".adapter." in name for name in trained)
-    # a copy, since Megatron writes the present process groups into it
-    slices = module.sharded_state_dict(metadata=dict(LAYER_BY_LAYER) if has_adapters else None)
+    # a tensor for each layer instead of one for all: of the layers, some may have adapters and others none
+    slices = module.sharded_state_dict(metadata={"non_homogeneous_layers": True} if has_adapters else None)
     return {name: slices[name] for name in slices if name in trained}
 
 
