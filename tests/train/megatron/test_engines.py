@@ -21,6 +21,8 @@ ON_VLLM = (
     "rollout.engine.kv_cache_gib=0.25",
 )
 ADAPTERS = ("model.lora.rank=4", "model.lora.exclude=[layers.1.mlp]", "rollout.engine.enable_lora=true")
+PATIENCE = 400.0
+"""Both libraries are imported, one after the other."""
 CASES = {
     "adapters beside the weights, vLLM": (*ON_VLLM, *ADAPTERS),
     "all weights, SGLang": ("rollout.engine.name=sglang", f"rollout.engine.python={SGLANG}"),
@@ -31,6 +33,7 @@ CASES = {
 def test_the_engine_draws_with_the_weights_of_each_step(case: str, tmp_path: Path) -> None:
     """The parity gate, and log-probs of two later steps: the first push brings all weights, others what is trained."""
     settings = CASES[case]
-    fovea(tmp_path, *settings, "max_steps=3", "data.max_prompt_tokens=400", "evaluate.before_training=false")
+    short = ("max_steps=3", "data.max_prompt_tokens=400", "evaluate.before_training=false")
+    fovea(tmp_path, *settings, *short, limit_seconds=PATIENCE)
     check_exact(tmp_path, settings[0].rpartition("=")[2], steps=3)
     assert len({row["weights_checksum"] for row in read_metrics(tmp_path)}) == 3

@@ -44,10 +44,10 @@ SETTINGS = (
 COMMAND = ("-m", "tests.train.megatron.fovea_on_cpu", "train", "recipes/shapes.yaml")
 
 
-def fovea(run_dir: Path, *settings: str) -> None:
+def fovea(run_dir: Path, *settings: str, limit_seconds: float = LIMIT_SECONDS) -> None:
     command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS, *settings]
     done = subprocess.run(
-        command, timeout=LIMIT_SECONDS, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
+        command, timeout=limit_seconds, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
