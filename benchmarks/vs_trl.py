@@ -142,15 +142,14 @@ def cpu_model() -> str:
 
 
 def _table(results: Results, machine: str) -> Table:
-    table = Table(title="Seconds a step (median) and how many times faster Fovea is than TRL")
-    headers = ("case", "machine", "ours", "TRL", "step", "paired", "best", "rollout", "train", "spread", "GiB")
-    for header in headers:
-        table.add_column(header, justify="left" if header in ("case", "machine") else "right")
+    title = "Seconds a step (median) and how many times faster Fovea is than TRL"
+    table = Table(title=title, caption=machine)
+    for header in ("case", "ours", "TRL", "step", "paired", "best", "rollout", "train", "spread", "GiB"):
+        table.add_column(header, justify="left" if header == "case" else "right")
     for name, result in results.items():
         ours, trl, speedup, spreads = (result[key] for key in ("ours", "trl", "speedup", "spread"))
         table.add_row(
             name,
-            machine,
             f"{ours['step_seconds']:.2f}",
             f"{trl['step_seconds']:.2f}",
             *(shown_ratio(ratio, tuple(spreads.values())) for ratio in _ratios(speedup)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+
 from fovea.config.run import Config
 from fovea.plan.activations import FLOAT, Numerics
 from fovea.plan.engine import CACHE, embedded_engine, token_bytes
@@ -15,7 +17,7 @@ from fovea.plan.walk import Bytes
 from fovea.plan.workload import Lengths, Workload
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS
 from fovea.rollout.embedded.prefill import PASS_TOKENS
-from fovea.rollout.embedded.tuning import MAX_ONEDNN_ROWS, MIN_ONEDNN_WIDTH
+from fovea.rollout.embedded.tuning import ONEDNN_LIMITS
 
 PASSES, COPIES = "prefill and decoding", "decode copies"
 SAMPLING_COPIES = 3
@@ -73,8 +75,9 @@ def _pool(config: Config, sizes: ModelSizes, numerics: Numerics) -> Bytes:
 
 def _decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:
     """Bytes of oneDNN's copies of the weights but those of experts, on a CPU with few rows."""
-    uses = not numerics.cuda and numerics.width == FLOAT and sizes.width >= MIN_ONEDNN_WIDTH
-    return (sizes.language_weights - expert_weights(sizes)) * FLOAT if uses and rows <= MAX_ONEDNN_ROWS else 0
+    limits = ONEDNN_LIMITS[torch.float32 if numerics.width == FLOAT else torch.bfloat16]
+    uses = not numerics.cuda and limits.allow(rows, sizes.width)
+    return (sizes.language_weights - expert_weights(sizes)) * numerics.width if uses else 0
 
 
 def _prefill_bytes(sizes: ModelSizes, work: Workload, prompts: int, numerics: Numerics) -> int:

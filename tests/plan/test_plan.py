@@ -25,6 +25,7 @@ from fovea.plan.advice import _changes, advice_for, with_settings
 from fovea.plan.model_sizes import ModelSizes, model_sizes
 from fovea.plan.plan import make_plan
 from fovea.plan.roles import roles_of
+from fovea.plan.rollout import _decode_copies
 from fovea.plan.update import row_stages
 from fovea.plan.workload import workload_of
 from fovea.train.packing import pack_row
@@ -175,6 +176,15 @@ def test_a_separate_critic_is_work_and_traffic(tmp_path: Path) -> None:
         assert update.flops == networks * make_plan(config, sizes).compute[-1].flops
         assert logprobs.phase == "logprobs"
         assert moved(found, sizes)["all-gather of weights"] == pytest.approx(3 * networks * rows * whole)
+
+
+@pytest.mark.parametrize(("width", "most_rows"), [(4, 64), (2, 256)], ids=["float32", "bfloat16"])
+def test_decode_copies_on_a_cpu(width: int, most_rows: int, tmp_path: Path) -> None:
+    _, sizes = published(tmp_path)
+    numerics = Numerics(width=width, cuda=False)
+    assert _decode_copies(sizes, most_rows, numerics) == width * sizes.language_weights
+    assert not _decode_copies(sizes, most_rows + 1, numerics)
+    assert not _decode_copies(sizes, most_rows, Numerics(width=width, cuda=True))
 
 
 def test_gpus_of_their_own_hold_one_side_only(tmp_path: Path) -> None:

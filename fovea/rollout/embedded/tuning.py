@@ -32,6 +32,10 @@ class OneDnnLimits:
     max_rows: int
     min_width: int
 
+    def allow(self, rows: int, width: int) -> bool:
+        """Whether a model of this width decodes so many rows faster."""
+        return rows <= self.max_rows and width >= self.min_width
+
 
 ONEDNN_LIMITS = {torch.float32: OneDnnLimits(64, 256), torch.bfloat16: OneDnnLimits(256, 128)}
 """By dtype: bfloat16 products are so short (AMX) that reading the weights bounds them for longer."""
@@ -69,8 +73,7 @@ class Tuning:
         """Whether oneDNN decode copies are faster for this many rows."""
         if not self.onednn_decoding or not can_use_onednn(embed):
             return False
-        limits = ONEDNN_LIMITS[embed.dtype]
-        return rows <= limits.max_rows and embed.shape[1] >= limits.min_width
+        return ONEDNN_LIMITS[embed.dtype].allow(rows, embed.shape[1])
 
     def decode_steps_on(self, device: torch.device) -> int:
         """Decode steps between syncs on this device."""
