@@ -25,6 +25,8 @@ from benchmarks.view import make_run
 from tests.chromium import Browser, open_browser
 
 REPEATS = 5
+SHORT = 20
+"""Steps of a run that is opened for comparison: what the browser takes to open any page."""
 DRAWN = """
 const drawn = async (ready) => {
   const until = performance.now() + 30000;
@@ -159,7 +161,7 @@ def busy_ms(browser: Browser) -> float:
     return 1000 * seconds
 
 
-def table_of(browser: Browser, one: Path, other: Path, steps: int) -> Table:
+def table_of(browser: Browser, one: Path, other: Path, short: Path, steps: int) -> Table:
     """Medians over the repeats, with the least and the worst: other programs lengthen a wait, and none shortens it."""
     table = Table(title=f"fovea view of {steps:,} steps, {4 * steps:,} groups", title_justify="left")
     for header in ("action", "wait ms", "least ms", "worst ms", "busy ms"):
@@ -176,6 +178,9 @@ def table_of(browser: Browser, one: Path, other: Path, steps: int) -> Table:
         add("open: samples", openings(browser, f"{address}#samples", newest))
         for action in actions(steps):
             add(action.name, waits(browser, address, action))
+    with served(short) as address:
+        add(f"open: curves of {SHORT} steps", openings(browser, f"{address}#curves", CHART))
+        add(f"open: samples of {SHORT} steps", openings(browser, f"{address}#samples", PLACE))
     with served(one, other) as address:
         add("open: two runs, curves", openings(browser, f"{address}#curves", CHART))
         add("open: two runs, samples", openings(browser, f"{address}#samples", both))
@@ -191,12 +196,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     steps = parser.parse_args().steps
     with TemporaryDirectory() as parent:
-        one, other = Path(parent, "one"), Path(parent, "other")
-        make_run(one, steps)
-        make_run(other, steps)
+        one, other, short = (Path(parent, name) for name in ("one", "other", "short"))
+        for folder, length in ((one, steps), (other, steps), (short, SHORT)):
+            make_run(folder, length)
         with open_browser(Path(parent, "profile")) as browser:
             browser.call("Performance.enable", timeDomain="threadTicks")
-            Console().print(table_of(browser, one, other, steps))
+            Console().print(table_of(browser, one, other, short, steps))
 
 
 if __name__ == "__main__":

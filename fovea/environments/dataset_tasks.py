@@ -147,9 +147,10 @@ def check_question(settings: FileEnvironment, columns: Sequence[str], source: st
     `source` is what gave the rows.
     """
     if settings.prompt_key is None and not set(PROMPT_KEYS) & set(columns):
+        others = [column for column in columns if column not in {*ANSWER_KEYS, *settings.image_names}]
         raise DataError(
             f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? The columns are "
-            f"{listed(columns)}; set environment.prompt_key{nearest(PROMPT_KEYS, columns)}"
+            f"{listed(columns)}; set environment.prompt_key{nearest(PROMPT_KEYS, others)}"
         )
 
 

@@ -21,10 +21,8 @@ from fovea.evaluation.statistics import Estimate, format_interval
 from fovea.evaluation.tables import percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about
-from fovea.report.curve import CURVE_FILE, draw_curve
 from fovea.report.figure_rows import figure_rows
 from fovea.report.images import read_image
-from fovea.report.panels import draw_panels
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_samples, sample_steps
 from fovea.report.summary import Stage, SummaryJson, accuracy_at, by_type_at, read_summary
@@ -86,10 +84,14 @@ class SampleStep:
 
 def write_report(run_dir: Path) -> Path:
     """Write reward_curve.png and report.html of a run, finished or not; returns the path of report.html."""
+    from fovea.report.curve import CURVE_FILE, draw_curve  # noqa: PLC0415  matplotlib takes a second to import,
+    from fovea.report.panels import draw_panels  # noqa: PLC0415  which a run need not wait for before its first step
+
     metrics = read_metrics(run_dir)
     if metrics:
         draw_curve(metrics, run_dir / CURVE_FILE)
-    page = page_environment().get_template("report.html.j2").render(_content(run_dir, metrics))
+    drawn = {"curve": (run_dir / CURVE_FILE).read_bytes() if metrics else None, "panels": draw_panels(metrics)}
+    page = page_environment().get_template("report.html.j2").render(_content(run_dir, metrics) | drawn)
     path = run_dir / REPORT_FILE
     # text of a data set may hold lone surrogates, which UTF-8 cannot encode
     write_atomically(path, page.encode("utf-8", errors="replace"))
@@ -126,13 +128,11 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
         "name": run_dir.resolve().name,
         "about": about(run_dir, config),
         "figures": figure_rows(summary) if summary else [],
-        "panels": draw_panels(metrics),
         "num_sample_steps": len(sample_steps(run_dir)),
         "summary": summary,
         "headline": _headline(summary, metrics),
         "types": _kind_accuracies(summary) if summary else [],
         "last_step": int(metrics[-1]["step"]) if metrics else 0,
-        "curve": (run_dir / CURVE_FILE).read_bytes() if metrics else None,
         "phases": _phase_totals(metrics),
         "machine": _machine_stats(metrics),
         "samples": _sample_steps(run_dir),

@@ -228,6 +228,13 @@ def test_the_rows_that_lack_a_column_are_named() -> None:
         fovea.GRPO(rows=rows(), test_rows=misspelt, reward=score, environment=PHOTOS, settings=SETTINGS).train()
 
 
+def test_no_column_of_pictures_is_offered_as_that_of_questions() -> None:
+    given = [{"image": row["photo"], "answer": row["answer"]} for row in rows()]
+    message = r"where is the question\? The columns are image, answer; set environment.prompt_key to one of them$"
+    with pytest.raises(fovea.FoveaError, match=message):
+        fovea.GRPO(rows=given, reward=score, settings=SETTINGS, run_dir="run").train()
+
+
 def test_rows_without_a_column_for_answers_say_so() -> None:
     """A reward of one's own may do without; an environment that grades may not."""
     given = [{"photo": row["photo"], "question": row["question"], "anwser": row["answer"]} for row in rows()]

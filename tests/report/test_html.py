@@ -4,6 +4,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -103,6 +105,12 @@ def fill(run_dir: Path, text: str) -> Path:
     write_summary(run_dir / "summary.json", replace(SUMMARY, final=Evaluation(accuracies=accuracies)))
     (run_dir / "config.yaml").write_text(f"note: {text}\n", encoding="utf-8")
     return run_dir
+
+
+def test_a_run_begins_without_matplotlib() -> None:
+    code = "import sys, fovea.api, fovea.loop_async; print({'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_an_empty_folder_gives_a_page(tmp_path: Path) -> None:
