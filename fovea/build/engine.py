@@ -108,33 +108,36 @@ def make_embedded(
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     """Make the tape that records activations of the rollout for its update; None where the update reuses none.
 
-    It records the vision graph alone where linear outputs do not pay, or differ from those of the update.
+    It records the vision graph alone where linear outputs do not pay, or differ from those of the update, and on GPUs,
+    whose captured decode steps write where they were captured.
     """
     settings = config.rollout.engine
     if not isinstance(settings, EmbeddedSettings) or not isinstance(vlm, VLM):
         return None
-    if vlm.device.type != "cpu" or not records_rollouts(config):
+    if not records_rollouts(config):
         return None
+    max_bytes = settings.reuse_gib * 2**30
+    if vlm.device.type != "cpu":
+        return Tape([], max_bytes, vlm.dtype) if vlm.trains_vision else None
     widths = vlm.linear_widths if records_linears(config, vlm.text_config.hidden_size) else []
     distributions = DistributionTape(vlm.vocabulary_size, config.rollout.temperature)
-    return Tape(widths, settings.reuse_gib * 2**30, vlm.dtype, distributions)
+    return Tape(widths, max_bytes, vlm.dtype, distributions)
 
 
 def records_rollouts(config: Config) -> bool:
-    """Whether an update may reuse activations of its rollout, where both are on one CPU."""
+    """Whether an update may reuse activations of its rollout, where both are in one process."""
     engine = config.rollout.engine
-    recomputes = config.train.gradient_checkpointing != "none"
+    # what selective checkpointing keeps of a graph is not known before
+    unknown = config.train.gradient_checkpointing == "selective"
     # outputs of a rollout are without dropout
     return (
-        isinstance(engine, EmbeddedSettings)
-        and engine.reuse_gib > 0
-        and not recomputes
-        and not config.model.has_dropout
+        isinstance(engine, EmbeddedSettings) and engine.reuse_gib > 0 and not unknown and not config.model.has_dropout
     )
 
 
 def records_linears(config: Config, hidden_size: int) -> bool:
-    """Whether the outputs of linear layers are among these activations, in a language model of this width."""
+    """Whether the outputs of linear layers are among these activations on a CPU, in a language model of this width."""
+    recomputes = config.train.gradient_checkpointing != "none"
     narrow = hidden_size < MIN_RECORDED_WIDTH
     engine = config.rollout.engine
     inexact = not isinstance(engine, EmbeddedSettings) or engine.decode_weights != "exact"
@@ -146,7 +149,7 @@ def records_linears(config: Config, hidden_size: int) -> bool:
     scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
     again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
     mixed = config.model.dtype != "float32" and again
-    return not (narrow or inexact or padded or mixed)
+    return not (recomputes or narrow or inexact or padded or mixed)
 
 
 def make_evaluator(

@@ -24,7 +24,8 @@ class EmbeddedEngine(Section):
     """Weights of decoding. int8 (CPU): faster, and completions are sampled from slightly other probabilities, so that
     it needs algorithm.importance_sampling_fix."""
     reuse_gib: MayChange[NonNegativeFloat] = 2.0
-    """Memory for activations of the rollout that the update reuses (CPU, no gradient_checkpointing); 0: none."""
+    """Memory for activations of the rollout that the update reuses; 0: none. Of a trained vision tower, and on a CPU of
+    the decoder too; with train.gradient_checkpointing=full of the tower alone, with selective of neither."""
 
 
 class ImageLimit(Section):

@@ -140,10 +140,15 @@ class VLM(PolicyNetwork):
     def image_graph(self, images: Sequence[PromptImage]) -> dict[str, ImageFeatures]:
         """Features by image key with their autograd graph, to be shared by the rollout and the update after it."""
         distinct = {image.key: image for image in images}
-        if not distinct:
-            return {}
-        with torch.enable_grad():
-            return dict(zip(distinct, self.encode(list(distinct.values())), strict=True))
+        tower = vision_tower(self.network)
+        trains = tower.training
+        # blocks are checkpointed in training mode only; the graph of a whole rollout has most need of it
+        tower.train()
+        try:
+            with torch.enable_grad():
+                return dict(zip(distinct, self._encode_in_passes(list(distinct.values())), strict=True))
+        finally:
+            tower.train(trains)
 
     def graph_bytes(self, images: Sequence[PromptImage]) -> int:
         """Estimated bytes of activations that `image_graph` keeps for the backward pass."""

@@ -1,4 +1,4 @@
-"""What a rollout on a CPU leaves for its update (decision 005): the tape, and the vision tower's graph."""
+"""What a rollout leaves for its update (decision 005): on a CPU the tape, and anywhere the vision tower's graph."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ class Recorded:
 
 
 def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int, numerics: Numerics) -> Recorded:
-    """What one process records; nothing on CUDA or on several ranks."""
-    if numerics.cuda or ranks > 1 or not records_rollouts(config):
+    """What one process records, the vision graph alone on CUDA; nothing on several ranks."""
+    if ranks > 1 or not records_rollouts(config):
         return Recorded()
     limit = embedded_engine(config).reuse_gib * 2**30
     lengths, prompts = work.lengths, work.rank_prompts
     patches = prompts * lengths.images * lengths.patches
     # the estimate by which the engine decides (`QwenFastPath.activation_bytes`)
     tower = tower_shape(sizes)
-    graph_estimate = patches * tower.depth * 20 * tower.width * numerics.width if sizes.trains_vision else 0
+    numbers = 1 if config.train.gradient_checkpointing == "full" else 20
+    graph_estimate = patches * tower.depth * numbers * tower.width * numerics.width if sizes.trains_vision else 0
     completions = config.rollout.samples_per_prompt
     tokens = prompts * (lengths.prompt_tokens + completions * config.rollout.max_new_tokens)
-    token_bytes = _tape_bytes(sizes, numerics) if records_linears(config, sizes.width) else 0
+    records = records_linears(config, sizes.width) and not numerics.cuda
+    token_bytes = _tape_bytes(sizes, numerics) if records else 0
     held: Bytes = Counter()
     if token_bytes and tokens * token_bytes + graph_estimate <= limit:
         # pages that nothing was written to take no memory

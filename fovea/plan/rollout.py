@@ -36,7 +36,9 @@ def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Nu
     features = feature_bytes(sizes, images * work.lengths.image_tokens, numerics)
     # the images of a batch of prompts are encoded together before they are prefilled; those of a frozen tower singly
     together = images if sizes.trains_vision else min(images, 1)
-    encoding = 0 if recorded.vision_graph else encoding_bytes(sizes, together * work.lengths.patches, numerics)
+    # a graph keeps what its pass needs, unless its blocks are checkpointed
+    kept = recorded.vision_graph and config.train.gradient_checkpointing == "none"
+    encoding = 0 if kept else encoding_bytes(sizes, together * work.lengths.patches, numerics)
     if encoding > held[PASSES] + held[CACHE] + held[COPIES] + features:
         return recorded.bytes + Counter({VISION: encoding}) + _pool(config, sizes, numerics)
     held[VISION] += features

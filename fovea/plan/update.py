@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fovea.config.run import Config
+from fovea.models.vision.passes import PASS_PATCHES
 from fovea.plan.activations import FLOAT, Numerics, decoder_stages, embedding_stage, head_stage
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.recorded import Recorded
@@ -24,6 +25,8 @@ def update_peak(
     if has_own_critic(config):
         # after the policy's backward pass, whose gradients stay
         peaks += [_critic_peak(config, sizes, row, numerics, gradients_held) for row in work.distinct_rows]
+    if recorded.vision_graph:
+        peaks.append(_graph_peak(config, sizes, work, numerics))
     held: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
     held[GATHERED] += gathered_bytes(sizes, ranks, numerics)
     # the optimizer's step needs gradients alone, which are more than the peak's where most of them were yet to come
@@ -38,6 +41,13 @@ def _critic_peak(config: Config, sizes: ModelSizes, row: RowShape, numerics: Num
     stages = row_stages(config, sizes, row, numerics)[:-1]
     held = peak_of(stages, gradients_part=CRITIC, gradients_held=gradients_held).held
     return held + Counter({GRADIENTS: FLOAT * sizes.trainable})
+
+
+def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
+    """The backward pass through the vision graph, whose activations are recorded, after those of all rows."""
+    patches = work.rank_prompts * work.lengths.images * work.lengths.patches
+    stages = tower_stages(config, sizes, min(patches, PASS_PATCHES), numerics)
+    return Counter({VISION: max(stage.backward for stage in stages), GRADIENTS: FLOAT * sizes.trainable})
 
 
 def _row_peak(

@@ -47,3 +47,33 @@ def test_distributions_are_counted_where_they_fit_beside_outputs(missing: int, k
         assert phase.parts["recorded outputs"] == PROMPTS * (PROMPT_TOKENS + SAMPLES * (LENGTH - 1)) * outputs
         distributions = PROMPTS * (1 + SAMPLES * (LENGTH - 1)) * row
         assert phase.parts.get("recorded distributions") == (distributions if kept else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "reuse_gib", "kept"),
+    [("full", 2.0, True), ("none", 2.0, False), ("none", 300.0, True), ("selective", 300.0, False)],
+)
+def test_on_a_gpu_the_vision_graph_alone_is_counted(how: str, reuse_gib: float, kept: bool, tmp_path: Path) -> None:
+    """Of blocks that are computed again it has the inputs, which fit where the rest would not."""
+    folder = save(tiny("qwen3_vl", **wide("qwen3_vl"), vision_depth=24, vision_hidden_size=256), tmp_path)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "bfloat16"},
+            "rollout": {
+                "prompts_per_step": 64,
+                "samples_per_prompt": SAMPLES,
+                "max_new_tokens": LIMIT,
+                "engine": {"reuse_gib": reuse_gib},
+            },
+            "train": {"gradient_checkpointing": how},
+            "plan": {"gpu": "h100", "gpus": 1, "prompt_tokens": 300, "image_tokens": 256, "completion_tokens": LENGTH},
+        }
+    )
+    phases = make_plan(config).phases
+    patches = 64 * 256 * 4
+    for phase in phases:
+        assert "recorded outputs" not in phase.parts
+        assert "recorded distributions" not in phase.parts
+    rollout, update = (phase.parts.get("vision", 0) for phase in phases[:2])
+    inputs = patches * 24 * 256 * 2
+    assert (min(rollout, update) > inputs) is kept

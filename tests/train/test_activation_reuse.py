@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fovea.build.engine import make_tape
 from fovea.cluster.local import SharedWeights
-from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
+from fovea.config.run import Algorithm, Config, Lora, Model, TinyModel, Train
+from fovea.models import vlm as vlm_module
 from fovea.models.activation_tape import Tape
+from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.recorded_distributions import DistributionTape
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
@@ -24,8 +27,10 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.samples import with_old_logprobs
 from fovea.train.torch.policy import TorchPolicy
+from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch, Completion, Prompt, Request, Sample, SampleGroup, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.meta_device import META
 from tests.policies import stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
@@ -37,6 +42,8 @@ TEMPERATURE = 0.9
 FROZEN = Model(tiny=TinyModel(), freeze_vision_tower=True)
 LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))
 TRAINED = Model(tiny=TinyModel())
+DEEP_TOWER = {"vision_depth": 8}
+"""Of which blocks keep most."""
 
 
 class Pair:
@@ -311,6 +318,88 @@ def test_outputs_of_packed_weights_serve_as_well() -> None:
         gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
         assert pair.metrics["reused_frac"] == float(traces)
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+
+
+def tower_passes(vlm: VLM) -> list[int]:
+    """Patches of each forward pass of the tower from now on."""
+    passes: list[int] = []
+    tower = vlm.network.get_submodule("model.visual")
+    tower.register_forward_pre_hook(lambda _tower, args: passes.append(len(args[0])))
+    return passes
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family: str) -> None:
+    """As on a GPU: over pages, several steps between syncs, the graph alone."""
+    found = []
+    for traces in (True, False):
+        parts = tiny(family)
+        pair = Pair(parts, linears=False, max_tokens_per_microbatch=85)
+        recompute_activations(pair.vlm.network, how)
+        tuning = Tuning(cache="paged", decode_steps_per_sync=3)
+        pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=10_000, tape=pair.tape, tuning=tuning)
+        pair.weight_sync = SharedWeights(pair.policy, pair.engine)
+        wait_for(pair.weight_sync.push(0))
+        patches = tower_passes(pair.vlm)
+        batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
+        assert len(patches) == 1, "all prompts are admitted at once"
+        micros = pair.policy._scorer.micro_batches(batch.groups)
+        of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
+        assert len([number for number in of_rows if number]) > 1
+        found.append(pair.gradient(batch))
+        assert patches[1:] == ([] if traces else [number for number in of_rows if number])
+        assert pair.metrics["reused_images"] == (3 if traces else 0)
+    assert largest_relative_difference(found[1], found[0]) < GRADIENT_TOLERANCE
+
+
+def test_a_graph_of_many_images_is_made_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tiny("qwen3_vl")
+    vlm = VLM(parts.network, ()).eval()
+    images = {image.key: image for prompt in mixed_prompts(parts) for image in prompt.images}
+    whole, patches = vlm.image_graph(list(images.values())), tower_passes(vlm)
+    monkeypatch.setattr(vlm_module, "PASS_PATCHES", 1)
+    single = vlm.image_graph(list(images.values()))
+    assert len(patches) == len(images) == 3
+    assert not vlm.network.get_submodule("model.visual").training, "it is that of a rollout again"
+    for key, features in whole.items():
+        torch.testing.assert_close(single[key].embeds_VD, features.embeds_VD)
+
+
+def test_a_checkpointed_graph_keeps_little_and_is_estimated_so() -> None:
+    kept, estimated = {}, {}
+    for how in ("none", "full"):
+        pair = Pair(tiny("qwen3_vl", **DEEP_TOWER), linears=False)
+        recompute_activations(pair.vlm.network, how)
+        images = [image for prompt in pair.prompts for image in prompt.images]
+        meter = ActivationMeter(pair.vlm.network)
+        with meter(1):
+            pair.vlm.image_graph(images)
+        kept[how], estimated[how] = meter.num_bytes, pair.vlm.graph_bytes(images)
+    assert kept["full"] < kept["none"] / 2
+    assert estimated["full"] == estimated["none"] / 20
+
+
+def test_a_gpu_keeps_the_graph_of_a_trained_tower_alone() -> None:
+    def tape_on(device: torch.device, **settings: object) -> Tape | None:
+        sizes = {"hidden_size": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64}
+        frozen = {"freeze_vision_tower": settings.pop("frozen", False)}
+        config = Config.model_validate({"model": {"tiny": sizes, **frozen}, "train": settings})
+        network = tiny("qwen3_vl", **sizes).network  # type: ignore[arg-type]
+        choose_trainable(network, config.model, seed=0)
+        return make_tape(config, VLM(network, ()).to(device))
+
+    on_cpu, on_gpu = tape_on(torch.device("cpu")), tape_on(META)
+    assert on_cpu is not None
+    assert on_gpu is not None
+    assert on_cpu.holds_linears
+    assert not on_gpu.holds_linears
+    assert not on_gpu.reserve_distributions(0, [1.0])
+    assert tape_on(META, frozen=True) is None
+    assert tape_on(META, gradient_checkpointing="selective") is None
+    recomputing = tape_on(torch.device("cpu"), gradient_checkpointing="full")
+    assert recomputing is not None
+    assert not recomputing.holds_linears
 
 
 @pytest.mark.parametrize("kept", ["all", "few", "plain"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fovea.config.run import Algorithm, Model, TinyModel
+from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.attention import fastest_kernel, heads_of
@@ -22,6 +24,7 @@ from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import ALONE
 from fovea.train.row_dealer import in_batch_order
+from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.backward import Backward
 from fovea.train.torch.forward import Scorer
 from fovea.types import Batch
@@ -79,6 +82,21 @@ def test_no_head_in_chunks_reads_the_device(old: str) -> None:
         batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])
     for loss in ("clip", "gspo"):
         run(*passes_of(vlm_on_meta("qwen3_vl"), batch, logits_mib=0.005, loss={"name": loss}))
+
+
+def test_neither_does_a_graph_of_the_rollout() -> None:
+    """The pass of the tower, rows with leaves in place of its features, and the backward pass through it."""
+    vlm, batch = vlm_on_meta("qwen3_vl", "full").eval(), make_batch(tiny("qwen3_vl"))
+    with NoPageableCopies(), torch.no_grad():
+        graph = vlm.image_graph([image for group in batch.groups for image in group.prompt.images])
+    leaves = {key: features.map(lambda x: x.detach().requires_grad_()) for key, features in graph.items()}
+    reuse = Reuse(graph, leaves, Tape([], 0, vlm.dtype))
+    backward, micros = passes_of(vlm.train(), batch)
+    run(backward, [replace(micro, row=reuse.row(micro)) for micro in micros])
+    tower = list(vlm.network.model.visual.parameters())
+    assert all(x.grad is None for x in tower)
+    reuse.finish()
+    assert all(x.grad is not None for x in tower)
 
 
 def test_neither_do_experts_nor_adapters_on_a_frozen_tower() -> None:

@@ -49,8 +49,8 @@ from tests.train.rank_policies import (
 
 
 def grpo(ranks: Ranks, folder: Path) -> Found:
-    """With a trained vision tower, a reference and entropy; the second epoch is off-policy."""
-    policy = policy_of(ranks, GRPO)
+    """With a trained vision tower, a reference and entropy, logits in chunks; the second epoch is off-policy."""
+    policy = policy_of(ranks, GRPO, train={"backend": {"logits_mib": 0.005}})
     micros = policy._scorer.micro_batches(batch_of(0).groups)
     metrics = [step(policy, batch_of(seed)) for seed in range(STEPS)]
     return {"metrics": metrics, "weights": checksum(policy), "workers": policy.describe().num_workers} | {

@@ -38,7 +38,7 @@ class FastPath(Protocol):
         ...
 
     def activation_bytes(self, tower: nn.Module, images: Sequence[PromptImage]) -> int:
-        """Estimated bytes of activations that `encode` keeps for the backward pass."""
+        """Estimated bytes of activations that `encode` keeps for the backward pass, in training mode."""
         ...
 
 

@@ -179,11 +179,12 @@ class QwenFastPath:
         ]
 
     def activation_bytes(self, tower: Any, images: Sequence[PromptImage]) -> int:
-        # some 20 numbers per patch, block and unit of width; all three towers have `attn.qkv`, and no other common name
-        # of the width
+        # some 20 numbers per patch, block and unit of width, or the input of a block that computes the rest again; all
+        # three towers have `attn.qkv`, and no other common name of the width
         width = tower.blocks[0].attn.qkv.in_features
         patches = sum(len(image.tensors[PIXELS]) for image in images)
-        return int(patches * len(tower.blocks) * 20 * width * next(tower.parameters()).element_size())
+        kept = sum(1 if getattr(block, "gradient_checkpointing", False) else 20 for block in tower.blocks)
+        return int(patches * kept * width * next(tower.parameters()).element_size())
 
 
 def _mlp(mlp: Any) -> MlpModules | Experts:

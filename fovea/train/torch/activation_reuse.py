@@ -21,7 +21,8 @@ from fovea.types import Sample, SampleGroup
 
 MIN_SHARE_OF_GRAPH = 2 / 3
 """Least share of a graph's visual tokens that the update must need. A backward pass goes through all images of the
-graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper."""
+graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper (with checkpointed blocks,
+which compute forward once more, below 3/4)."""
 
 
 @dataclass(slots=True)
