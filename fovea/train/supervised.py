@@ -6,6 +6,7 @@ Axes: `A` actions of a row: the tokens of its answers.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,10 +28,35 @@ EPS = 1e-8
 WEIGHT_DECAY = 0.01
 
 
-def check_answers(pairs: Sequence[Pair], banned_ids: Sequence[int]) -> None:
-    """TrainError on a banned target."""
-    for pair in pairs:
-        check_drawable(np.asarray(pair.answer_ids), banned_ids, "an answer of the warm-up")
+class SupervisedSteps(ABC):
+    """Trains by next-token cross-entropy on the answers, averaged over their tokens, with packed rows as in RL.
+
+    The cross-entropy is that of the distribution which RL draws from and trains on, at temperature 1: banned ids are
+    out of it here too, so that there is one meaning of log-prob, and nothing is spent on what cannot be drawn.
+    """
+
+    def __init__(self, banned_ids: Sequence[int]) -> None:
+        self._banned_ids = banned_ids
+        self._steps = 0
+
+    def update(self, pairs: Sequence[Pair]) -> float:
+        """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
+        for pair in pairs:
+            check_drawable(np.asarray(pair.answer_ids), self._banned_ids, "an answer of the warm-up")
+        loss = self._gradients(pairs)
+        if not math.isfinite(loss):
+            raise TrainError(f"the loss is {loss} at warm-up step {self._steps + 1}; lower warmup.learning_rate")
+        self._take_step()
+        self._steps += 1
+        return loss
+
+    @abstractmethod
+    def _gradients(self, pairs: Sequence[Pair]) -> float:
+        """Make the gradients of the loss; returns it, the same on all ranks, so that all of them raise or none."""
+
+    @abstractmethod
+    def _take_step(self) -> None:
+        """Clip the gradients to `MAX_GRAD_NORM`, and take a step at the rate of this one's number."""
 
 
 def row_of_share(
@@ -49,9 +75,3 @@ def row_of_share(
 def cross_entropy(logprobs_A: Tensor, pairs: Sequence[Pair]) -> Tensor:
     """A share's summand of the loss, which is a mean over the tokens of all answers."""
     return -logprobs_A.sum() / sum(len(pair.answer_ids) for pair in pairs)
-
-
-def check_finite(loss: float, step: int) -> None:
-    """TrainError for a loss that is none."""
-    if not math.isfinite(loss):
-        raise TrainError(f"the loss is {loss} at warm-up step {step + 1}; lower warmup.learning_rate")

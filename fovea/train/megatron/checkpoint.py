@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
@@ -29,11 +31,10 @@ STATE, COUNTS = "megatron", "policy.json"
 VALUE = "value"
 """Key of the value head and its moments."""
 HAS_REFERENCE = "has_reference"
-RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""The moments under the names and in the shapes of their weights, whatever part of them a process has."""
 
-LAYER_BY_LAYER = {"non_homogeneous_layers": True}
-"""A tensor for each layer instead of one for all: of the layers, some may have adapters and others none."""
+# how writing went is told through a queue, for which Megatron would start a process that outlives a kill of this one;
+# a save that is waited for needs none (megatron-core 0.16.1)
+filesystem_async._results_queue = SimpleQueue()
 
 
 class Checkpoints:
@@ -74,15 +75,14 @@ class Checkpoints:
             if saved is not None:
                 _restore(saved, state["reference"])
             _restore(self._model.module, state["model"])
-            self._optimizer.inner.load_state_dict(state["optimizer"])
+            self._optimizer.load_state(state["optimizer"])
             if self._critic is not None:
                 self._critic.load(state[VALUE])
         return counts
 
     def _state(self, reference: Any | None, *, is_loading: bool) -> dict[str, Any]:
         model = _weights(self._model.module)
-        optimizer = self._optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=RESHARDABLE)
-        state = {"model": model, "optimizer": optimizer}
+        state = {"model": model, "optimizer": self._optimizer.state(model, is_loading=is_loading)}
         if reference is not None:
             state["reference"] = _weights(reference)
             add_prefix_for_sharding(state["reference"], "reference.")
@@ -105,8 +105,8 @@ def _weights(module: Any) -> dict[str, Any]:
     module = _unwrapped(module)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     has_adapters = any(".adapter." in name for name in trained)
-    # a copy, since Megatron writes the present process groups into it
-    slices = module.sharded_state_dict(metadata=dict(LAYER_BY_LAYER) if has_adapters else None)
+    # a tensor for each layer instead of one for all: of the layers, some may have adapters and others none
+    slices = module.sharded_state_dict(metadata={"non_homogeneous_layers": True} if has_adapters else None)
     return {name: slices[name] for name in slices if name in trained}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,6 +14,9 @@ from fovea.config.backends import MegatronBackend
 from fovea.config.run import Train
 from fovea.train.lr_schedule import rate_of_run
 from fovea.train.megatron.offload import Offloaded
+
+LAYOUT = "fully_reshardable"
+"""The moments under the names and in the shapes of their weights, whatever part of them a process has."""
 
 
 class MegatronOptimizer:
@@ -61,8 +65,8 @@ class MegatronOptimizer:
         self._model.zero_grad_buffer()
         self.inner.zero_grad()
 
-    def norm(self) -> float:
-        """Norm of the gradient of the whole model, before clipping; the same on all ranks."""
+    def clip(self) -> float:
+        """Norm of the gradient of the whole model, which `step` clips; the same on all ranks."""
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
@@ -75,6 +79,28 @@ class MegatronOptimizer:
         """Copy the model's weights into the float32 ones, after another optimizer has trained it."""
         with self.on_device():
             self.inner.reload_model_params()
+
+    def state(self, weights: Mapping[str, Any], *, is_loading: bool) -> dict[Any, Any]:
+        """What a checkpoint holds of it, beside this process's slices of the weights."""
+        # without its number in the names: once experts are dealt to processes, they have an optimizer of their own
+        metadata = {"distrib_optim_sharding_type": LAYOUT, "chained_optim_avoid_prefix": True}
+        state: dict[Any, Any] = self.inner.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        return state
+
+    def load_state(self, saved: Mapping[Any, Any]) -> None:
+        """Restore moments and count of steps; `saved` is what came for a `state`, among what the file has besides.
+
+        Settings stay those of the run.
+        """
+        optimizers = self.inner.chained_optimizers
+        (num_steps,) = {group.get("step") for group in _groups(saved)}
+        for number, optimizer in enumerate(optimizers):
+            own = optimizer.state_dict()
+            if num_steps is not None:
+                for group in own["optimizer"]["param_groups"]:
+                    group["step"] = num_steps
+            moments = (saved if len(optimizers) == 1 else saved[number])["param_state"]
+            optimizer.load_state_dict(own | {"param_state": moments, "param_state_sharding_type": LAYOUT})
 
     def _states(self) -> Iterator[torch.Tensor]:
         """Moments, and the float32 weights beside those of 16 bits; others are the model's own."""
@@ -99,3 +125,9 @@ class MegatronOptimizer:
             for group in optimizer.param_groups:
                 if "step" in group:
                     group["step"] = 0
+
+
+def _groups(saved: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """The groups of weights in a checkpoint: of one optimizer, or of several by their numbers."""
+    states = [saved, *(state for key, state in saved.items() if isinstance(key, int))]
+    return [group for state in states if "optimizer" in state for group in state["optimizer"]["param_groups"]]

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from fovea.config.run import Config, Model
-from fovea.errors import TrainError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.save import save_network
 from fovea.models.trainable import count_parameters, trainable_parameters
@@ -33,6 +32,7 @@ from fovea.train.megatron.parallel import take_place
 from fovea.train.megatron.passes import Passes
 from fovea.train.megatron.sft import SupervisedTrainer
 from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.optimizer_steps import SkippedUpdates, run_epoch, take_step
 from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.row_dealer import RowDealer, in_batch_order
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
@@ -83,7 +83,7 @@ class MegatronPolicy:
         self._reference_is_loaded_model = True
         self._checkpoints = Checkpoints(self._training, self._optimizer, self._critic, place)
         self._steps = 0
-        self._skipped_in_a_row = 0
+        self._skipped = SkippedUpdates(train.max_skipped_updates)
 
     def _make_critic(self) -> Critic | None:
         settings = self._algorithm.critic
@@ -135,7 +135,7 @@ class MegatronPolicy:
                 break
         self._training.eval()
         self._steps += 1
-        self._count_skipped(stats.not_finite)
+        self._skipped.count(stats.not_finite, self._steps)
         always |= {"updates_skipped": float(bool(stats.not_finite))} | batch_mismatch(batch, before, left_out)
         always |= self._limit.metrics()
         if not batch.groups:
@@ -180,7 +180,7 @@ class MegatronPolicy:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and counters into an existing folder, each process its part."""
-        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped.in_a_row}
         reference = None if self._reference is None or self._reference_is_loaded_model else self._reference.model.chunk
         self._checkpoints.save(folder, counts, reference)
 
@@ -191,7 +191,7 @@ class MegatronPolicy:
         """Restore the state that `save` wrote, on any number of processes; TrainError where it is of another model."""
         reference = None if self._reference is None else self._reference.model.chunk
         counts = self._checkpoints.load(folder, reference)
-        self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
+        self._steps, self._skipped.in_a_row = counts["steps"], counts["skipped_in_a_row"]
         self._reference_is_loaded_model = not counts[HAS_REFERENCE]
 
     def limit_microbatches(self, max_tokens: int) -> None:
@@ -234,23 +234,22 @@ class MegatronPolicy:
     def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
         """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
         minibatches = self._schedule.minibatches(epoch, batch.groups)
-        stats.minibatches = len(minibatches)
-        logprobs = []
-        for groups in minibatches:
-            done = self._gradients(groups, scale=len(batch.groups) / len(groups))
-            stats.add(done.sums, done.policy_kl)
-            stats.flops += sum(self._dealer.deal.cost.flops(group) for group in groups)
-            too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
-            stats.not_finite = done.bad_tasks
-            if stats.not_finite or too_far or not self._step(groups, stats):
-                return False
-            logprobs += done.logprobs
+        logprobs = run_epoch(
+            minibatches,
+            stats,
+            gradients=lambda groups: self._gradients(groups, len(batch.groups) / len(groups), stats),
+            step=lambda groups: self._step(groups, stats),
+            max_policy_kl=self._algorithm.max_policy_kl,
+        )
+        if logprobs is None:
+            return False
         if len(minibatches) == 1:
             stats.logprobs = in_batch_order(logprobs, batch.groups, self._place.results)
         return True
 
-    def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+    def _gradients(self, groups: Sequence[SampleGroup], scale: float, stats: UpdateStats) -> PassResult:
         """Accumulate the gradients of a minibatch in place of those of the one before."""
+        stats.flops += sum(self._dealer.deal.cost.flops(group) for group in groups)
 
         def passes() -> PassResult:
             self._optimizer.zero_grad()
@@ -269,17 +268,13 @@ class MegatronPolicy:
 
     def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
         """Take an optimizer step unless a gradient is non-finite; returns whether it was taken."""
-        norms = [self._optimizer.norm(), *([] if self._critic is None else [self._critic.clip()])]
-        if not np.isfinite(norms).all():
-            stats.not_finite = [group.task_id for group in groups]
-            return False
-        stats.norms.append(norms)
-        if self._critic is not None:
-            self._critic.step()
-        # values near their initial 0 make poor advantages: the critic trains alone first
-        if self._critic is None or self._steps >= self._critic.warmup_steps:
-            self._optimizer.step()
-        return True
+        critic = self._critic
+        return take_step(
+            [self._optimizer] if critic is None else [self._optimizer, critic],
+            stats,
+            critic_alone=critic is not None and self._steps < critic.warmup_steps,
+            bad_tasks=lambda: [group.task_id for group in groups],
+        )
 
     def _set_rates(self) -> Metrics:
         rates = {"learning_rate": self._optimizer.set_rate(self._steps)}
@@ -298,17 +293,6 @@ class MegatronPolicy:
             )
 
         return self._limit.fit(score, batch.groups, self._dealer.deal.cost)
-
-    def _count_skipped(self, not_finite: Sequence[str]) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if not_finite else 0
-        limit = self._train.max_skipped_updates
-        if self._skipped_in_a_row > limit:
-            raise TrainError(
-                f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
-                f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate (or "
-                "algorithm.advantage.critic.learning_rate), which may change on resume, or look for non-finite "
-                "values in the model and the rewards"
-            )
 
     @property
     def _schedule(self) -> Schedule:

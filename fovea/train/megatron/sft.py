@@ -20,26 +20,25 @@ from fovea.train.supervised import (
     EPS,
     MAX_GRAD_NORM,
     WEIGHT_DECAY,
-    check_answers,
-    check_finite,
+    SupervisedSteps,
     cross_entropy,
     row_of_share,
 )
 
 
-class SupervisedTrainer:
-    """Trains by next-token cross-entropy on the answers, as `train.torch.sft` does, with an optimizer of its own."""
+class SupervisedTrainer(SupervisedSteps):
+    """The steps by Megatron's passes, with an optimizer of their own."""
 
     def __init__(
         self, config: Config, shape: PolicyNetwork, training: DistributedDataParallel, passes: Passes, place: Place
     ) -> None:
         """`passes` run the model under training at temperature 1."""
         assert config.warmup is not None, "supervised steps, but the policy was made without settings for them"
+        super().__init__(shape.banned_ids)
         self._shape = shape
         self._training = training
         self._passes = passes
         self._place = place
-        self._steps = 0
         settings = config.train.model_copy(
             update={
                 "learning_rate": config.warmup.learning_rate,
@@ -54,10 +53,7 @@ class SupervisedTrainer:
         )
         self._optimizer = MegatronOptimizer(training, settings, max_steps=config.warmup.max_steps, dtype=shape.dtype)
 
-    def update(self, pairs: Sequence[Pair]) -> float:
-        """Take one optimizer step on the pairs; returns their loss, over all shares. TrainError on a banned target."""
-        check_answers(pairs, self._shape.banned_ids)
-        self._optimizer.set_rate(self._steps)
+    def _gradients(self, pairs: Sequence[Pair]) -> float:
         self._optimizer.zero_grad()
         parts: list[Tensor] = []
 
@@ -71,7 +67,8 @@ class SupervisedTrainer:
         self._training.eval()
         # stages before the last one have no part
         total: float = sum(self._place.results.gather(float(torch.stack(parts).sum()) if parts else 0.0))
-        check_finite(total, self._steps)
-        self._optimizer.step()
-        self._steps += 1
         return total
+
+    def _take_step(self) -> None:
+        self._optimizer.set_rate(self._steps)
+        self._optimizer.step()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fovea.config.run import Algorithm, Train, Warmup
-from fovea.errors import TrainError, memory_for
+from fovea.errors import memory_for
 from fovea.models.activation_tape import Tape
 from fovea.models.expert_load import imbalance
 from fovea.models.outgoing import OutgoingWeight, outgoing, outgoing_merged
@@ -36,7 +36,7 @@ from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.deal import ImagesByRank, Schedule
 from fovea.train.microbatch_memory import MicrobatchLimit
-from fovea.train.packing import MicroBatch
+from fovea.train.optimizer_steps import SkippedUpdates, run_epoch, take_step
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.row_dealer import in_batch_order
@@ -97,7 +97,7 @@ class TorchPolicy:
             policy_parameters(vlm), train, peak_learning_rate=train.learning_rate, max_steps=max_steps
         )
         self._steps = 0
-        self._skipped_in_a_row = 0
+        self._skipped = SkippedUpdates(train.max_skipped_updates)
         self._saving = Saving(ranks)
         self._engine_has_these_weights = False
         """True while the weights are those that `weights` returned last: rollout activations may be reused."""
@@ -159,7 +159,7 @@ class TorchPolicy:
         self._train_mode(False)
         self._free_gradients()
         self._steps += 1
-        self._count_skipped(stats.not_finite)
+        self._skipped.count(stats.not_finite, self._steps)
         # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
         measured = batch_mismatch(batch, before, left_out) if scored or not stats.sums.get("reused_actions", 0) else {}
         always = {"updates_skipped": float(bool(stats.not_finite))} | rates | measured
@@ -202,7 +202,7 @@ class TorchPolicy:
             tensors |= self._critic.optimizer.tensors(VALUE)
         if self._reference is not None and not self._reference_is_loaded_model:
             tensors[REFERENCE] = dict(self._reference.vlm.named_parameters())
-        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+        counts = {"steps": self._steps, "skipped_in_a_row": self._skipped.in_a_row}
         self._saving.begin(folder, tensors, counts)
 
     def finish_save(self) -> None:
@@ -215,7 +215,7 @@ class TorchPolicy:
         self._optimizer.load(folder, TRAINABLE)
         if self._critic is not None:
             self._critic.optimizer.load(folder, VALUE)
-        self._steps, self._skipped_in_a_row = load_counts(folder, "steps", "skipped_in_a_row")
+        self._steps, self._skipped.in_a_row = load_counts(folder, "steps", "skipped_in_a_row")
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
@@ -258,26 +258,24 @@ class TorchPolicy:
 
     def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
         """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
-        logprobs: list[tuple[MicroBatch, Tensor]] = []
         minibatches = self._schedule.minibatches(epoch, batch.groups)
-        stats.minibatches = len(minibatches)
-        for groups in minibatches:
-            done = self._gradients(groups, scale=len(batch.groups) / len(groups))
-            stats.add(done.sums, done.policy_kl)
-            stats.flops += len(self._models) * sum(self._scorer.deal.cost.flops(group) for group in groups)
-            # before the step: the pass has measured the KL divergence of the weights as they are
-            too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
-            stats.not_finite = done.bad_tasks
-            if stats.not_finite or too_far or not self._step(groups, stats):
-                return False
-            logprobs += done.logprobs
+        logprobs = run_epoch(
+            minibatches,
+            stats,
+            gradients=lambda groups: self._gradients(groups, len(batch.groups) / len(groups), stats),
+            step=lambda groups: self._step(groups, stats),
+            max_policy_kl=self._algorithm.max_policy_kl,
+        )
+        if logprobs is None:
+            return False
         # with several minibatches the log-probs are of different weights, and are no old log-probs
         if len(minibatches) == 1:
             stats.logprobs = in_batch_order(logprobs, batch.groups, self._ranks)
         return True
 
-    def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+    def _gradients(self, groups: Sequence[SampleGroup], scale: float, stats: UpdateStats) -> PassResult:
         """Accumulate the gradients of a minibatch in place of those of the one before."""
+        stats.flops += len(self._models) * sum(self._scorer.deal.cost.flops(group) for group in groups)
         reuse = self._reuse(groups)
 
         def passes() -> PassResult:
@@ -298,17 +296,15 @@ class TorchPolicy:
     )
     def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
         """Take an optimizer step unless a gradient is non-finite; returns whether it was taken."""
-        norms = [optimizer.clip() for optimizer in self._optimizers]
-        if not np.isfinite(norms).all():
-            stats.not_finite = self._tasks_of_bad_gradients(groups)
-            return False
-        stats.norms.append(norms)
-        self._engine_has_these_weights = False
-        # values near their initial 0 make poor advantages: the critic trains alone first
-        waiting = self._critic is not None and self._steps < self._critic.warmup_steps
-        for optimizer in self._optimizers[1:] if waiting else self._optimizers:
-            optimizer.step()
-        return True
+        taken = take_step(
+            self._optimizers,
+            stats,
+            # values near their initial 0 make poor advantages: the critic trains alone first
+            critic_alone=self._critic is not None and self._steps < self._critic.warmup_steps,
+            bad_tasks=lambda: self._tasks_of_bad_gradients(groups),
+        )
+        self._engine_has_these_weights &= not taken
+        return taken
 
     def _free_gradients(self) -> None:
         """So that a rollout has their memory, and a pass adds to none."""
@@ -340,17 +336,6 @@ class TorchPolicy:
             if not np.isfinite([optimizer.clip() for optimizer in self._optimizers]).all():
                 bad.append(group.task_id)
         return bad or [group.task_id for group in groups]
-
-    def _count_skipped(self, not_finite: Sequence[str]) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if not_finite else 0
-        limit = self._train.max_skipped_updates
-        if self._skipped_in_a_row > limit:
-            raise TrainError(
-                f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
-                f"{limit + 1} updates, with the samples of {', '.join(not_finite[:3])}; lower train.learning_rate (or "
-                "algorithm.advantage.critic.learning_rate), which may change on resume, or look for non-finite "
-                "values in the model and the rewards"
-            )
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
         """Rollout activations of these groups; None if the weights have changed since, or on a plain step."""

@@ -18,8 +18,7 @@ from fovea.train.supervised import (
     EPS,
     MAX_GRAD_NORM,
     WEIGHT_DECAY,
-    check_answers,
-    check_finite,
+    SupervisedSteps,
     cross_entropy,
     row_of_share,
 )
@@ -28,17 +27,14 @@ from fovea.train.torch.optimizer import MasterWeights
 from fovea.train.torch.sharding import shards_tower
 
 
-class SupervisedTrainer:
-    """Trains by next-token cross-entropy on the answers, averaged over their tokens, with packed rows as in RL.
-
-    The cross-entropy is that of the distribution which RL draws from and trains on, at temperature 1: banned ids are
-    out of it here too, so that there is one meaning of log-prob, and nothing is spent on what cannot be drawn.
-    """
+class SupervisedTrainer(SupervisedSteps):
+    """The steps on float32 master weights, with an AdamW of their own."""
 
     def __init__(
         self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE, *, cpu_offload: bool = False
     ) -> None:
         """`cpu_offload` keeps master weights and moments in the host's memory, as `train.backend.cpu_offload` says."""
+        super().__init__(vlm.banned_ids)
         self._vlm = vlm
         self._ranks = ranks
         self._settings = settings
@@ -48,36 +44,31 @@ class SupervisedTrainer:
         self._optimizer = make_adamw(
             list(self._masters.by_name.values()), betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
         )
-        self._steps = 0
 
-    def update(self, pairs: Sequence[Pair]) -> float:
-        """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
-        settings = self._settings
-        check_answers(pairs, self._vlm.banned_ids)
+    def _gradients(self, pairs: Sequence[Pair]) -> float:
+        self._vlm.train()
+        with dropout_seed(self._steps, self._ranks, self._vlm.device):
+            part = self._loss(pairs)
+        torch.autograd.backward(part)
+        self._vlm.eval()
+        total: float = sum(self._ranks.gather(float(part.detach())))
+        return total
+
+    def _take_step(self) -> None:
         rate = learning_rate(
             self._steps,
-            peak=settings.learning_rate,
-            warmup_steps=settings.lr_warmup_steps,
-            total_steps=settings.max_steps,
+            peak=self._settings.learning_rate,
+            warmup_steps=self._settings.lr_warmup_steps,
+            total_steps=self._settings.max_steps,
             shape="constant",
             final_frac=1.0,
         )
         set_learning_rate(self._optimizer, rate)
-        self._vlm.train()
-        with dropout_seed(self._steps, self._ranks, self._vlm.device):
-            part = self._loss(pairs)
-        # summed before the check, so that all ranks raise or none
-        loss: float = sum(self._ranks.gather(float(part.detach())))
-        check_finite(loss, self._steps)
-        torch.autograd.backward(part)
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
         self._masters.take_gradients()
         self._optimizer.step()
         self._masters.write_back()
         self._optimizer.zero_grad(set_to_none=True)
-        self._vlm.eval()
-        self._steps += 1
-        return loss
 
     def _loss(self, pairs: Sequence[Pair]) -> torch.Tensor:
         """This rank's summand of the loss."""

@@ -66,8 +66,10 @@ DIVIDED = [
     ("qwen3_vl_moe", GRPO, "pipeline"),
     ("qwen2_5_vl", GRPO, "tensor"),
 ]
-RESUMED = [(DIVIDED[1], DIVIDED[0]), (DIVIDED[8], DIVIDED[8])]
-"""Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and experts where they were."""
+DEALT, UNDEALT, ADAPTERS = DIVIDED[8], DIVIDED[15], DIVIDED[10]
+RESUMED = [(DIVIDED[1], DIVIDED[0]), (DEALT, DEALT), (DEALT, UNDEALT)]
+"""Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and with experts dealt out from
+those that were and from those that were not."""
 BACKENDS: dict[str, dict[str, int]] = {
     "alone": {},
     "data": {},
@@ -150,7 +152,7 @@ def test_two_ranks_go_on_from_a_checkpoint(number: int, expected: Expected, divi
     check_equal(divided[2][number], last_of(expected[RESUMED[number][0][:2]][1]))
 
 
-@pytest.mark.parametrize("layout", [*DIVIDED[:3], DIVIDED[-1]])
+@pytest.mark.parametrize("layout", [*DIVIDED[:3], DIVIDED[-1], DEALT, ADAPTERS])
 def test_one_process_goes_on_from_the_checkpoint_of_two(layout: Layout, expected: Expected, divided: Divided) -> None:
     family, algorithm, _ = layout
     alone = case_of((family, algorithm, "alone"), expected)

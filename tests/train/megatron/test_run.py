@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -24,7 +25,7 @@ from fovea.models.load import load_network
 from fovea.models.trainable import choose_trainable, factored_weights
 from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
-from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS, check_exact
+from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS, check_exact, wait_for_steps
 from tests.test_runs import untimed
 from tests.train.megatron.equal_steps import megatron_policy
 
@@ -43,10 +44,10 @@ SETTINGS = (
 COMMAND = ("-m", "tests.train.megatron.fovea_on_cpu", "train", "recipes/shapes.yaml")
 
 
-def fovea(run_dir: Path, *settings: str) -> None:
+def fovea(run_dir: Path, *settings: str, limit_seconds: float = LIMIT_SECONDS) -> None:
     command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS, *settings]
     done = subprocess.run(
-        command, timeout=LIMIT_SECONDS, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
+        command, timeout=limit_seconds, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
@@ -64,11 +65,20 @@ def test_the_engine_samples_with_the_weights_of_each_step(straight: Path) -> Non
     check_exact(straight, "embedded", steps=4)
 
 
-def test_a_resumed_run_is_the_run_that_never_stopped(straight: Path, tmp_path: Path) -> None:
-    """From the checkpoint of step 2, as after a kill in step 4; metrics have sums over all weights."""
+def test_a_killed_run_goes_on_as_if_it_had_not_been(straight: Path, tmp_path: Path) -> None:
+    """kill -9 behind a checkpoint, which leaves no process; metrics have sums over all weights."""
     run_dir = tmp_path / "run"
-    shutil.copytree(straight, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "step-4")
+    command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+    try:
+        wait_for_steps(run_dir, 3, process)
+        others = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    _, left = psutil.wait_procs(others, timeout=10)
+    assert left == []
+    assert not (run_dir / "summary.json").exists(), "it had ended"
     fovea(run_dir, "resume=auto")
     assert untimed(run_dir) == untimed(straight)
     assert len({row["weights_checksum"] for row in untimed(run_dir)}) == 4
