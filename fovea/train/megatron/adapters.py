@@ -42,15 +42,12 @@ PROJECTIONS = {
 def add_adapters(module: Any, network: nn.Module, lora: Lora) -> None:
     """Add the adapters of `network` (peft's, by transformers' names) to this process's slice of the same model.
 
-    All else in the language model is frozen. Projections that have no adapter in `network`, beside others of the same
-    layer, get one that adds 0 and is not trained.
+    All else is frozen. Projections that have no adapter in `network`, beside others of the same layer, get one that
+    adds 0 and is not trained.
     """
-    outside = [x for name, x in module.named_parameters() if x.requires_grad and not name.startswith("language_model.")]
     wanted = {PROJECTIONS[projection][1] for path in lora_layers(network) for projection in [_projection(path)]}
     targets = [f"language_model.*.{target}" for layer in sorted(wanted) for target in TARGETS[layer]]
     CanonicalLoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha)(module)
-    for parameter in outside:  # the tower, which has been frozen with the rest
-        parameter.requires_grad_(True)
     _take_values(module, network)
 
 
