@@ -56,8 +56,9 @@ test-long: $(DEVELOPS) $(TALKS) .venv-vllm/.installed  ## Run the tests that CI 
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m "long and not vllm"
 	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -o faulthandler_timeout=420 -m "vllm and long" tests/rollout
 
-test-megatron: .venv-megatron/.installed $(DEVELOPS)  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB)
-	FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python .venv-megatron/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m megatron tests/train/megatron
+test-megatron: .venv-megatron/.installed .venv-vllm/.installed .venv-sglang/.installed $(DEVELOPS)  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB), and engines of theirs
+	FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python \
+	  FOVEA_VLLM_PYTHON=.venv-vllm/bin/python FOVEA_SGLANG_PYTHON=.venv-sglang/bin/python .venv-megatron/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m megatron tests/train/megatron
 
 bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, JSON=)
 	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) $(if $(JSON),--json $(JSON))

@@ -57,7 +57,7 @@ LATE_IMPORTS = {
     "fovea/cli/doctor.py": {"check_parity"},
     "fovea/data/rows.py": {"_hub"},
     "fovea/utils/urls.py": {"http_parts"},
-    "fovea/rollout/sglang/process.py": {"wait_until_gone"},
+    "fovea/rollout/engine_process.py": {"wait_until_gone"},
 }
 """Files that may import inside functions, and inside which. The command line starts without
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""

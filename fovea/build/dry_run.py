@@ -57,8 +57,12 @@ def _check_engine(config: Config) -> None:
     # the machines of a Ray cluster have environments of their own
     if config.cluster.num_ray_workers:
         return
+    engine = config.rollout.engine
+    # nor has this one the engine of another
+    if not isinstance(engine, EmbeddedEngine) and engine.python is not None:
+        return
     # the import says what has to be installed
-    match config.rollout.engine:
+    match engine:
         case VllmEngine() | VllmServersEngine():
             importlib.import_module("fovea.rollout.vllm")
         case SglangEngine():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from fovea.cluster.engine_stream import StreamTarget
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
@@ -33,6 +33,10 @@ MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
+StreamedSettings: TypeAlias = VllmSettings | VllmServersEngine | SglangSettings
+"""Settings of an engine with weights of its own."""
+
+
 class StreamedEngine(Engine, StreamTarget, Protocol):
     """An engine in this process, or started by it, with weights of its own, which pushes stream into."""
 
@@ -48,10 +52,12 @@ def takes_adapters(config: Config) -> bool:
     return isinstance(settings, EmbeddedSettings) or (isinstance(settings, VllmSettings) and settings.enable_lora)
 
 
-def make_streamed(
-    config: Config, settings: VllmSettings | VllmServersEngine | SglangSettings, model: Model, processor: Processor
-) -> StreamedEngine:
+def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> StreamedEngine:
     """Make an engine with weights of its own; `model` has a path."""
+    if settings.python is not None:
+        from fovea.build.other_environment import make_remote
+
+        return make_remote(config, settings, model)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     made: StreamedEngine
     # each an optional extra

@@ -38,6 +38,9 @@ class ServingEngine(Section):
     """What engines made for serving have in common; they draw with weights of their own."""
 
     name: str
+    python: MayChange[str | None] = None
+    """Interpreter of another Python environment, such as ENV/bin/python, in which the engine gets a process: for a
+    trainer whose packages do not go with the engine's, as Megatron's. Default: the trainer's own."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs that one engine is spread over."""
     gpu_memory_utilization: MayChange[Annotated[float, Field(gt=0, lt=1)]] = 0.5
@@ -96,6 +99,9 @@ class VllmServersEngine(Section):
     (extra: vllm)."""
 
     name: Literal["vllm_servers"] = "vllm_servers"
+    python: MayChange[str | None] = None
+    """Interpreter of another Python environment with vLLM, such as ENV/bin/python, in which a process talks to the
+    servers: for a trainer whose packages do not go with vLLM's, as Megatron's. Default: the trainer's own."""
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
     """Their addresses: http://HOST:PORT."""
     weights_dir: MayChange[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,9 @@ from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
 from fovea.rollout.checks import check_arguments, check_family
 from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.engine_process import EngineProcess, Limits
 from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.inputs import Translator
-from fovea.rollout.sglang.process import EngineProcess, Limits
 from fovea.rollout.sglang.weights import SglangWeights
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -81,9 +82,11 @@ def make_engine(
     on_cpu = device.type == "cpu"
     try:
         process = EngineProcess(
+            "SGLang",
+            [sys.executable, "-m", "fovea.rollout.sglang.host"],
             arguments,
-            {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})},
             Limits(start_seconds=settings.start_seconds, timeout_seconds=settings.timeout_seconds),
+            {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})},
         )
     except (EngineError, LostEngineError) as error:
         raise ConfigError(f"rollout.engine=sglang does not start: {error}") from error

@@ -1,4 +1,4 @@
-"""The process that holds SGLang's engine; `rollout.sglang.process` starts `-m fovea.rollout.sglang.host FD FOLDER`.
+"""The process that holds SGLang's engine; `python -m fovea.rollout.sglang.host FD FOLDER`.
 
 SGLang's engine takes over the process that makes it. It replaces the policy of event loops and the way in which
 processes are started, kills the whole process when one of its workers fails, and kills all children of the process when
@@ -8,16 +8,11 @@ it ends. A trainer has graders and loggers among its children, and must tell why
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from threading import Thread
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
@@ -32,12 +27,11 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
-from fovea.errors import EngineError, first_line, named
+from fovea.rollout.engine_host import Calls, begin
 from fovea.rollout.outputs import Drawn, Sampled
-from fovea.rollout.sglang.messages import Answer, Call, Drawing, Start
+from fovea.rollout.sglang.inputs import Drawing
 from fovea.rollout.sglang.scheduler import run_scheduler
 
-PARENT_CHECK_SECONDS = 0.5
 IDLE_SECONDS = 60.0
 """Longest wait for a scheduler that puts away requests which have ended."""
 
@@ -49,49 +43,13 @@ class Engine(SglangEngine):  # type: ignore[misc]
 
 
 class Host:
-    """Runs the calls of the trainer on the engine; every public method is one that it may call."""
+    """What the trainer may call of an engine."""
 
-    def __init__(self, engine: Any, connection: Connection) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._manager = engine.tokenizer_manager
-        self._connection = connection
-        self._running: dict[int, asyncio.Task[None]] = {}
         self._ids: dict[str, list[str]] = {}
         """By name of a request, SGLang's ids of its completions that are being drawn."""
-        self._ended = asyncio.Event()
-
-    async def serve(self) -> None:
-        """Take calls until the trainer closes the pipe, or calls `shut_down`."""
-        Thread(target=self._read, args=(asyncio.get_running_loop(),), name="calls", daemon=True).start()
-        # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
-        await self._manager.freeze_gc()
-        self._connection.send(Answer(number=0))
-        await self._ended.wait()
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take calls, on a thread: a loop that watched the pipe would make its reads fail in the middle of a call."""
-        while True:
-            try:
-                call = self._connection.recv()
-            except (EOFError, OSError):
-                break
-            loop.call_soon_threadsafe(self._begin, call)
-        # a loop that is closed has ended already
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._ended.set)
-
-    def _begin(self, call: Call) -> None:
-        self._running[call.number] = asyncio.get_running_loop().create_task(self._answer(call))
-
-    async def _answer(self, call: Call) -> None:
-        try:
-            with named(lambda error: EngineError(str(error) or first_line(error))):
-                value = await getattr(self, call.method)(*call.arguments)
-            answer = Answer(number=call.number, value=value)
-        except EngineError as error:  # it is the trainer's, which raises it there
-            answer = Answer(number=call.number, error=str(error))
-        del self._running[call.number]
-        self._connection.send(answer)
 
     async def generate(self, request: str, drawings: Sequence[Drawing]) -> Drawn:
         """Draw completions of one prompt, whose keys and values are computed once; `request` names them for `abort`.
@@ -153,7 +111,6 @@ class Host:
     async def shut_down(self) -> None:
         """End all processes of the engine but this one, which ends when its loop does."""
         self._engine.shutdown()
-        self._ended.set()
 
     async def _empty_caches(self) -> None:
         """Empty all caches, once the scheduler has put away the last requests."""
@@ -190,32 +147,23 @@ def _check(result: tuple[bool, str]) -> None:
         raise RuntimeError(message)
 
 
-def _end_with(parent: int, folder: str) -> None:
-    """Kill this process and the engine's when the trainer is gone, however it went; its folder goes too."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    # the processes of the engine are in this one's group, in which the trainer is not
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+async def serve(engine: Any, connection: Connection) -> None:
+    """Serve the trainer until it closes the pipe, or calls `shut_down`."""
+    # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
+    await engine.tokenizer_manager.freeze_gc()
+    await Calls(Host(engine), connection, "SGLang: ").serve()
 
 
-def main(descriptor: int, folder: str) -> None:
-    """Make the engine that the first message asks for, and serve the trainer until it closes the pipe.
-
-    `folder` has the files of this engine alone.
-    """
-    trainer = os.getppid()
-    Thread(target=_end_with, args=(trainer, folder), daemon=True).start()
-    os.set_inheritable(descriptor, False)
-    connection: Connection = Connection(descriptor)
-    start: Start = connection.recv()
-    multiprocessing.current_process().authkey = start.authkey
-    engine = Engine(**start.arguments)
-    engine.loop.run_until_complete(Host(engine, connection).serve())
+def main(arguments: Sequence[str]) -> None:
+    """Make the engine that the first message asks for, and serve the trainer; SGLang's server arguments are in it."""
+    trainer, folder = os.getppid(), arguments[1]
+    connection, server_arguments = begin(arguments)
+    engine = Engine(**server_arguments)
+    engine.loop.run_until_complete(serve(engine, connection))
     engine.shutdown()
     if os.getppid() != trainer:  # it was killed: the end of its pipe may be seen before the thread looks for it
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1:])

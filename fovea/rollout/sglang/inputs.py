@@ -6,14 +6,16 @@ which every image has its visual tokens already, so that neither pixels nor ids 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fovea.errors import EngineError
-from fovea.rollout.sglang.messages import Drawing
 from fovea.rollout.stacked import stacked
 from fovea.types import Prompt, Request, Sampling
 
+Drawing = Mapping[str, Any]
+"""One completion to draw, as the fields of SGLang's `GenerateReqInput`."""
 SEEDS = 1 << 63
 """Seeds below this, which SGLang keeps in signed 64 bits."""
 BAN = -1e9

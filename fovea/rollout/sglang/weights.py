@@ -7,19 +7,18 @@ before they begin.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fovea.rollout.checks import check_shapes, checkpoint_shapes
-from fovea.rollout.sglang.process import EngineProcess
+from fovea.rollout.engine_process import EngineProcess
 from fovea.types import Shape
 from fovea.utils.checksum import value_hash
+from fovea.utils.tensor_handles import handles
 
 
 class Sent(NamedTuple):
@@ -78,9 +77,7 @@ class SglangWeights:
         self._sent |= {
             name: Sent(len(tensor), tensor.numel(), value_hash(tensor, self._dtype)) for name, tensor in named
         }
-        # a copy: a tensor in a CPU's memory is moved into shared memory for good
-        shared = [(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in named]
-        self._process.run("take_weights", [_handles(shared) for _ in range(self._workers)])
+        self._process.run("take_weights", [handles(named) for _ in range(self._workers)])
 
     def finish(self) -> None:
         """End the push, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
@@ -98,10 +95,3 @@ def plain_name(name: str) -> str:
         if name.startswith(nested):
             return plain + name.removeprefix(nested)
     return name
-
-
-def _handles(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    """Names and handles by which another process opens the memory of the tensors: shared memory, or CUDA IPC."""
-    written = io.BytesIO()
-    ForkingPickler(written).dump(list(tensors))
-    return written.getvalue()

@@ -18,8 +18,8 @@ from fovea.cluster.services import WorkersEngine
 from fovea.cluster.workers import LocalHandle, Worker, Workers
 from fovea.errors import ConfigError, LostEngineError
 from fovea.rollout.base import Engine
+from fovea.rollout.engine_process import Limits
 from fovea.rollout.sglang.engine import CACHE, SglangEngine
-from fovea.rollout.sglang.process import Limits
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for
 from tests.rollout.engine_suite import ask, equal, prompts_of

@@ -1,4 +1,4 @@
-"""The trainer's end of the pipe to the process that holds SGLang's engine."""
+"""The trainer's end of the pipe to a process that holds an engine (`rollout.engine_host` is the other one)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,15 +16,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 from threading import Lock, Thread
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import Any
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.rollout.sglang.messages import Answer, Call, Start
+from fovea.rollout.engine_messages import Answer, Call, Start
 
 CLOSE_SECONDS = 20.0
 POLL_SECONDS = 0.5
 GONE_SECONDS = 0.01
-LOG_FILE = "sglang.log"
+LOG_FILE = "engine.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def wait_until_gone(group: int, seconds: float) -> None:
     A killed process holds its memory for a moment; only its parent could wait for it otherwise. One that nobody
     reaps, as in a container without an init, has given back everything.
     """
-    import psutil  # noqa: PLC0415  SGLang brings it; the core does without
+    import psutil  # noqa: PLC0415  where an engine has processes of its own; the core does without
 
     end = monotonic() + seconds
     for process in psutil.process_iter():
@@ -54,16 +54,25 @@ def wait_until_gone(group: int, seconds: float) -> None:
 
 
 class EngineProcess:
-    """SGLang's engine in a process, or several, of its own."""
+    """An engine in a process, or several, of its own."""
 
-    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], limits: Limits) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: Any,
+        limits: Limits,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Start it and wait until it has loaded the model; LostEngineError with the end of its log if it does not.
 
+        `name` is for messages, `command` gets the pipe and a folder as its last arguments (`engine_host.begin`), and
         `environment` is added to this process's own.
         """
+        self._name = name
         self._limits = limits
         # SGLang leaves the files of its sockets where temporary files are made
-        self._folder = TemporaryDirectory(prefix="fovea-sglang-")
+        self._folder = TemporaryDirectory(prefix="fovea-engine-")
         self._connection, theirs = multiprocessing.Pipe()
         self._numbers = count(1)
         self._waiting: dict[int, Future[Any]] = {}
@@ -76,7 +85,7 @@ class EngineProcess:
         ready = self._wait_for(0)
         with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fovea.rollout.sglang.host", str(theirs.fileno()), self._folder.name],
+                [*command, str(theirs.fileno()), self._folder.name],
                 env=os.environ | environment | {"TMPDIR": self._folder.name},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -85,7 +94,7 @@ class EngineProcess:
                 # Ctrl-C is for the trainer, which then closes the engine
                 start_new_session=True,
             )
-        self._reader = Thread(target=self._read, name="sglang", daemon=True)
+        self._reader = Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._reader.start()
         try:
             self._send(Start(arguments=arguments, authkey=bytes(multiprocessing.current_process().authkey)))
@@ -101,9 +110,9 @@ class EngineProcess:
         return self._process.pid
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """The coming result of a method of `host.Host`.
+        """The coming result of a method of what the process serves.
 
-        EngineError if the method fails; LostEngineError if the process ends, or hangs.
+        The method's error if it fails; LostEngineError if the process ends, or hangs.
         """
         number = next(self._numbers)
         result = self._wait_for(number)
@@ -174,7 +183,7 @@ class EngineProcess:
             if answer.error is None:
                 result.set_result(answer.value)
             else:
-                result.set_exception(EngineError(f"SGLang: {answer.error}"))
+                result.set_exception(answer.error)
 
     def _kill_if_hung(self) -> None:
         """End an engine that has something to do and has not answered for too long, whatever it waits for."""
@@ -185,7 +194,7 @@ class EngineProcess:
 
     def _fail(self) -> None:
         """Raise a LostEngineError wherever a result is waited for."""
-        error = LostEngineError(f"SGLang {self._end()}: {self._last_words()}{self._kept_log()}")
+        error = LostEngineError(f"{self._name} {self._end()}: {self._last_words()}{self._kept_log()}")
         # two threads may come here at once
         with suppress(KeyError):
             while True:
@@ -211,7 +220,7 @@ class EngineProcess:
         """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
         if self._is_closing or not self._waiting:
             return ""
-        descriptor, name = mkstemp(prefix="fovea-sglang-", suffix=".log")
+        descriptor, name = mkstemp(prefix="fovea-engine-", suffix=".log")
         os.close(descriptor)
         with suppress(OSError):
             shutil.copyfile(self._log, name)

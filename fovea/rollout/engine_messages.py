@@ -1,28 +1,27 @@
-"""Messages between the trainer and the process that holds SGLang's engine, over a pipe that only these two have."""
+"""Messages between the trainer and the process that holds an engine, over a pipe that only these two have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Drawing = Mapping[str, Any]
-"""One completion to draw, as the fields of SGLang's `GenerateReqInput`."""
+from fovea.errors import FoveaError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The first message: what the engine is made with."""
 
-    arguments: Mapping[str, Any]
-    """SGLang's server arguments."""
+    arguments: Any
+    """The process knows what they are."""
     authkey: bytes
     """Key by which the engine's processes may fetch tensors in shared memory from the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of a method of `host.Host`."""
+    """A call of a method of what the process serves."""
 
     number: int
     """Number of the call, which its answer has too."""
@@ -36,5 +35,5 @@ class Answer:
 
     number: int
     value: Any = None
-    error: str | None = None
-    """Text of the exception that ended the call."""
+    error: FoveaError | None = None
+    """The exception that ended the call."""

@@ -1,0 +1,146 @@
+"""An engine in the Python environment of `rollout.engine.python`: starting its process, and what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fovea import __version__
+from fovea.build.engine import StreamedEngine, StreamedSettings, make_streamed
+from fovea.build.workers import set_threads
+from fovea.config.run import Config, Model
+from fovea.errors import ConfigError, EngineError, FoveaError, MissingExtraError
+from fovea.models.processor import load_processor
+from fovea.rollout.engine_host import Calls, begin
+from fovea.rollout.engine_messages import Answer
+from fovea.rollout.engine_process import EngineProcess, Limits
+from fovea.rollout.remote_engine import RemoteEngine
+from fovea.types import Completion, Request, Shape
+from fovea.utils.event_loop import wait_for
+from fovea.utils.tensor_handles import opened
+
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that describe a process of the trainer's, which an engine would take for its own."""
+NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
+"""Those that an engine has are kept where it is made."""
+
+
+def make_remote(config: Config, settings: StreamedSettings, model: Model) -> RemoteEngine:
+    """Start the engine of the settings with the interpreter that they name; ConfigError where it does not start."""
+    assert settings.python is not None
+    here = f"rollout.engine.python={settings.python}"
+    python = shutil.which(os.path.expanduser(settings.python))
+    if python is None:
+        raise ConfigError(
+            f"{here}: no such interpreter; name that of the environment with the engine, as ENV/bin/python"
+        )
+    if find_spec("psutil") is None:
+        raise MissingExtraError(f"{here} ends processes by psutil, which is not installed: pip install psutil")
+    command = [python, "-m", "fovea.build.other_environment"]
+    sent = {
+        "version": __version__,
+        # not pickled: the other environment may have another version of what settings are made of
+        "config": config.model_dump(mode="json"),
+        "model": model.model_dump(mode="json"),
+        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
+    }
+    try:
+        process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS)
+    except FoveaError as error:
+        raise ConfigError(f"{here}: {error}") from error
+    return RemoteEngine(settings.name, process)
+
+
+class Served:
+    """What the trainer may call of an engine in this process."""
+
+    def __init__(self, engine: StreamedEngine) -> None:
+        self._engine = engine
+        self._running: dict[str, asyncio.Future[Sequence[Completion]]] = {}
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        drawing = asyncio.ensure_future(self._engine.generate(request))
+        self._running[request.id] = drawing
+        try:
+            return await drawing
+        except asyncio.CancelledError as error:
+            raise EngineError("the request was aborted") from error
+        finally:
+            del self._running[request.id]
+
+    async def abort(self, request: str) -> None:
+        """End a call of `generate`, and return once the engine has forgotten it."""
+        if drawing := self._running.get(request):
+            drawing.cancel()
+            await asyncio.wait([drawing])
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    async def has_weights(self) -> bool:
+        return self._engine.has_weights
+
+    async def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        self._engine.begin_push(shapes)
+
+    async def take_weights(self, written: bytes) -> None:
+        self._engine.take_weights([(name, _own(tensor)) for name, tensor in opened(written)])
+
+    async def finish_push(self, version: int) -> None:
+        self._engine.finish_push(version)
+
+    async def shut_down(self) -> None:
+        await self._engine.close()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one in a GPU's memory: handles of another process's cannot be handed on."""
+    return tensor.clone() if tensor.is_cuda else tensor
+
+
+def _make(sent: Mapping[str, Any]) -> StreamedEngine:
+    if sent["version"] != __version__:
+        raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
+    sent["config"]["rollout"]["engine"]["python"] = None
+    config, model = Config.model_validate(sent["config"]), Model.model_validate(sent["model"])
+    set_threads(config)
+    if sent["gpu"] is not None:
+        torch.cuda.set_device(sent["gpu"])
+    settings = config.rollout.engine
+    assert isinstance(settings, StreamedSettings)
+    return make_streamed(config, settings, model, load_processor(model))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Make the engine that the first message asks for, and serve the trainer until it closes the pipe."""
+    for name in OF_TORCHRUN:
+        os.environ.pop(name, None)
+    connection, sent = begin(arguments)
+    try:
+        engine = _make(sent)
+    except FoveaError as error:
+        connection.send(Answer(number=0, error=error))
+        return
+    wait_for(Calls(Served(engine), connection).serve())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,89 @@
+"""The other end of `rollout.engine_process`: in the process that holds an engine, the calls of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any
+
+from fovea.errors import EngineError, FoveaError, first_line, named
+from fovea.rollout.engine_messages import Answer, Call, Start
+
+PARENT_CHECK_SECONDS = 0.5
+LAST_CALL = "shut_down"
+
+
+def begin(arguments: Sequence[str]) -> tuple[Connection, Any]:
+    """The pipe to the trainer, and what it has sent first; `arguments` end this process's command line.
+
+    From here on, all processes of this one's group end with the trainer, however it ends.
+    """
+    descriptor, folder = int(arguments[0]), arguments[1]
+    Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
+    os.set_inheritable(descriptor, False)
+    connection: Connection = Connection(descriptor)
+    start: Start = connection.recv()
+    multiprocessing.current_process().authkey = start.authkey
+    return connection, start.arguments
+
+
+class Calls:
+    """Makes the calls that come through a pipe, of the public methods of one object, which are coroutines."""
+
+    def __init__(self, target: Any, connection: Connection, prefix: str = "") -> None:
+        """`prefix` begins the messages of errors that are not Fovea's own."""
+        self._target = target
+        self._connection = connection
+        self._prefix = prefix
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Tell the trainer that all is ready; make calls until it closes the pipe, or calls `shut_down`."""
+        Thread(target=self._read, args=(asyncio.get_running_loop(),), name="calls", daemon=True).start()
+        self._connection.send(Answer(number=0))
+        await self._ended.wait()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take calls, on a thread: a loop that watched the pipe would make its reads fail in the middle of a call."""
+        while True:
+            try:
+                call = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            loop.call_soon_threadsafe(self._begin, call)
+        # a loop that is closed has ended already
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._ended.set)
+
+    def _begin(self, call: Call) -> None:
+        self._running[call.number] = asyncio.get_running_loop().create_task(self._answer(call))
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            with named(lambda error: EngineError(f"{self._prefix}{str(error) or first_line(error)}")):
+                value = await getattr(self._target, call.method)(*call.arguments)
+            answer = Answer(number=call.number, value=value)
+        except FoveaError as error:  # it is the trainer's, which raises it there
+            answer = Answer(number=call.number, error=error)
+        del self._running[call.number]
+        self._connection.send(answer)
+        if call.method == LAST_CALL:
+            self._ended.set()
+
+
+def _end_with(parent: int, folder: str) -> None:
+    """Kill this process's group when the trainer is gone, however it went; its folder goes too."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    # the processes of the engine are in this one's group, in which the trainer is not
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,0 +1,85 @@
+"""An engine in a process of another Python environment, behind the `Engine` protocol.
+
+What an engine needs may not go together with what the trainer needs, such as two versions of transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from torch import Tensor
+
+from fovea.rollout.engine_process import EngineProcess
+from fovea.types import Completion, Request, Shape
+from fovea.utils.tensor_handles import handles
+
+
+class RemoteEngine:
+    """Makes the calls of an engine in its process (`build.other_environment`), where all of it is checked."""
+
+    def __init__(self, name: str, process: EngineProcess) -> None:
+        self.name = name
+        self.process = process
+        self._given_up: set[Future[Any]] = set()
+        """Ends of requests whose callers have gone."""
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """Sample n completions of one prompt."""
+        drawing = self.process.call("generate", request)
+        try:
+            completions: Sequence[Completion] = await asyncio.wrap_future(drawing)
+        finally:
+            if not drawing.done():  # its caller was cancelled
+                self._given_up.add(self.process.call("abort", request.id))
+        return completions
+
+    async def pause(self) -> None:
+        """Stop decoding; running requests wait for `resume`."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        """Continue decoding."""
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        """Free memory for the update."""
+        self._forget_given_up()
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """Accept requests again."""
+        await self._call("wake")
+
+    async def close(self) -> None:
+        """End the engine and its process."""
+        self.process.close()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine holds all weights."""
+        has_weights: bool = self.process.run("has_weights")
+        return has_weights
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes."""
+        self._forget_given_up()
+        self.process.run("begin_push", dict(shapes))
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some of them, from memory that both processes have."""
+        self.process.run("take_weights", handles(bucket))
+
+    def finish_push(self, version: int) -> None:
+        """Compare every value with what was sent, and empty every cache made with older weights."""
+        self.process.run("finish_push", version)
+
+    async def _call(self, method: str) -> None:
+        await asyncio.wrap_future(self.process.call(method))
+
+    def _forget_given_up(self) -> None:
+        """Wait for the ends of requests whose callers have gone: to the engine they are running until then."""
+        wait(self._given_up)
+        self._given_up.clear()
