@@ -84,14 +84,15 @@ def test_other_values_in_sglang_than_were_sent_are_an_error(
     served: Served, leaf: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One value is changed on its way; without all weights the engine then draws nothing."""
-    handles = weights_module._handles
+    handles = weights_module.handles
 
     def damaged(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-        for name, tensor in tensors:
+        copies = [(name, tensor.clone()) for name, tensor in tensors]
+        for name, tensor in copies:
             tensor.view(-1)[5] += 1e-3 * name.endswith(f"layers.1.{leaf}")
-        return handles(tensors)
+        return handles(copies)
 
-    monkeypatch.setattr(weights_module, "_handles", damaged)
+    monkeypatch.setattr(weights_module, "handles", damaged)
     with pytest.raises(EngineError, match=rf"1 weights differ between trainer and SGLang.*layers\.1\.{leaf}"):
         served.push(98)
     with pytest.raises(EngineError, match="the last push of weights broke off"):
