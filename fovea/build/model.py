@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
-from fovea.models.kernels import TORCH_KERNELS, Kernels
+from fovea.models.kernel_set import TORCH_KERNELS, Kernels
 from fovea.models.load import load_network, pick_device
 from fovea.models.modules import config_of, family_of_network
 from fovea.models.plain import PlainVLM
