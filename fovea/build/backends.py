@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from fovea.build.engine import make_embedded, make_streamed, make_tape
+from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import open_vlm
 from fovea.build.policy import make_policy
-from fovea.build.slow_kernels import slow_kernels
 from fovea.build.workers import (
     Setup,
     check_offload,
@@ -48,8 +48,8 @@ class Backends:
     policy: Policy
     engine: Engine
     weight_sync: WeightSync
-    slow_kernels: tuple[str, ...] = ()
-    """Lines to print at the start (`build.slow_kernels`)."""
+    kernel_notes: tuple[str, ...] = ()
+    """Lines to print at the start (`build.kernel_notes`)."""
 
 
 def open_backends(config: Config, model: Model, processor: Processor) -> Backends:
@@ -67,7 +67,7 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     if trains_with_megatron(config):
         return _alone_with_megatron(config, model, processor)
     vlm = open_vlm(config, model, processor.banned_ids)
-    refused = slow_kernels(config, vlm)
+    notes = kernel_notes(config, vlm)
     tape = make_tape(config, vlm)
     policy = make_policy(config, vlm, tape)
     settings = config.rollout.engine
@@ -77,11 +77,11 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
             policy=LocalPolicy(policy),
             engine=engine,
             weight_sync=SharedWeights(policy, engine),
-            slow_kernels=refused,
+            kernel_notes=notes,
         )
     streamed = make_streamed(config, settings, model, processor)
     sync = make_stream(config, policy, [EngineStream(streamed)], call_here)
-    return Backends(policy=LocalPolicy(policy), engine=streamed, weight_sync=sync, slow_kernels=refused)
+    return Backends(policy=LocalPolicy(policy), engine=streamed, weight_sync=sync, kernel_notes=notes)
 
 
 def _alone_with_megatron(config: Config, model: Model, processor: Processor) -> Backends:
@@ -93,7 +93,7 @@ def _alone_with_megatron(config: Config, model: Model, processor: Processor) -> 
         policy=worker.policy,
         engine=worker.engine,
         weight_sync=worker.weight_sync,
-        slow_kernels=worker.slow_kernels,
+        kernel_notes=worker.kernel_notes,
     )
 
 
@@ -159,5 +159,5 @@ def _backends_of(
         engine=WorkersEngine(workers, engine),
         weight_sync=WorkersWeights(workers),
         # all devices of a run are alike
-        slow_kernels=tuple(dict.fromkeys(line for each in facts for line in each.slow_kernels)),
+        kernel_notes=tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes)),
     )

@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from fovea.build.liger import runs_liger
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
-from fovea.models.kernels import TORCH_KERNELS, Kernels
+from fovea.models.kernel_set import TORCH_KERNELS, Kernels
 from fovea.models.load import load_network, pick_device
 from fovea.models.modules import config_of, family_of_network
 from fovea.models.plain import PlainVLM
@@ -69,7 +70,7 @@ def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]
 
 def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
     settings = config.model
-    kernels = _liger_kernels(device) if config.train.backend.liger_kernels else TORCH_KERNELS
+    kernels = _liger_kernels(device) if runs_liger(config, device) else TORCH_KERNELS
     recompute_activations(network, config.train.gradient_checkpointing)
     _check_attention(settings, device)
     return VLM(
@@ -92,7 +93,7 @@ def _check_plain(config: Config) -> None:
     """ConfigError for a setting that only the fast path reads."""
     settings = config.model
     unread = {
-        "train.backend.liger_kernels": config.train.backend.liger_kernels,
+        "train.backend.liger_kernels": config.train.backend.liger_kernels is True,
         "model.attention": settings.attention != "auto",
         "model.feature_spill_gib": settings.feature_spill_gib > 0,
     }

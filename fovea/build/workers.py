@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from fovea.build.engine import has_own_weights, make_embedded, make_streamed, takes_adapters
+from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.build.model import open_vlm
 from fovea.build.policy import make_policy
-from fovea.build.slow_kernels import slow_kernels
 from fovea.cluster.broadcast import ReceivedWeights, Sender
 from fovea.cluster.connection import DriverConnection, serve_connection
 from fovea.cluster.engine_copy import EngineCopy, WeightTaker
@@ -87,12 +87,12 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
             policy=None,
             engine=engine,
             weight_sync=ReceivedWeights(role.receivers, taker, pair),
-            slow_kernels=() if network is None else slow_kernels(config, network),
+            kernel_notes=() if network is None else kernel_notes(config, network),
         )
     if trains_with_megatron(config):
         return make_megatron_worker(config, model, processor)
     vlm = open_vlm(config, model, processor.banned_ids)
-    refused = slow_kernels(config, vlm)
+    notes = kernel_notes(config, vlm)
     # copied before the policy's tensors are sharded in place; those of a single learner are shared
     copied = role.has_engine and role.learners.mesh is not None and not has_own_weights(config)
     engine_vlm = copy.deepcopy(vlm).requires_grad_(False) if copied else vlm
@@ -104,7 +104,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         policy=LocalPolicy(policy, call),
         engine=beside[0][0] if beside else None,
         weight_sync=make_stream(config, policy, takers, call),
-        slow_kernels=refused,
+        kernel_notes=notes,
     )
 
 
@@ -117,7 +117,7 @@ def make_megatron_worker(config: Config, model: Model, processor: Processor) -> 
         policy=LocalPolicy(policy),
         engine=engine,
         weight_sync=make_stream(config, policy, [taker], call_here),
-        slow_kernels=() if network is None else slow_kernels(config, network),
+        kernel_notes=() if network is None else kernel_notes(config, network),
     )
 
 

@@ -35,8 +35,8 @@ class WorkerFacts:
     model: ModelFacts | None
     engine: str | None
     """The name of its engine."""
-    slow_kernels: tuple[str, ...] = ()
-    """What its device refuses, and what runs instead (`build.slow_kernels`)."""
+    kernel_notes: tuple[str, ...] = ()
+    """Lines on the kernels of its device, to print at the start (`build.kernel_notes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class Worker:
     policy: LocalPolicy | None
     engine: Engine | None
     weight_sync: WeightSync
-    slow_kernels: tuple[str, ...] = ()
+    kernel_notes: tuple[str, ...] = ()
 
     def describe(self) -> WorkerFacts:
         return WorkerFacts(
             model=None if self.policy is None else self.policy.describe(),
             engine=None if self.engine is None else self.engine.name,
-            slow_kernels=self.slow_kernels,
+            kernel_notes=self.kernel_notes,
         )
 
     def peak_gib(self) -> float:

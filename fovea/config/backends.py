@@ -132,8 +132,9 @@ class TorchBackend(Section):
     logits_mib: MayChange[PositiveFloat] = 512.0
     """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
     whole completion (gspo off-policy, weights by completion) again in the backward pass."""
-    liger_kernels: MayChange[bool] = False
-    """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger)."""
+    liger_kernels: MayChange[bool | Literal["auto"]] = "auto"
+    """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger). auto: on CUDA, where
+    they are installed."""
     replicas: MayChange[PositiveInt] = 1
     """Groups of ranks that hold all weights each, sharded inside the group (hybrid sharding): with as many as there are
     machines, weights are gathered inside a machine, and only summed gradients cross the network."""

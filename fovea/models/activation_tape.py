@@ -154,9 +154,9 @@ class Tape:
         assert len(rows) == tokens, f"a pass of {tokens} tokens on {len(rows)} places"
         return rows
 
-    def read(self, layer: int, group: LinearGroup, places_N: Tensor) -> Tensor:
-        """Recorded outputs [N, width] of the tokens at these places."""
-        return self._blocks[layer][group].index_select(0, places_N)
+    def read(self, layer: int, group: LinearGroup, columns: slice, places_N: Tensor) -> Tensor:
+        """Some columns of the recorded outputs of the tokens at these places."""
+        return self._blocks[layer][group][:, columns].index_select(0, places_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +195,12 @@ class RecordedOutputs:
     tape: Tape
     places_N: Tensor
 
-    def outputs(self, layer: int, wanted: Tensor | None, group: LinearGroup) -> Tensor:
-        """Outputs of one group of linear layers; after the attention of the last layer, of the `wanted` tokens only."""
+    def outputs(self, layer: int, wanted: Tensor | None, group: LinearGroup, columns: slice) -> Tensor:
+        """Columns of the outputs of a group; after the attention of the last layer, of the `wanted` tokens only."""
         # every token gives queries, keys and values; only later groups run on the wanted tokens alone
         behind_attention = group != LinearGroup.QKV
         places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
-        return self.tape.read(layer, group, places)
+        return self.tape.read(layer, group, columns, places)
 
     def distributions(self, index_A: Tensor) -> RecordedDistributions | None:
         """Distributions that the tokens at these indices of the row predict; None unless all of them are recorded."""

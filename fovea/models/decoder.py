@@ -17,7 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from fovea.models.expert_load import ExpertLoad
-from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope
+from fovea.models.heads import HeadNorm
+from fovea.models.kernel_set import TORCH_KERNELS, Kernels
+from fovea.models.kernels import Again
+from fovea.models.rope import Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [N, H, D], key [N, J, D], value [N, J, D]) -> [N, H, D]"""
@@ -97,9 +100,12 @@ class GatedMlp:
 
     gate_up: Linears
     down: Linears
+    gate_up_again: Sequence[Again] | None = None
+    """Reads the outputs of `gate_up` once more, where they are on the activation tape."""
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
-        (out_NE,) = self.down(call.kernels.gate(*self.gate_up(x_NE)))
+        gate, up = self.gate_up(x_NE)
+        (out_NE,) = self.down(call.kernels.gate(gate, up, self.gate_up_again))
         return out_NE
 
 
@@ -109,33 +115,28 @@ class DecoderLayer:
 
     input_norm: Norm
     query_key_value: Linears
-    query_norm: Norm | None
+    head_norm: HeadNorm | None
     """Qwen3 normalises queries and keys per head; Qwen2 does not."""
-    key_norm: Norm | None
     output: Linears
     post_norm: Norm
     mlp: Mlp
+    query_key_value_again: Sequence[Again] | None = None
+    """Reads the outputs of `query_key_value` once more, where they are on the activation tape."""
 
 
 def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor:
     """Hidden states [N, E] after one layer."""
-    width = call.shape.head_dim
     query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
-    query_NHD = _heads(query, width, layer.query_norm)
-    key_NJD = _heads(key, width, layer.key_norm)
-    query_NHD, key_NJD = call.kernels.rotate(query_NHD, key_NJD, call.rope)
-    out_NHD = call.attend(call.index, query_NHD, key_NJD, value.unflatten(-1, (-1, width)))
+    query_NHD, key_NJD, value_NJD = call.kernels.heads(
+        (query, key, value), call.shape.head_dim, layer.head_norm, call.rope, layer.query_key_value_again
+    )
+    out_NHD = call.attend(call.index, query_NHD, key_NJD, value_NJD)
     # the other tokens had to give keys and values; their output projection and MLP would be read by nothing
     if call.wanted is not None:
         out_NHD, hidden_NE = out_NHD.index_select(0, call.wanted), hidden_NE.index_select(0, call.wanted)
     (attended_NE,) = layer.output(out_NHD.flatten(1))
     hidden_NE = hidden_NE + attended_NE
     return hidden_NE + layer.mlp(layer.post_norm(hidden_NE), call)
-
-
-def _heads(x: Tensor, width: int, norm: Norm | None) -> Tensor:
-    split: Tensor = x.unflatten(-1, (-1, width))
-    return split if norm is None else norm(split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,8 @@ class Experts:
         )
         gate_up_SG = F.grouped_mm(x_NE[order_S // self.per_token], self.gate_up_XGE.mT, offs=end_X)
         # weighted before the last product, which is linear: its outputs are then not kept for the backward pass
-        hidden_SF = gate(*gate_up_SG.chunk(2, -1)) * weight_NK.flatten()[order_S, None]
+        gate_part, up_part = gate_up_SG.chunk(2, -1)
+        hidden_SF = gate(gate_part, up_part) * weight_NK.flatten()[order_S, None]
         out_SE = F.grouped_mm(hidden_SF, self.down_XEF.mT, offs=end_X)
         # a gather and a sum, since adding to rows by index is not deterministic on CUDA
         out_NKE: Tensor = out_SE[order_S.argsort()].unflatten(0, (-1, self.per_token))
@@ -58,7 +59,8 @@ class Experts:
         """Run every expert on all tokens, with weight 0 where it was not chosen: the shapes depend on N alone."""
         weight_NX = weight_NK.new_zeros(len(x_NE), len(self.router_XE)).scatter(1, expert_NK, weight_NK)
         gate_up_NXG = torch.einsum("ne,xge->nxg", x_NE, self.gate_up_XGE)
-        hidden_NXF = gate(*gate_up_NXG.chunk(2, -1)) * weight_NX[..., None]
+        gate_part, up_part = gate_up_NXG.chunk(2, -1)
+        hidden_NXF = gate(gate_part, up_part) * weight_NX[..., None]
         return torch.einsum("nxf,xef->ne", hidden_NXF, self.down_XEF)
 
 

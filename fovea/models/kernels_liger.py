@@ -9,10 +9,15 @@ Axes: `B` batch, `H` query heads, `J` key heads, `N` tokens, `D` width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fovea.errors import MissingExtraError
-from fovea.models.kernels import Kernels, Rope
+from fovea.models.heads import HeadNorm, Triple, heads_in_turn
+from fovea.models.kernel_set import Kernels
+from fovea.models.kernels import Again
+from fovea.models.rope import Rope
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -35,9 +40,10 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     return normalised
 
 
-def silu_times(gate_ND: Tensor, up_ND: Tensor) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor, again: Sequence[Again] | None = None) -> Tensor:
     """SwiGLU: silu(gate) up, the activation of a gated MLP. The backward pass overwrites both inputs."""
-    product: Tensor = LigerSiLUMulFunction.apply(gate_ND, up_ND)
+    assert again is None, "an activation tape on CUDA"
+    product: Tensor = LigerSiLUMulFunction.apply(gate, up)
     return product
 
 
@@ -58,4 +64,16 @@ def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, 
     return query[0].transpose(0, 1), key[0].transpose(0, 1)
 
 
-LIGER_KERNELS = Kernels(norm=rms_norm, rotate=rotate_row, gate=silu_times)
+def heads(
+    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+) -> Triple:
+    """Heads with norm and rotary positions applied."""
+    assert again is None, "an activation tape on CUDA"
+    if norm is None:
+        # the rotation overwrites its inputs, and selective checkpointing keeps outputs of linear layers
+        query, key, value = projections
+        projections = (query.clone(), key.clone(), value)
+    return heads_in_turn(projections, width, norm, rope, norm_kernel=rms_norm, rotate_kernel=rotate_row)
+
+
+LIGER_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,18 +19,20 @@ from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, run_layer
 from fovea.models.experts import Experts
 from fovea.models.families.layer import LayerModules, MlpModules
+from fovea.models.heads import HeadNorm
+from fovea.models.kernels import Again
 from fovea.models.linear_factors import Factors, add_adapter, factors_of
 from fovea.models.trainable import ADAPTER
 
-LinearOutputs = Callable[[LinearGroup], Tensor]
-"""Recorded outputs of a group of linear layers, concatenated along the last axis."""
+LinearOutputs = Callable[[LinearGroup, slice], Tensor]
+"""Recorded outputs of linear layers, some of the columns of their group."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedLinears:
     """Linear layers on the same input; with `recorded` outputs the forward pass computes nothing."""
 
-    modules: Sequence[nn.Module]
+    modules: Sequence[Any]
     group: LinearGroup
     recorded: LinearOutputs | None = None
 
@@ -38,15 +42,22 @@ class TrainedLinears:
             # peft's own forward: a mask for each of these layers, and for each token of the row
             return tuple(module(x_NE) for module in self.modules)
         factors = [factors_of(module) for module in self.modules]
-        recorded = None
-        if self.recorded is not None:
-            recorded = self.recorded(self.group).split([len(each.weight) for each in factors], dim=1)
+        recorded = None if self.again is None else [read() for read in self.again]
         scales = [each.scale for each in factors]
         tensors = [x for each in factors for x in (each.weight, each.bias, each.down, each.up)]
         outs: tuple[Tensor, ...] = JoinedLinears.apply(  # type: ignore[no-untyped-call]
             x_NE, scales, recorded, *tensors
         )
         return outs
+
+    @property
+    def again(self) -> list[Again] | None:
+        """What reads the recorded outputs of each layer, a copy at every call; None where none are recorded."""
+        if self.recorded is None:
+            return None
+        ends = list(accumulate(module.out_features for module in self.modules))
+        columns = [slice(start, end) for start, end in pairwise([0, *ends])]
+        return [partial(self.recorded, self.group, each) for each in columns]
 
 
 def drops_inputs(module: Any) -> bool:
@@ -56,22 +67,28 @@ def drops_inputs(module: Any) -> bool:
 
 def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:
     """The decoder layer with these modules' norms and parameters."""
+    query_key_value = TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, recorded)
     return DecoderLayer(
         input_norm=modules.input_norm,
-        query_key_value=TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, recorded),
-        query_norm=modules.query_norm,
-        key_norm=modules.key_norm,
+        query_key_value=query_key_value,
+        query_key_value_again=query_key_value.again,
+        head_norm=_head_norm(modules),
         output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
         post_norm=modules.post_norm,
         mlp=modules.mlp if isinstance(modules.mlp, Experts) else _trained_mlp(modules.mlp, recorded),
     )
 
 
+def _head_norm(modules: LayerModules) -> HeadNorm | None:
+    query: Any = modules.query_norm
+    key: Any = modules.key_norm
+    return None if query is None or key is None else HeadNorm(query.weight, key.weight, query.variance_epsilon)
+
+
 def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMlp:
-    return GatedMlp(
-        gate_up=TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded),
-        down=TrainedLinears((modules.down,), LinearGroup.DOWN, recorded),
-    )
+    gate_up = TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded)
+    down = TrainedLinears((modules.down,), LinearGroup.DOWN, recorded)
+    return GatedMlp(gate_up=gate_up, gate_up_again=gate_up.again, down=down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
-from fovea.models.kernels import TORCH_KERNELS, Kernels, Rope, use_fused_layers
+from fovea.models.kernel_set import TORCH_KERNELS, Kernels
+from fovea.models.kernels import use_fused_layers
 from fovea.models.modules import vision_tower
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.rope import Rope
 from fovea.models.shared_prefix.attention import Kernel, heads_of, row_attention, slow_attention_note
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.trained_layer import TrainedCall, use_layer_calls

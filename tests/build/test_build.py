@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fovea.build import liger
+from fovea.build.kernel_notes import liger_note
+from fovea.build.liger import runs_liger
 from fovea.build.model import _corpus, _liger_kernels, locate_model, open_vlm
 from fovea.build.run import build
 from fovea.config.run import Config, ShapesEnvironment
@@ -76,6 +79,28 @@ def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
         ConfigError, match=r"the model is on cpu .* CUDA only; set train\.backend\.liger_kernels=false, or"
     ):
         run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"backend": {"liger_kernels": True}})
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "installed", "runs"),
+    [
+        ("auto", "cuda", True, True),
+        ("auto", "cuda", False, False),
+        ("auto", "cpu", True, False),
+        (True, "cpu", False, True),
+        (False, "cuda", True, False),
+    ],
+)
+def test_liger_kernels_run_by_default_where_they_can(
+    setting: bool | str, device: str, installed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liger, "find_spec", lambda name: object() if installed and name == "liger_kernel" else None)
+    config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
+    assert runs_liger(config, torch.device(device)) is runs
+    if setting == "auto" and device == "cuda":
+        (note,) = liger_note(runs)
+        assert note.startswith("slow: ") is not installed
+        assert ("pip install 'fovea-rl[liger]'" in note) is not installed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")

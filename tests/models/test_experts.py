@@ -16,8 +16,9 @@ from fovea.errors import ConfigError
 from fovea.models.decoder import LayerCall
 from fovea.models.expert_load import ExpertLoad, imbalance
 from fovea.models.experts import Experts, route
-from fovea.models.kernels import Rope, silu_times
+from fovea.models.kernels import silu_times
 from fovea.models.plain import PlainVLM
+from fovea.models.rope import Rope
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row

@@ -10,6 +10,7 @@ Blocks of tokens have the axes [P, J, G, Q, T, D] (keys: Q = 1; prompts: G = 1, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,70 +30,117 @@ conversions included (torch 2.13, a CPU with AMX)."""
 
 def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention function (query, key, value) -> [N, H, D] of one row, for all layers."""
-    mask_P11L = _mask(layout)
+    row = _Row.of(layout)
 
     def attend(query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
-        mask = None if mask_P11L is None else mask_P11L.to(query_NHD.dtype)
-        out: Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
-            query_NHD, key_NJD, value_NJD, layout, mask, scale
-        )
+        out: Tensor = MergedAttention.apply(query_NHD, key_NJD, value_NJD, row, scale)  # type: ignore[no-untyped-call]
         return out
 
     return attend
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Where the tokens of a block are in the row."""
+
+    index_PGT: Tensor
+    padding_X: Tensor
+    """Places of the padding in the flattened index."""
+
+    @staticmethod
+    def of(index_PGT: Tensor, valid_PGT: Tensor) -> _Block:
+        return _Block(index_PGT, (~valid_PGT).flatten().nonzero()[:, 0])
+
+    def gather(self, x_NHD: Tensor, key_heads: int) -> Tensor:
+        """Block [P, J, G, Q, T, D] of the tokens of a row."""
+        return self._split(x_NHD.index_select(0, self.index_PGT.flatten()), key_heads)
+
+    def gather_gradient(self, gradient_NHD: Tensor, key_heads: int) -> Tensor:
+        """Block of gradients, 0 at padding."""
+        gathered = gradient_NHD.index_select(0, self.index_PGT.flatten())
+        return self._split(gathered.index_fill_(0, self.padding_X, 0.0), key_heads)
+
+    def _split(self, gathered_XHD: Tensor, key_heads: int) -> Tensor:
+        split = gathered_XHD.view(*self.index_PGT.shape, key_heads, -1, gathered_XHD.shape[-1])
+        return split.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The two blocks of a row, for all of its layers."""
+
+    prompts: _Block
+    completions: _Block
+    has_completions: bool
+    mask_P11L: Tensor | None
+    """Additive mask that hides padding of prompts; None if all prompts have the same length."""
+    return_index_N: Tensor
+
+    @staticmethod
+    def of(layout: SharedPrefixLayout) -> _Row:
+        """The blocks of a row with this layout."""
+        return _Row(
+            _Block.of(layout.prompt_index_PL[:, None], layout.prompt_valid_PL),
+            _Block.of(layout.completion_index_PGT, layout.completion_valid_PGT),
+            layout.has_completions,
+            _mask(layout),
+            layout.return_index_N,
+        )
+
+    def scatter(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Row [N, H, D] from the block of prompts and, if there is one, the block of completions."""
+        tokens = [x.permute(0, 2, 4, 1, 3, 5) for x in blocks]
+        lengths = [math.prod(x.shape[:3]) for x in tokens]
+        heads, width = math.prod(tokens[0].shape[3:5]), tokens[0].shape[-1]
+        # copied into one tensor: joined after a copy of each, they would be copied once more
+        joined_XHD = blocks[0].new_empty(sum(lengths), heads, width)
+        for part, each in zip(joined_XHD.split(lengths), tokens, strict=True):
+            part.view_as(each).copy_(each)
+        return joined_XHD.index_select(0, self.return_index_N)
 
 
 class MergedAttention(torch.autograd.Function):
     """Attention of a packed row with a written-out gradient, which saves blocks instead of gathered keys."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: SharedPrefixLayout,
-        mask: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        heads, row = key.shape[1], (query, key, value)
-        prompt = _Causal(scale, *(_block(x, layout.prompt_index_PL[:, None], heads) for x in row))
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: _Row, scale: float) -> Tensor:
+        heads, inputs = key.shape[1], (query, key, value)
+        prompt = _Causal(scale, *(row.prompts.gather(x, heads) for x in inputs))
         out, lse = prompt.forward()
         outs, saved = [out], [*prompt.tensors, out, lse]
-        if layout.has_completions:
-            own = _Causal(scale, *(_block(x, layout.completion_index_PGT, heads) for x in row))
+        if row.has_completions:
+            own = _Causal(scale, *(row.completions.gather(x, heads) for x in inputs))
             # the kernel takes the queries of all completions of a prompt as one sequence, and reads its keys once
-            to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, mask)
+            to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, row.mask_P11L)
             out, lse = _merge(to_prompt.forward(), own.forward())
             outs.append(out)
             saved += [*own.tensors, out, lse]
         ctx.save_for_backward(*saved)
-        ctx.layout, ctx.mask, ctx.scale = layout, mask, scale
-        return _row(outs, layout)
+        ctx.row, ctx.scale = row, scale
+        return row.scatter(outs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        layout: SharedPrefixLayout = ctx.layout
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        row: _Row = ctx.row
         query, key, value, out, lse, *of_completions = ctx.saved_tensors
         heads, gradient_NHD = key.shape[1], gradients[0]
-        gradient = _block(gradient_NHD, layout.prompt_index_PL[:, None], heads) * _shown(
-            layout.prompt_valid_PL[:, None]
-        )
+        gradient = row.prompts.gather_gradient(gradient_NHD, heads)
         prompt = _Causal(ctx.scale, query, key, value).backward(gradient, out, lse)
         blocks = [prompt]
         if of_completions:
             query, own_key, own_value, out, lse = of_completions
-            gradient = _block(gradient_NHD, layout.completion_index_PGT, heads) * _shown(layout.completion_valid_PGT)
+            gradient = row.completions.gather_gradient(gradient_NHD, heads)
             # a backward kernel recomputes exp(score - lse): given the merged output and lse instead of those of its
             # part, it returns the part's summand of the whole gradient
             own = _Causal(ctx.scale, query, own_key, own_value).backward(gradient, out, lse)
-            to_prompt = _ToPrompt(ctx.scale, query, key, value, ctx.mask).backward(gradient, out, lse)
+            to_prompt = _ToPrompt(ctx.scale, query, key, value, row.mask_P11L).backward(gradient, out, lse)
             own[0].add_(to_prompt[0])
             # keys and values of a prompt have gradients from the prompt itself and from all completions
             prompt[1].add_(to_prompt[1])
             prompt[2].add_(to_prompt[2])
             blocks.append(own)
-        of_query, of_key, of_value = (_row(each, layout) for each in zip(*blocks, strict=True))
-        return of_query, of_key, of_value, None, None, None
+        of_query, of_key, of_value = (row.scatter(each) for each in zip(*blocks, strict=True))
+        return of_query, of_key, of_value, None, None
 
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -151,24 +199,27 @@ class _ToPrompt:
     key: Tensor
     """Keys of the prompts."""
     value: Tensor
-    mask: Tensor | None
+    mask_P11L: Tensor | None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output [P, J, G, Q, T, D] and log-sum-exp [P, J, G, Q, T]."""
-        out, lse = FLASH(*self._inputs(), 0.0, False, attn_mask=self.mask, scale=self.scale)
+        out, lse = FLASH(*self._inputs(), 0.0, False, attn_mask=self._mask_like_queries(), scale=self.scale)
         split = self.query.shape[2:5]
         return out.unflatten(2, split), lse.unflatten(2, split)
 
     def backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> Triple:
         blocks = (x.flatten(2, 4) for x in (gradient, out, lse))
         of_query, of_key, of_value = _flash_backward(
-            self._inputs(), *blocks, is_causal=False, mask=self.mask, scale=self.scale
+            self._inputs(), *blocks, is_causal=False, mask=self._mask_like_queries(), scale=self.scale
         )
         return of_query.unflatten(2, self.query.shape[2:5]), of_key.view_as(self.key), of_value.view_as(self.value)
 
     def _inputs(self) -> Triple:
         """Queries [P, J, G Q T, D], keys and values [P, J, L, D]."""
         return self.query.flatten(2, 4), self.key[:, :, 0, 0], self.value[:, :, 0, 0]
+
+    def _mask_like_queries(self) -> Tensor | None:
+        return None if self.mask_P11L is None else self.mask_P11L.to(self.query.dtype)
 
 
 def _flash_backward(
@@ -193,24 +244,6 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     merged = torch.empty(out_1.shape, dtype=out_1.dtype)
     torch.lerp(out_2, out_1, (lse_1 - lse).exp_().to(out_1.dtype)[..., None], out=merged)
     return merged, lse
-
-
-def _block(x_NHD: Tensor, index_PGT: Tensor, key_heads: int) -> Tensor:
-    """Block [P, J, G, Q, T, D] of the tokens of a row."""
-    gathered = x_NHD.index_select(0, index_PGT.flatten())
-    split = gathered.view(*index_PGT.shape, key_heads, -1, x_NHD.shape[-1])
-    return split.permute(0, 3, 1, 4, 2, 5).contiguous()
-
-
-def _row(blocks: Sequence[Tensor], layout: SharedPrefixLayout) -> Tensor:
-    """Row [N, H, D] from the block of prompts and, if there is one, the block of completions."""
-    tokens = [x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2).flatten(1, 2) for x in blocks]
-    return torch.cat(tokens).index_select(0, layout.return_index_N)
-
-
-def _shown(valid_PGT: Tensor) -> Tensor:
-    """Mask over a block that is False at padding, by which its gradients are zeroed."""
-    return valid_PGT[:, None, :, None, :, None]
 
 
 def _mask(layout: SharedPrefixLayout) -> Tensor | None:

@@ -23,6 +23,7 @@ from fovea.models.activation_tape import LinearGroup, Tape, TapeColumn
 from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, GatedMlp, Linears, Norm
 from fovea.models.experts import Experts
 from fovea.models.families.qwen_vl import LANGUAGE
+from fovea.models.heads import HeadNorm
 from fovea.models.kernels import rms_norm
 from fovea.models.linear_factors import Factors, add_adapter, merged_weight
 from fovea.models.trainable import adapter_names
@@ -134,15 +135,10 @@ def _layer(
     def linears(*names: str, group: LinearGroup) -> Linears:
         return make([named.factors(f"{prefix}{name}") for name in names], columns[group])
 
-    def head_norm(name: str) -> Norm | None:
-        weight = named.tensors.get(f"{prefix}self_attn.{name}.weight")
-        return None if weight is None else _norm(weight, shape)
-
     return DecoderLayer(
         input_norm=_norm(named.tensors[f"{prefix}input_layernorm.weight"], shape),
         query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", group=LinearGroup.QKV),
-        query_norm=head_norm("q_norm"),
-        key_norm=head_norm("k_norm"),
+        head_norm=_head_norm(named, prefix, shape),
         output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
         post_norm=_norm(named.tensors[f"{prefix}post_attention_layernorm.weight"], shape),
         mlp=_experts(named, prefix, shape)
@@ -151,6 +147,13 @@ def _layer(
             down=linears("mlp.down_proj", group=LinearGroup.DOWN),
         ),
     )
+
+
+def _head_norm(named: NamedWeights, prefix: str, shape: DecoderShape) -> HeadNorm | None:
+    query, key = (named.tensors.get(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
+    if query is None or key is None:
+        return None
+    return HeadNorm(query, key, shape.norm_eps)
 
 
 def _experts(named: NamedWeights, prefix: str, shape: DecoderShape) -> Experts | None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
-from fovea.models.kernels import Rope
+from fovea.models.rope import Rope
 from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.transfer import to_device

@@ -1,0 +1,36 @@
+"""What is said of kernels at the start of a run on a GPU: which were chosen, and what it refuses.
+
+A refusal costs a factor and no error, and so does a package that is not installed.
+"""
+
+from __future__ import annotations
+
+from fovea.build.liger import LIGER, has_liger, runs_liger
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.run import Config
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.tuning import slow_decoding_note
+
+
+def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
+    """A line for each choice of kernels, and each refusal with its own message and what runs instead; none on CPUs."""
+    if not isinstance(vlm, VLM) or vlm.device.type == "cpu":
+        return ()
+    slow = vlm.slow_kernels()
+    if isinstance(config.rollout.engine, EmbeddedSettings):
+        note = slow_decoding_note(vlm.text_config, vlm.device, vlm.dtype)
+        slow += [] if note is None else [note]
+    chosen = liger_note(runs_liger(config, vlm.device)) if config.train.backend.liger_kernels == "auto" else []
+    return (*chosen, *(f"slow: {note}" for note in slow))
+
+
+def liger_note(runs: bool) -> list[str]:
+    """What `train.backend.liger_kernels=auto` became."""
+    if runs:
+        return ["train.backend.liger_kernels=auto: Liger's kernels run RMS norm, SwiGLU and rotary positions"]
+    assert not has_liger(), "Liger is installed, but does not run on this GPU"
+    return [
+        f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and torch's operators make more passes "
+        "over memory for RMS norm, SwiGLU and rotary positions; pip install 'fovea-rl[liger]'"
+    ]

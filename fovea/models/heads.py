@@ -1,0 +1,93 @@
+"""From the query, key and value projections of a layer to heads: RMSNorm of each query and key head, rotary positions.
+
+Axes: `N` tokens, `H` query heads, `J` key heads, `X` heads of any kind, `D` width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fovea.models.kernels import Again, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
+from fovea.models.rope import Rope, rotate, turned, turned_back
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+RotateFunction = Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
+"""(queries [N, H, D], keys [N, J, D], positions) -> rotated queries and keys"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """Weights of the RMSNorm of each query head and of each key head (Qwen3)."""
+
+    query_D: Tensor
+    key_D: Tensor
+    epsilon: float
+
+
+class Heads(Protocol):
+    """Norm and rotary positions of the heads of a row."""
+
+    def __call__(
+        self, projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+    ) -> Triple:
+        """Queries [N, H, D], keys [N, J, D] and values [N, J, D] from projections [N, H D] and twice [N, J D]."""
+        ...
+
+
+def heads(
+    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+) -> Triple:
+    """Heads with norm and rotary positions applied; those that can be read `again` are not kept for a backward pass."""
+    if again is None or norm is None or not torch.is_grad_enabled():
+        return heads_in_turn(projections, width, norm, rope)
+    query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
+    return (
+        NormAndRotate.apply(query, norm.query_D, norm.epsilon, rope, again[0]),  # type: ignore[no-untyped-call]
+        NormAndRotate.apply(key, norm.key_D, norm.epsilon, rope, again[1]),  # type: ignore[no-untyped-call]
+        value,
+    )
+
+
+def heads_in_turn(
+    projections: Triple,
+    width: int,
+    norm: HeadNorm | None,
+    rope: Rope,
+    again: Sequence[Again] | None = None,
+    *,
+    norm_kernel: RmsNormFunction = rms_norm,
+    rotate_kernel: RotateFunction = rotate,
+) -> Triple:
+    """`heads` by one function for the norm and one for the rotation, which keep what they need."""
+    query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
+    if norm is not None:
+        query = norm_kernel(query, norm.query_D, norm.epsilon)
+        key = norm_kernel(key, norm.key_D, norm.epsilon)
+    return *rotate_kernel(query, key, rope), value
+
+
+class NormAndRotate(torch.autograd.Function):
+    """`kernels.RmsNorm`, then `rope.Rotate`, of heads that can be read again: saves one number for each head."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NXD: Tensor, weight_D: Tensor, epsilon: float, rope: Rope, read: Again) -> Tensor:
+        x_float = x_NXD.float()
+        scale = inverse_rms(x_float, epsilon)
+        ctx.save_for_backward(weight_D, scale)
+        ctx.rope, ctx.read = rope, read
+        normed = weight_D * (x_float * scale).to(x_NXD.dtype)
+        return turned(normed, rope.cos_ND, rope.signed_sin_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight_D, scale = ctx.saved_tensors
+        gradient = turned_back(gradients[0], ctx.rope.cos_ND, ctx.rope.signed_sin_ND)
+        normalised = ctx.read().view_as(gradient).float() * scale
+        trained = ctx.needs_input_grad[1]
+        return *gradients_of_norm(gradient, normalised, weight_D, scale, of_weight=trained), None, None, None
