@@ -136,9 +136,15 @@ def _placement(config: Config, num_workers: int) -> Placement:
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
     if isinstance(config.rollout.engine, VllmServersEngine) and num_engines > 1:
+        # Megatron's processes all train and generate
+        advice = (
+            "train in one process, or set rollout.engine=vllm, with its environment as rollout.engine.python"
+            if config.train.backend.name == "megatron"
+            else "set cluster.placement=disaggregated and cluster.rollout_gpus=1"
+        )
         raise ConfigError(
             f"rollout.engine=vllm_servers with {num_engines} workers that generate, and one has to lead the servers; "
-            "set cluster.placement=disaggregated and cluster.rollout_gpus=1"
+            f"{advice}"
         )
     return placement
 
