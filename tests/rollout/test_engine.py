@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fovea.errors import EngineError, OutOfMemoryError
-from fovea.models.activation_tape import Tape
+from fovea.models.activation_tape import LinearGroup, Tape
 from fovea.models.linear_factors import Factors, add_adapter
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
@@ -276,7 +276,7 @@ def test_packed_linears_equal_plain_ones(rows: int, dtype: torch.dtype) -> None:
         expected = add_adapter(torch.nn.functional.linear(x, layer.weight, layer.bias), x, layer)
         tolerance = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(out, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
-    assert torch.equal(tape.read(0, 0, torch.arange(rows)), torch.cat(outs, dim=1))
+    assert torch.equal(tape.read(0, LinearGroup.QKV, slice(None), torch.arange(rows)), torch.cat(outs, dim=1))
 
 
 @pytest.mark.parametrize(
