@@ -71,6 +71,7 @@ def align(
     """
     described = sorted({picture.contents for picture in (*train, *dev) if picture.contents is not None})
     targets_ND = caption_tokens(
+        Speaker(),
         described,
         steps=settings.caption_steps,
         learning_rate=settings.caption_learning_rate,

@@ -56,33 +56,6 @@ class _Conversations:
     """The next token's id where it is the caption's, else -100."""
 
 
-def caption_tokens(
-    described: Sequence[Contents],
-    *,
-    steps: int,
-    learning_rate: float,
-    seed: int,
-    report: Callable[[str], None],
-) -> Tensor:
-    """Train a visual token for each description, from the sum of its words' embeddings, [N, D].
-
-    Adam's learning rate falls linearly; `report` gets a line of every tenth step.
-    """
-    speaker, rng = Speaker(), np.random.default_rng(seed)
-    tokens_ND = speaker.words([f" {colour} {shape}" for colour, shape in described]).requires_grad_()
-    optimizer = torch.optim.Adam([tokens_ND], lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(_FINAL_RATE, 1 - step / steps))
-    for step in range(1, steps + 1):
-        loss = speaker.caption_loss(tokens_ND, speaker.converse(described, rng))
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        schedule.step()
-        if step % REPORT_EVERY_STEPS == 0:
-            report(f"captions: step {step}/{steps}  loss {loss.item():.3f}")
-    return tokens_ND.detach()
-
-
 class Speaker:
     """SmolVL's frozen language model, with visual tokens in place of its images."""
 
@@ -148,3 +121,31 @@ class Speaker:
         """The embeddings of conversations with one image each."""
         words_NLD: Tensor = self.network.get_input_embeddings()(token_ids_NL)
         return torch.where((token_ids_NL == self._image_id)[..., None], visual_tokens_ND[:, None], words_NLD)
+
+
+def caption_tokens(
+    speaker: Speaker,
+    described: Sequence[Contents],
+    *,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    report: Callable[[str], None],
+) -> Tensor:
+    """Train a visual token for each description, from the sum of its words' embeddings, [N, D].
+
+    Adam's learning rate falls linearly; `report` gets a line of every tenth step.
+    """
+    rng = np.random.default_rng(seed)
+    tokens_ND = speaker.words([f" {colour} {shape}" for colour, shape in described]).requires_grad_()
+    optimizer = torch.optim.Adam([tokens_ND], lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(_FINAL_RATE, 1 - step / steps))
+    for step in range(1, steps + 1):
+        loss = speaker.caption_loss(tokens_ND, speaker.converse(described, rng))
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        schedule.step()
+        if step % REPORT_EVERY_STEPS == 0:
+            report(f"captions: step {step}/{steps}  loss {loss.item():.3f}")
+    return tokens_ND.detach()
