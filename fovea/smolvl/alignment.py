@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from fovea.environments.data_sets.easy_vqa import Contents, Picture
 from fovea.models.vision.attention import run_in_segments
-from fovea.smolvl.captions import Speaker, caption_tokens
+from fovea.smolvl.captions import COLOUR_OPENING, SHAPE_OPENING, Speaker, caption_tokens
 from fovea.smolvl.network import GRID, build_image_processor, new_tower
 
 REPORT_EVERY_STEPS = 50
@@ -32,8 +32,6 @@ WARMUP_STEPS = 50
 GAIN = 1.4
 WEIGHT_DECAY = 0.05
 MAX_GRAD_NORM = 1.0
-CAPTION_TOKENS = 8
-"""More than colour and shape take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +101,19 @@ def align(
 
 def read_share(weights: Mapping[str, Tensor], pictures: Sequence[Picture]) -> float:
     """The share of the pictures whose contents are known of which the language model, shown what a tower with these
-    weights sees, says them: `A red circle` of a red circle.
+    weights sees, says them in captions: the color of the shape is red; the shape is a circle, or a red circle.
     """
     described = sorted({picture.contents for picture in pictures if picture.contents is not None})
     tower, examples = new_tower(), _examples(pictures, described)
     tower.load_state_dict(dict(weights))
     with torch.no_grad():
         seen_BD = _visual_tokens(tower, examples.pixels)
-    captions = Speaker().read(seen_BD, num_tokens=CAPTION_TOKENS)
-    wanted = [" ".join(described[index]) for index in examples.descriptions_B]
-    return float(np.mean([said.startswith(words) for said, words in zip(captions, wanted, strict=True)]))
+    speaker = Speaker()
+    colours, shapes = speaker.go_on(COLOUR_OPENING, seen_BD), speaker.go_on(SHAPE_OPENING, seen_BD)
+    truths = [described[index] for index in examples.descriptions_B]
+    # of the shape it says the color first as often as not: "a red circle"
+    said = zip(colours, shapes, truths, strict=True)
+    return float(np.mean([colour.startswith(truth[0]) and truth[1] in shape for colour, shape, truth in said]))
 
 
 def starting_tower(targets_ND: Tensor, seed: int) -> Qwen2VisionTransformerPretrainedModel:

@@ -41,8 +41,10 @@ CAPTIONS = (
     "The color of the shape is {colour}. The shape is a {shape}.",
 )
 """Written in both orders, so that neither word is read only after the other."""
-OPENING = "A"
-"""How the caption begins that a picture is read by: `A red circle.`"""
+COLOUR_OPENING, SHAPE_OPENING = "The color of the shape is", "The shape is a"
+"""How the captions begin that a picture is read by."""
+READ_TOKENS = 4
+"""More than a colour or a shape takes."""
 REPORT_EVERY_STEPS = 10
 _FINAL_RATE = 0.02
 """Share of the learning rate that is left at the end."""
@@ -79,16 +81,16 @@ class Speaker:
         return F.cross_entropy(model.lm_head(hidden_NLD[is_caption_NL]), conversations.captions_NL[is_caption_NL])
 
     @torch.no_grad()
-    def read(self, visual_tokens_ND: Tensor, *, num_tokens: int) -> list[str]:
-        """How the likeliest caption that opens with `A` goes on, of each visual token."""
-        prompt = self._prompt(INSTRUCTIONS[0]) + OPENING
+    def go_on(self, opening: str, visual_tokens_ND: Tensor) -> list[str]:
+        """How the likeliest caption that begins with `opening` goes on, of each visual token."""
+        prompt = self._prompt(INSTRUCTIONS[0]) + opening
         ids_NL = torch.tensor(self.tokenizer(prompt)["input_ids"]).expand(len(visual_tokens_ND), -1)
         embedded_NLD = self._embedded(ids_NL, visual_tokens_ND)
         model: Any = self.network
         said = model.generate(
             inputs_embeds=embedded_NLD,
             attention_mask=torch.ones_like(ids_NL),
-            max_new_tokens=num_tokens,
+            max_new_tokens=READ_TOKENS,
             do_sample=False,
             pad_token_id=self.tokenizer.pad_token_id,
         )
@@ -110,10 +112,8 @@ class Speaker:
         )
 
     def _prompt(self, instruction: str) -> str:
-        content = [{"type": "image"}, {"type": "text", "text": instruction}]
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        asked: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": instruction}]}]
+        text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert isinstance(text, str), type(text)
         return text
 
