@@ -37,7 +37,7 @@ help:  ## Show this list
 demo: $(RUNS)  ## Train a tiny vision-language model on rendered scenes (CPU, a few minutes)
 	$(BIN)/fovea train recipes/shapes.yaml 'run_dir=runs/demo-{time}'
 
-talk: $(TALKS)  ## Train a model that can talk to answer questions about pictures (CPU, about an hour)
+talk: $(TALKS)  ## Train a model that can talk to answer questions about pictures (CPU, some ten minutes)
 	test -e data/easy_vqa/test.parquet || $(BIN)/fovea data easy-vqa
 	test -e models/smolvl/config.json || $(BIN)/fovea model smolvl
 	$(BIN)/fovea train recipes/easy_vqa.yaml

@@ -48,7 +48,10 @@ def smolvl(
 @app.command("smolvl-tower")
 def smolvl_tower(
     out: Annotated[Path, typer.Option(help="File of the tower.")] = Path("smolvl_tower.safetensors"),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2500,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the tower.")] = 2500,
+    caption_steps: Annotated[
+        int, typer.Option(min=1, help="Steps before, of the visual tokens that the language model captions.")
+    ] = 100,
     images: Annotated[int | None, typer.Option(min=1, help="Training pictures at most. [default: all]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of weights and order.")] = 0,
     quiet: Quiet = False,
@@ -56,14 +59,14 @@ def smolvl_tower(
 ) -> None:
     """Train SmolVL's vision tower anew.
 
-    It is aligned to the word embeddings of the language model, which stays as it is, on what the training questions of
-    easy-VQA tell about their pictures. A killed one leaves no file; run it again.
+    It is aligned to visual tokens that the language model, which stays as it is, captions with what the training
+    questions of easy-VQA tell about their pictures. A killed one leaves no file; run it again.
     """
     with one_line_errors(debug=debug):
         from fovea.smolvl.alignment import Alignment
         from fovea.smolvl.folder import write_tower
 
-        settings = Alignment(steps=steps, seed=seed)
+        settings = Alignment(steps=steps, caption_steps=caption_steps, seed=seed)
         typer.echo(write_tower(out, settings, images, lambda line: _say(line, quiet)))
 
 

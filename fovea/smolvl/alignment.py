@@ -1,8 +1,9 @@
-"""The alignment of SmolVL's vision tower: it learns to write what a picture shows in the language model's own words.
+"""The alignment of SmolVL's vision tower: it learns to write what a picture shows so that the language model reads it.
 
-For every picture of which the training questions tell colour and shape, the visual token is regressed to the sum of the
-embeddings of both words. The language model is frozen and none of its layers is run: a step takes a tenth of a second
-on one core. What the language model makes of such a token is its own, and is what RL improves on.
+For every picture of which the training questions tell colour and shape, the visual token is regressed to the one that
+makes the frozen language model caption it so (`captions.py`). There are 24 of those, so that the language model is run
+for minutes, and the tower's own steps take a tenth of a second on one core. What the language model answers to
+questions about such a token is its own, and is what RL improves on.
 
 Axes: `B` pictures, `N` descriptions, `D` width of the language model.
 """
@@ -23,7 +24,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from fovea.environments.data_sets.easy_vqa import Contents, Picture
 from fovea.models.vision.attention import run_in_segments
-from fovea.smolvl.language import load_embedding, load_tokenizer
+from fovea.smolvl.captions import COLOUR_OPENING, SHAPE_OPENING, Speaker, caption_tokens
 from fovea.smolvl.network import GRID, build_image_processor, new_tower
 
 REPORT_EVERY_STEPS = 50
@@ -41,6 +42,9 @@ class Alignment:
     batch_size: int = 64
     learning_rate: float = 1.5e-3
     """Peak of AdamW's learning rate, which rises linearly and falls as a cosine to 0."""
+    caption_steps: int = 100
+    """Steps of the visual tokens that the tower is then trained to write."""
+    caption_learning_rate: float = 0.03
     seed: int = 0
 
 
@@ -58,13 +62,20 @@ def align(
     settings: Alignment,
     report: Callable[[str], None],
 ) -> dict[str, Tensor]:
-    """Train a vision tower from random weights and return them in float16; `report` gets a line of every 50th step.
+    """Train a vision tower from random weights and return them in float16; `report` gets lines on the way.
 
-    A line's last figure is the share of dev pictures whose visual token is nearest to their own description.
-    Pictures whose contents are not known are left out.
+    The last figure of the tower's lines is the share of dev pictures whose visual token is nearest to that of their own
+    description. Pictures whose contents are not known are left out.
     """
     described = sorted({picture.contents for picture in (*train, *dev) if picture.contents is not None})
-    targets_ND = description_embeddings(described)
+    targets_ND = caption_tokens(
+        Speaker(),
+        described,
+        steps=settings.caption_steps,
+        learning_rate=settings.caption_learning_rate,
+        seed=settings.seed,
+        report=report,
+    )
     examples, unseen = _examples(train, described, mirrored=True), _examples(dev, described)
     tower = starting_tower(targets_ND, settings.seed)
     optimizer = torch.optim.AdamW(tower.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
@@ -82,23 +93,27 @@ def align(
         schedule.step()
         if step % REPORT_EVERY_STEPS == 0:
             read_right = _accuracy(tower, unseen, targets_ND)
-            report(f"step {step}/{settings.steps}  loss {loss.item():.3f}  dev pictures read right {read_right:.3f}")
+            report(
+                f"tower: step {step}/{settings.steps}  loss {loss.item():.3f}  dev pictures read right {read_right:.3f}"
+            )
     return {name: weight.half() for name, weight in tower.state_dict().items()}
 
 
 def read_share(weights: Mapping[str, Tensor], pictures: Sequence[Picture]) -> float:
-    """The share of the pictures whose contents are known that a tower with these weights reads right."""
+    """The share of the pictures whose contents are known of which the language model, shown what a tower with these
+    weights sees, says them in captions: the color of the shape is red; the shape is a circle, or a red circle.
+    """
     described = sorted({picture.contents for picture in pictures if picture.contents is not None})
-    tower = new_tower()
+    tower, examples = new_tower(), _examples(pictures, described)
     tower.load_state_dict(dict(weights))
-    return _accuracy(tower, _examples(pictures, described), description_embeddings(described))
-
-
-def description_embeddings(described: Sequence[Contents]) -> Tensor:
-    """Sums of the word embeddings of colour and shape, [N, D]."""
-    embedding, tokenizer = load_embedding(), load_tokenizer()
-    texts = [f" {colour} {shape}" for colour, shape in described]
-    return torch.stack([embedding[ids].sum(0) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        seen_BD = _visual_tokens(tower, examples.pixels)
+    speaker = Speaker()
+    colours, shapes = speaker.go_on(COLOUR_OPENING, seen_BD), speaker.go_on(SHAPE_OPENING, seen_BD)
+    truths = [described[index] for index in examples.descriptions_B]
+    # of the shape it says the color first as often as not: "a red circle"
+    said = zip(colours, shapes, truths, strict=True)
+    return float(np.mean([colour.startswith(truth[0]) and truth[1] in shape for colour, shape, truth in said]))
 
 
 def starting_tower(targets_ND: Tensor, seed: int) -> Qwen2VisionTransformerPretrainedModel:

