@@ -227,7 +227,7 @@ def _flash_backward(
 ) -> Triple:
     """Gradients of query, key and value, in their dtype."""
     dtype = gradient.dtype
-    if dtype != torch.float32 and gradient.shape[-2] < MIN_SHORT_BACKWARD_TOKENS:
+    if dtype.itemsize < torch.float32.itemsize and gradient.shape[-2] < MIN_SHORT_BACKWARD_TOKENS:
         query, key, value = row
         row = (query.float(), key.float(), value.float())
         gradient, out, mask = gradient.float(), out.float(), None if mask is None else mask.float()
