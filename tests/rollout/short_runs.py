@@ -14,7 +14,7 @@ from tests.test_runs import untimed
 QUICK = ("warmup=null", "evaluate.image_controls=false", "environment.test_size=4", "checkpoint.every_steps=2")
 # random weights give no right answer, and the entropy bonus trains along with groups that are all wrong
 TRAINS = ("algorithm.entropy_coef=0.1", "algorithm.max_groups_without_signal=4")
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 360
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen[str]) -> None:
