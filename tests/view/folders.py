@@ -42,6 +42,11 @@ def write_run(folder: Path, *, steps: int = 5, recorded: tuple[int, ...] = (1, 2
     return folder
 
 
+def image_in(folder: Path) -> str:
+    """The name of the picture that `write_run` has stored."""
+    return next((folder / "samples" / "images").iterdir()).stem
+
+
 def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> SampleRecord:
     """A group of a right answer in two turns, and a truncated one; the log-prob is that of the last token."""
     shown = RecordedImage(name=image, frame=(1000, 1000))

@@ -28,7 +28,7 @@ from fovea.view.server import serve
 from fovea.view.viewed_run import ViewedRun
 from tests.chromium import TIMEOUT_S, Browser, open_browser
 from tests.report.test_html import ATTACK
-from tests.view.folders import group, write_run
+from tests.view.folders import group, image_in, write_run
 
 pytestmark = pytest.mark.browser
 
@@ -187,7 +187,7 @@ def test_a_list_that_is_asked_for_twice_at_a_time_is_whole(browser: Browser, tmp
         browser.wait_for("self.held")
         browser.wait_for(f"{counted} === '6 of 6 groups'")  # a poll has asked beside the key press
         browser.evaluate("held()")
-        write_samples(folder, 5, [group("0123456789abcdef", 0, "more")])
+        write_samples(folder, 5, [group(image_in(folder), 0, "more")])
         browser.wait_for(f"{counted} === '7 of 7 groups'")
         assert browser.problems == []
 
@@ -375,7 +375,7 @@ def test_the_page_shown_is_marked_for_screen_readers_and_a_poll_leaves_nothing_b
 
 def test_what_others_wrote_stays_text(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", text=HOSTILE)
-    write_samples(folder, 5, [group("0123456789abcdef", place, HOSTILE) for place in (2, 3)])
+    write_samples(folder, 5, [group(image_in(folder), place, HOSTILE) for place in (2, 3)])
     page = export([ViewedRun(folder)], tmp_path / "out")
     with served(folder) as address:
         for start in (address, page.as_uri()):
