@@ -46,8 +46,8 @@ HIDDEN_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarning
 TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fovea", *arguments]
+def command(*arguments: str, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "fovea", *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,11 +58,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(source: Path, *words: str, engine: str = "vllm", port: int | None = None) -> Iterator[Serving]:
-    """The command for the block, from its start; it may not be ready yet."""
+def serving(
+    source: Path, *words: str, engine: str = "vllm", port: int | None = None, python: str = sys.executable
+) -> Iterator[Serving]:
+    """The command for the block, from its start and by this interpreter; it may not be ready yet."""
     port = port or free_port()
     process = subprocess.Popen(
-        command("serve", str(source), "--engine", engine, "--port", str(port), *words, *TINY[engine]),
+        command("serve", str(source), "--engine", engine, "--port", str(port), *words, *TINY[engine], python=python),
         cwd=ROOT,
         env=environment() | {KEY_ENV: KEY},
         stdout=subprocess.PIPE,

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from fovea.metrics.log import read_metrics
+from tests.rollout.serve_command import KEY, KEY_ENV, serving
 from tests.rollout.short_runs import check_exact
+from tests.tiny_models import save, tiny
 from tests.train.megatron.test_run import fovea
 
 VLLM = os.environ.get("FOVEA_VLLM_PYTHON", ".venv-vllm/bin/python")
@@ -29,11 +31,36 @@ CASES = {
 }
 
 
+SHORT = ("max_steps=3", "data.max_prompt_tokens=400", "evaluate.before_training=false")
+
+
+def check_each_step(run_dir: Path, engine: str) -> None:
+    """The parity gate, and log-probs of two later steps: the first push brings all weights, others what is trained."""
+    check_exact(run_dir, engine, steps=3)
+    assert len({row["weights_checksum"] for row in read_metrics(run_dir)}) == 3
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_draws_with_the_weights_of_each_step(case: str, tmp_path: Path) -> None:
-    """The parity gate, and log-probs of two later steps: the first push brings all weights, others what is trained."""
     settings = CASES[case]
-    short = ("max_steps=3", "data.max_prompt_tokens=400", "evaluate.before_training=false")
-    fovea(tmp_path, *settings, *short, limit_seconds=PATIENCE)
-    check_exact(tmp_path, settings[0].rpartition("=")[2], steps=3)
-    assert len({row["weights_checksum"] for row in read_metrics(tmp_path)}) == 3
+    fovea(tmp_path, *settings, *SHORT, limit_seconds=PATIENCE)
+    check_each_step(tmp_path, settings[0].rpartition("=")[2])
+
+
+def test_servers_draw_with_the_weights_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server, and the run's client of it, are in the engine's environment; weights go through a folder."""
+    monkeypatch.setenv(KEY_ENV, KEY)
+    model, weights, run_dir = tmp_path / "model", tmp_path / "weights", tmp_path / "run"
+    save(tiny("qwen3_vl", num_layers=2, num_kv_heads=2), model)
+    with serving(model, "--api-key-env", KEY_ENV, "--for-training", str(weights), python=VLLM) as server:
+        server.wait_until_ready()
+        engine = (
+            "rollout.engine.name=vllm_servers",
+            f"rollout.engine.servers=[{server.url}]",
+            f"rollout.engine.api_key_env={KEY_ENV}",
+            f"rollout.engine.weights_dir={weights}",
+            f"rollout.engine.python={VLLM}",
+        )
+        its_model = (f"model.path={model}", "model.tiny=null")
+        fovea(run_dir, *engine, *SHORT, *its_model, limit_seconds=PATIENCE)
+    check_each_step(run_dir, "vllm_servers")
