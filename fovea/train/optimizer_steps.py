@@ -6,13 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.config.run import Algorithm
 from fovea.errors import TrainError
+from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs
+from fovea.train.deal import Schedule
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult
+from fovea.train.ranks import Ranks
+from fovea.train.row_dealer import in_batch_order
 from fovea.train.update_metrics import UpdateStats
-from fovea.types import SampleGroup
+from fovea.types import Batch, SampleGroup
 
 Minibatch: TypeAlias = Sequence[SampleGroup]
 
@@ -29,23 +35,56 @@ class Stepper(Protocol):
         ...
 
 
-def run_epoch(
+def are_scored(batch: Batch, algorithm: Algorithm) -> bool:
+    """Whether the batch's old log-probs come from a pass of the trainer, not from the engine or from none at all."""
+    return has_old_logprobs(batch) and algorithm.old_logprobs == "trainer"
+
+
+def run_epochs(
+    batch: Batch,
+    stats: UpdateStats,
+    schedule: Schedule,
+    ranks: Ranks,
+    *,
+    gradients: Callable[[Minibatch, float], PassResult],
+    step: Callable[[Minibatch], bool],
+) -> list[NDArray[np.float32]]:
+    """Run the epochs of an update; returns the trainer's log-probs [T] of every sample as they were before it.
+
+    `gradients` accumulates those of a minibatch times a scale: a loss is a share of the batch, a step is by a minibatch
+    alone. Without log-probs from an earlier pass of the trainer, those of the first epoch are returned, and are the old
+    log-probs of later epochs; nothing where that epoch has several minibatches, whose log-probs are of different
+    weights, or ended early.
+    """
+    algorithm, scored = schedule.algorithm, are_scored(batch, schedule.algorithm)
+    before = old_logprobs(batch) if scored else []
+    for epoch in range(algorithm.ppo_epochs):
+        minibatches = schedule.minibatches(epoch, batch.groups)
+        found = _run_epoch(minibatches, stats, gradients, step, algorithm.max_policy_kl)
+        if found is None:
+            break
+        if epoch == 0 and not scored and len(minibatches) == 1:
+            before = in_batch_order(found, batch.groups, ranks)
+            batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, before)
+    return before
+
+
+def _run_epoch(
     minibatches: Sequence[Minibatch],
     stats: UpdateStats,
-    *,
-    gradients: Callable[[Minibatch], PassResult],
+    gradients: Callable[[Minibatch, float], PassResult],
     step: Callable[[Minibatch], bool],
     max_policy_kl: float | None,
 ) -> list[tuple[MicroBatch, Tensor]] | None:
     """Accumulate the gradients of each minibatch and take its step; returns the log-probs of all passes.
 
-    None if the update ends before the last step: by a number that is not finite, or by `max_policy_kl`. Log-probs of
-    several minibatches are of different weights.
+    None if the update ends before the last step: by a number that is not finite, or by `max_policy_kl`.
     """
     stats.minibatches = len(minibatches)
+    num_groups = sum(map(len, minibatches))
     logprobs = []
     for groups in minibatches:
-        done = gradients(groups)
+        done = gradients(groups, num_groups / len(groups))
         stats.add(done.sums, done.policy_kl)
         # before the step: the pass has measured the KL divergence of the weights as they are
         too_far = stats.moved_too_far(max_policy_kl)

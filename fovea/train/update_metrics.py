@@ -39,8 +39,6 @@ class UpdateStats:
     """Number of passes over a minibatch, including those whose optimizer step was skipped."""
     flops: float = 0.0
     """Model FLOPs of all passes, forward and backward."""
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    """Log-probs [T] of every sample from the last pass over the batch; empty with several minibatches."""
     not_finite: list[str] = field(default_factory=list)
     """Ids of the tasks because of which the last step was skipped."""
 

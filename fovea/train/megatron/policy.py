@@ -20,7 +20,7 @@ from fovea.config.run import Config, Model
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.save import save_network
 from fovea.models.trainable import count_parameters, trainable_parameters
-from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
+from fovea.samples import has_old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.deal import ImagesByRank, Schedule
 from fovea.train.megatron.adapters import adapters_off
@@ -32,7 +32,7 @@ from fovea.train.megatron.parallel import take_place
 from fovea.train.megatron.passes import Passes
 from fovea.train.megatron.sft import SupervisedTrainer
 from fovea.train.microbatch_memory import MicrobatchLimit
-from fovea.train.optimizer_steps import SkippedUpdates, run_epoch, take_step
+from fovea.train.optimizer_steps import SkippedUpdates, run_epochs, take_step
 from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.row_dealer import RowDealer, in_batch_order
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
@@ -118,21 +118,19 @@ class MegatronPolicy:
         """
         always = self._set_rates()
         stats = UpdateStats()
-        given = has_old_logprobs(batch)
-        scored = given and self._algorithm.old_logprobs == "trainer"
-        before = old_logprobs(batch) if scored else []
         left_out = (
             self._scores(Batch(groups=batch.left_out), self._passes).logprobs if self._schedule.is_plain else None
         )
         self._passes.restart()
         self._training.train()
-        for epoch in range(self._algorithm.ppo_epochs):
-            went_through = self._epoch(epoch, batch, stats)
-            if epoch == 0 and not scored and stats.logprobs:
-                before = stats.logprobs
-                batch = batch if given else with_old_logprobs(batch, before)
-            if not went_through:
-                break
+        before = run_epochs(
+            batch,
+            stats,
+            self._schedule,
+            self._place.results,
+            gradients=lambda groups, scale: self._gradients(groups, scale, stats),
+            step=lambda groups: self._step(groups, stats),
+        )
         self._training.eval()
         self._steps += 1
         self._skipped.count(stats.not_finite, self._steps)
@@ -230,22 +228,6 @@ class MegatronPolicy:
 
     def close(self) -> None:
         """Do nothing: memory is freed with the process."""
-
-    def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
-        """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
-        minibatches = self._schedule.minibatches(epoch, batch.groups)
-        logprobs = run_epoch(
-            minibatches,
-            stats,
-            gradients=lambda groups: self._gradients(groups, len(batch.groups) / len(groups), stats),
-            step=lambda groups: self._step(groups, stats),
-            max_policy_kl=self._algorithm.max_policy_kl,
-        )
-        if logprobs is None:
-            return False
-        if len(minibatches) == 1:
-            stats.logprobs = in_batch_order(logprobs, batch.groups, self._place.results)
-        return True
 
     def _gradients(self, groups: Sequence[SampleGroup], scale: float, stats: UpdateStats) -> PassResult:
         """Accumulate the gradients of a minibatch in place of those of the one before."""

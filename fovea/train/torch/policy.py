@@ -32,14 +32,13 @@ from fovea.models.trainable import (
     merged_weights,
     policy_parameters,
 )
-from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs
+from fovea.samples import has_old_logprobs
 from fovea.train.base import ModelFacts, Needs, Pair
 from fovea.train.deal import ImagesByRank, Schedule
 from fovea.train.microbatch_memory import MicrobatchLimit
-from fovea.train.optimizer_steps import SkippedUpdates, run_epoch, take_step
+from fovea.train.optimizer_steps import SkippedUpdates, are_scored, run_epochs, take_step
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import ALONE, Ranks
-from fovea.train.row_dealer import in_batch_order
 from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.annotation import Annotator
 from fovea.train.torch.backward import Backward
@@ -139,29 +138,28 @@ class TorchPolicy:
         more than `max_skipped_updates` updates in a row.
         """
         rates, stats = self._set_rates(), UpdateStats()
-        given = has_old_logprobs(batch)
-        assert given or self._algorithm.minibatches == 1 or not batch.groups, "from the second step on it is off-policy"
-        scored = given and self._algorithm.old_logprobs == "trainer"
-        before = old_logprobs(batch) if scored else []
+        one_step = self._algorithm.minibatches == 1 or not batch.groups
+        assert one_step or has_old_logprobs(batch), "from the second step on it is off-policy"
         # groups that the update leaves out need log-probs for the comparison with the engine only
         left_out = self._logprobs_of_left_out(batch) if self._schedule.is_plain else None
         self._train_mode(True)
         self._vlm.expert_load.restart()
         with dropout_seed(self._steps, self._ranks, self._vlm.device):
-            for epoch in range(self._algorithm.ppo_epochs):
-                went_through = self._epoch(epoch, batch, stats)
-                if epoch == 0 and not scored and stats.logprobs:
-                    # computed before the only step so far, so these are the old log-probs of later epochs
-                    before = stats.logprobs
-                    batch = batch if given else with_old_logprobs(batch, before)
-                if not went_through:
-                    break
+            before = run_epochs(
+                batch,
+                stats,
+                self._schedule,
+                self._ranks,
+                gradients=lambda groups, scale: self._gradients(groups, scale, stats),
+                step=lambda groups: self._step(groups, stats),
+            )
         self._train_mode(False)
         self._free_gradients()
         self._steps += 1
         self._skipped.count(stats.not_finite, self._steps)
         # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
-        measured = batch_mismatch(batch, before, left_out) if scored or not stats.sums.get("reused_actions", 0) else {}
+        own = are_scored(batch, self._algorithm) or not stats.sums.get("reused_actions", 0)
+        measured = batch_mismatch(batch, before, left_out) if own else {}
         always = {"updates_skipped": float(bool(stats.not_finite))} | rates | measured
         always |= self._limit.metrics() | self._expert_metrics()
         if not batch.groups:
@@ -255,23 +253,6 @@ class TorchPolicy:
 
     def close(self) -> None:
         """Do nothing: memory is freed with the last reference or with the process."""
-
-    def _epoch(self, epoch: int, batch: Batch, stats: UpdateStats) -> bool:
-        """Run one epoch, with an optimizer step after each minibatch; False if the update ends before the last one."""
-        minibatches = self._schedule.minibatches(epoch, batch.groups)
-        logprobs = run_epoch(
-            minibatches,
-            stats,
-            gradients=lambda groups: self._gradients(groups, len(batch.groups) / len(groups), stats),
-            step=lambda groups: self._step(groups, stats),
-            max_policy_kl=self._algorithm.max_policy_kl,
-        )
-        if logprobs is None:
-            return False
-        # with several minibatches the log-probs are of different weights, and are no old log-probs
-        if len(minibatches) == 1:
-            stats.logprobs = in_batch_order(logprobs, batch.groups, self._ranks)
-        return True
 
     def _gradients(self, groups: Sequence[SampleGroup], scale: float, stats: UpdateStats) -> PassResult:
         """Accumulate the gradients of a minibatch in place of those of the one before."""
