@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fovea.api.settings import is_set
-from fovea.build.given import Frames
-from fovea.data.rows import InMemory
+from fovea.build.given import ARGUMENTS, Frames
+from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
 
@@ -31,6 +31,11 @@ class RowsArguments:
     def frames(self) -> Frames:
         given: dict[Split, InMemory | None] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
         return {split: rows for split, rows in given.items() if rows is not None}
+
+    def check(self) -> None:
+        """DataError for an argument that is no table, holds no rows or has two columns of one name."""
+        for split, rows in self.frames.items():
+            given_rows(rows, ARGUMENTS[split])
 
     def settings(self, *others: Mapping[str, object]) -> dict[str, object]:
         """The settings that make room for the rows; `others` are those that the user has given beside them.

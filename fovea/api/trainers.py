@@ -72,6 +72,7 @@ class Trainer:
         described = {**model_settings(model), **code_settings(environment, reward)}
         further = settings or {}
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
+        rows_given.check()
         others = (described, further, more)
         grader = _grader(rows, recipe, reward, others)
         self._frames = rows_given.frames

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from fovea.config.splits import RUN_DIR
 from fovea.errors import DataError
 from fovea.utils.files import write_atomically
 
@@ -56,10 +57,15 @@ def _facts_of_settings(settings: Any) -> dict[str, str]:
 
 
 def _files(environment: Mapping[str, Any], split: str) -> str:
-    files = environment.get(f"{split}_files")
-    if split == "dev" and files is None and environment.get("dev_share"):
-        return f"{100 * float(environment['dev_share']):g} % of the training rows, held out by image"
-    return ", ".join(map(str, files or ()))
+    files, share = environment.get(f"{split}_files"), environment.get(f"{split}_share")
+    if files is None and share:
+        return f"{100 * float(share):g} % of the training rows, held out by image"
+    return ", ".join(map(_file, files or ()))
+
+
+def _file(name: object) -> str:
+    inside = str(name).removeprefix(f"{RUN_DIR}/")
+    return str(name) if inside == name else f"{inside} in the run folder"
 
 
 def _section(settings: Any, name: str) -> Mapping[str, Any]:

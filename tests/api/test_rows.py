@@ -222,6 +222,13 @@ def test_a_column_that_is_not_there_is_told_with_the_nearest_one(case: str) -> N
         ).train()
 
 
+@pytest.mark.parametrize("argument", ["rows", "test_rows", "dev_rows"])
+def test_what_is_no_table_is_refused_where_it_is_given(argument: str) -> None:
+    given = {"rows": rows(), argument: pd.Series(["a question"])}
+    with pytest.raises(fovea.FoveaError, match=f"^{argument}: an object of type Series holds no rows that can be read"):
+        fovea.GRPO(**given, reward=score, environment=PHOTOS, settings=SETTINGS)
+
+
 def test_the_rows_that_lack_a_column_are_named() -> None:
     misspelt = [{"photo": row["photo"], "questoin": "?"} for row in rows(3)]
     with pytest.raises(fovea.FoveaError, match=r"^test_rows: no column is called problem, prompt, question"):

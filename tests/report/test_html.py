@@ -228,6 +228,15 @@ def test_the_head_says_what_was_trained_and_with_what(tmp_path: Path) -> None:
     assert ATTACKS[0] not in page.source
 
 
+def test_rows_given_by_python_code_are_named_as_files_of_the_run(tmp_path: Path) -> None:
+    files = ["environment.train_files=['{run_dir}/rows/rows-1.parquet']", "environment.test_files=null"]
+    settings = load_config([RECIPE], [*files, "environment.test_share=0.1"])
+    (tmp_path / "config.yaml").write_text(dump_config(settings))
+    text = Page(write_report(tmp_path)).text
+    assert "train rows rows/rows-1.parquet in the run folder" in text
+    assert "test rows 10 % of the training rows, held out by image" in text
+
+
 def test_curves_of_signal_parts_length_entropy_and_kl(tmp_path: Path) -> None:
     assert draw_panels([{"step": 1.0, "loss": 0.5}]) is None
     rows = [
