@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fovea.models.drawn_distribution import banned_mass
+from fovea.models.drawn_distribution import DrawnWeights, banned_mass
 from fovea.models.token_logprobs import TokenScores, gradients_of_head
 
 NOT_KEPT = -1
@@ -33,18 +33,22 @@ class DistributionRows:
     of_batch_R: Tensor | None = None
     """Index of the recorded rows in the decode batch; None: all of them."""
 
-    def write(self, logits_BW: Tensor, logprobs_BW: Tensor, tokens_B: Tensor, banned_logits_BK: Tensor) -> None:
-        """Record distributions by their scaled logits and log-probs, and any tokens that may be drawn."""
-        chosen = (logits_BW, logprobs_BW, tokens_B[:, None], banned_logits_BK)
+    @property
+    def weights_out(self) -> Tensor | None:
+        """Where a decode step may write its weights: they become the recorded probabilities."""
+        return self.probs_RW if self.of_batch_R is None else None
+
+    def write(self, drawn: DrawnWeights, banned_logits_BK: Tensor) -> None:
+        """Record distributions by their weights, which are lost, and by the scaled logits of banned ids."""
+        measured = (drawn.entropies_(), banned_mass(banned_logits_BK, drawn.logsumexp()), drawn.total_B1)
+        weights_RW = drawn.weights_BW
         if self.of_batch_R is not None:
-            chosen = tuple(x[self.of_batch_R] for x in chosen)  # type: ignore[assignment]
-        logits_RW, logprobs_RW, tokens_R1, banned_logits_RK = chosen
-        logit_R, logprob_R = (x.gather(1, tokens_R1)[:, 0] for x in (logits_RW, logprobs_RW))
-        self.banned_mass_R.copy_(banned_mass(banned_logits_RK, logit_R, logprob_R))
-        torch.exp(logprobs_RW, out=self.probs_RW)
-        # the scaled logits serve as scratch; 0 times -inf would be NaN
-        torch.nan_to_num(logprobs_RW, neginf=0.0, out=logits_RW)
-        torch.sum(logits_RW.mul_(self.probs_RW), dim=1, out=self.entropies_R).neg_()
+            measured = tuple(x[self.of_batch_R] for x in measured)  # type: ignore[assignment]
+            weights_RW = weights_RW[self.of_batch_R]
+        entropies_R, masses_R, total_R1 = measured
+        self.entropies_R.copy_(entropies_R)
+        self.banned_mass_R.copy_(masses_R)
+        torch.div(weights_RW, total_R1, out=self.probs_RW)
 
 
 class DistributionTape:

@@ -116,7 +116,8 @@ class _Distributions:
         banned_logits_AK = logits_AW[:, banned_K] / temperature
         logprobs_AW = drawn_logprobs_(logits_AW, temperature, banned_K)
         logprobs_A = logprobs_AW.gather(1, targets_A1)[:, 0]
-        masses_A = banned_mass(banned_logits_AK, logits_AW.gather(1, targets_A1)[:, 0], logprobs_A)
+        # of any token: logit - log-prob is the logarithm of the sum of exponentials, without a pass over the vocabulary
+        masses_A = banned_mass(banned_logits_AK, logits_AW.gather(1, targets_A1)[:, 0] - logprobs_A)
         # two tensors [A, W] instead of four: p overwrites the logits, p log p the log-probs
         probs_AW = torch.exp(logprobs_AW, out=logits_AW)
         # 0 times -inf would be NaN

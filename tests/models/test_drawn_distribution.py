@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, Tem
 from fovea.config.model import Lora
 from fovea.config.run import Model
 from fovea.errors import TrainError
-from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_
+from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_, drawn_weights_
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
@@ -73,6 +73,24 @@ def test_log_probs_are_those_of_transformers_processors(temperature: float | Ten
         assert found[list(BANNED)].eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("in_place_of", [None, torch.empty(3, VOCABULARY)])
+@pytest.mark.parametrize("temperature", [1.0, torch.tensor([[0.7], [1.0], [2.0]])])
+def test_weights_are_those_of_the_log_probs(temperature: float | Tensor, in_place_of: Tensor | None) -> None:
+    """Of logits up to 1e4, whose exponentials have no float32, with a token of logit -inf that is not banned."""
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [20], [1e4]])
+    logits[:, 7] = -torch.inf
+    banned_K = torch.tensor(BANNED)
+    expected = drawn_logprobs_(logits.clone(), temperature, banned_K)
+    found = drawn_weights_(logits.clone(), temperature, banned_K, in_place_of)
+    torch.testing.assert_close(found.weights_BW / found.total_B1, expected.exp())
+    assert in_place_of is None or found.weights_BW is in_place_of
+    for token in (1, BANNED[0], 7):
+        torch.testing.assert_close(found.logprobs(torch.tensor([token] * 3)), expected[:, token])
+    allowed = (logits / temperature).index_fill(1, banned_K, -torch.inf)
+    torch.testing.assert_close(found.logsumexp(), allowed.logsumexp(-1))
+    torch.testing.assert_close(found.entropies_(), torch.special.entr(expected.exp()).sum(-1), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("chunk_tokens", [1000, 4])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_and_gradients_are_those_of_a_vocabulary_without_the_banned_ids(
@@ -113,7 +131,7 @@ def test_the_banned_mass_is_that_of_the_whole_vocabularys_softmax() -> None:
     assert expected.max() > 0.9, "the head favours banned ids"
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
-    assert not banned_mass(torch.zeros(2, 0), torch.zeros(2), torch.zeros(2)).any(), "nothing is banned"
+    assert not banned_mass(torch.zeros(2, 0), torch.zeros(2)).any(), "nothing is banned"
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.models.drawn_distribution import drawn_logprobs_
+from fovea.models.drawn_distribution import DrawnWeights, drawn_weights_
 from fovea.models.recorded_distributions import DistributionRows
 from fovea.types import Sampling
 
@@ -99,33 +99,41 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
 def sample_tokens(logits_BW: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before top-k, top-p and min-p.
 
-    The log-probs are among the ids that are not banned (`drawn_logprobs_`, which overwrites the logits). With float32
+    The log-probs are among the ids that are not banned (`drawn_weights_`, which overwrites the logits). With float32
     logits a token's probability is exact to float32 rounding.
     """
     temperature = draw.settings.temperature_B1 if draw.needs.needs_temperature else 1.0
-    banned_logits_BK = None if draw.recorded is None else logits_BW[:, draw.banned_K] / temperature
-    logprobs_BW = kept_BW = drawn_logprobs_(logits_BW, temperature, draw.banned_K)
-    if draw.needs.needs_truncation:
-        kept_BW = logprobs_BW.masked_fill(~_kept(logprobs_BW, draw.settings), -torch.inf)
-    tokens_B = _choose(kept_BW, draw)
-    if draw.recorded is not None and banned_logits_BK is not None:
-        draw.recorded.write(logits_BW, logprobs_BW, tokens_B, banned_logits_BK)
-    return tokens_B, logprobs_BW.gather(1, tokens_B[:, None])[:, 0]
+    recorded = draw.recorded
+    banned_logits_BK = None if recorded is None else logits_BW[:, draw.banned_K] / temperature
+    out_BW = None if recorded is None else recorded.weights_out
+    drawn = drawn_weights_(logits_BW, temperature, draw.banned_K, out_BW)
+    tokens_B = _choose(drawn, draw)
+    logprobs_B = drawn.logprobs(tokens_B)
+    if recorded is not None and banned_logits_BK is not None:
+        recorded.write(drawn, banned_logits_BK)
+    return tokens_B, logprobs_B
 
 
-def _choose(kept_BW: Tensor, draw: Draw) -> Tensor:
+def _choose(drawn: DrawnWeights, draw: Draw) -> Tensor:
     """Choose the argmax in greedy rows, a sampled token in the others."""
     if not draw.needs.has_sampled:
-        likeliest_B: Tensor = kept_BW.argmax(dim=-1)
+        # no truncation takes the likeliest token; of weights, near ties may round to one
+        likeliest_B: Tensor = drawn.relative_BW.argmax(dim=-1)
         return likeliest_B
-    drawn_B: Tensor = inverse_cdf(kept_BW.softmax(dim=-1), draw.uniform_B)
+    weights_BW = drawn.weights_BW
+    if draw.needs.needs_truncation:
+        weights_BW = weights_BW.masked_fill(~_kept(drawn.relative_BW, draw.settings), 0.0)
+    drawn_B: Tensor = inverse_cdf(weights_BW, draw.uniform_B)
     if not draw.needs.has_greedy:
         return drawn_B
-    return torch.where(draw.settings.greedy_B, kept_BW.argmax(dim=-1), drawn_B)
+    return torch.where(draw.settings.greedy_B, drawn.relative_BW.argmax(dim=-1), drawn_B)
 
 
 def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
-    """Inverse CDF: the token [B] into whose interval each uniform number falls; never a token of probability 0."""
+    """Inverse CDF: the token [B] into whose interval each uniform number falls; never a token of probability 0.
+
+    The sum of a row's probabilities may be any number.
+    """
     vocabulary = probs_BW.shape[1]
     # blocks of about the square root of the vocabulary make both levels equally long
     size = 2 ** math.ceil(math.log2(vocabulary) / 2)
@@ -166,10 +174,10 @@ def inverse_cdf_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     return _find(probs_BW, uniform_B[:, None])[0][:, 0]
 
 
-def _kept(logprobs_BW: Tensor, settings: RowSettings) -> Tensor:
+def _kept(logits_BW: Tensor, settings: RowSettings) -> Tensor:
     """Mask of the tokens that remain after top-k, then top-p among those, and min-p."""
-    sorted_BW, order_BW = logprobs_BW.sort(dim=-1, descending=True, stable=True)
-    rank_W = torch.arange(logprobs_BW.shape[1], device=logprobs_BW.device)
+    sorted_BW, order_BW = logits_BW.sort(dim=-1, descending=True, stable=True)
+    rank_W = torch.arange(logits_BW.shape[1], device=logits_BW.device)
     keep_BW = rank_W < settings.top_k_B1
     probs_BW = sorted_BW.masked_fill(~keep_BW, -torch.inf).softmax(dim=-1)
     # a token stays if the likelier ones have less than top_p together: the smallest set with that mass
