@@ -148,7 +148,7 @@ def openings(browser: Browser, address: str, ready: str) -> list[Wait]:
     times = []
     for _ in range(REPEATS):
         browser.open(address)
-        browser.wait_for("location.hash")
+        browser.wait_for(f"location.href === {address!r}")
         wall_ms = browser.evaluate(f"(async () => {{ {DRAWN} return drawn(() => {ready}); }})()")
         times.append(Wait(wall_ms=wall_ms, busy_ms=busy_ms(browser)))
     return times
@@ -179,6 +179,7 @@ def table_of(browser: Browser, one: Path, other: Path, short: Path, steps: int) 
         for action in actions(steps):
             add(action.name, waits(browser, address, action))
     with served(short) as address:
+        add("open: a drawing, no page", openings(browser, f"{address}icon.svg#", "true"))
         add(f"open: curves of {SHORT} steps", openings(browser, f"{address}#curves", CHART))
         add(f"open: samples of {SHORT} steps", openings(browser, f"{address}#samples", PLACE))
     with served(one, other) as address:
