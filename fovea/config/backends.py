@@ -131,7 +131,7 @@ class TorchBackend(Section):
     name: Literal["torch"] = "torch"
     logits_mib: MayChange[PositiveFloat] = 512.0
     """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
-    whole completion (gspo off-policy, weights by completion) again in the backward pass."""
+    whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
     liger_kernels: MayChange[bool | Literal["auto"]] = "auto"
     """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger). auto: on CUDA, where
     they are installed."""

@@ -40,11 +40,15 @@ class TokenScores:
         )
 
 
-Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Derivatives of the loss by log-probs [A] and by entropies [A], from both; None for entropies that are not in it.
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """Derivatives of a loss by log-probs [A] and by entropies [A], where they are known before the loss."""
 
-Those of an action follow from its own two numbers: the numbers of actions that are yet to come are 0 in a call.
-"""
+    of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    """A function of both; None for entropies that are not in the loss. Those of an action follow from its own two
+    numbers: it is called after each chunk, when the numbers of actions that are yet to come are 0."""
+    rounding: Tensor | float = 0.0
+    """The least difference that the order of sums may make, of terms that cancel in a slope."""
 
 
 def token_scores(
@@ -131,6 +135,17 @@ class _Distributions:
             banned_mass_A=masses_A,
         )
 
+    @property
+    def scores(self) -> Scores:
+        return self.logprobs_A, self.entropies_A, self.banned_mass_A
+
+    def gradient_(self, targets_A: Tensor, slopes: Sequence[Tensor | None], temperature: float) -> Tensor:
+        """Gradient of the logits [A, W] from slopes by log-probs and entropies; overwrites the probabilities."""
+        of_scaled_AW = _gradient_of_logits(
+            self.probs_AW, targets_A, self.entropies_A, *slopes, weighted_AW=self.weighted_AW
+        )
+        return _unscaled(of_scaled_AW, temperature)
+
 
 class LogprobAndEntropy(torch.autograd.Function):
     """log p(target) and entropy H = -sum p log p for p = softmax(h W' / temperature) over the ids that are not banned.
@@ -149,7 +164,7 @@ class LogprobAndEntropy(torch.autograd.Function):
         # an output that no loss uses has a gradient of None, so that its terms can be skipped, instead of zeros
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found.banned_mass_A)
-        return found.logprobs_A, found.entropies_A, found.banned_mass_A
+        return found.scores
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -177,21 +192,24 @@ class ScoresWithGradients(torch.autograd.Function):
     ) -> Scores:
         scores: Scores = (_zeros(hidden_AE), _zeros(hidden_AE), _zeros(hidden_AE))
         of_hidden_AE = torch.empty_like(hidden_AE) if ctx.needs_input_grad[0] else None
-        of_head_WE = torch.zeros_like(head_WE) if ctx.needs_input_grad[1] else None
+        of_head_WE = torch.zeros_like(head_WE, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         used: list[tuple[Tensor, ...]] = []
         for first in range(0, len(hidden_AE), chunk_tokens):
             part = slice(first, first + chunk_tokens)
-            given = (hidden_AE[part], head_WE, targets_A[part], banned_K, temperature)
-            of_logits_AW, slopes_of_part = _gradient_of_chunk(*given, scores, part, slopes)
-            of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
+            found = _Distributions.of(hidden_AE[part], head_WE, targets_A[part], banned_K, temperature)
+            for all_A, of_part in zip(scores, found.scores, strict=True):
+                all_A[part] = of_part
+            of_actions = [None if all_A is None else all_A[part] for all_A in slopes.of(scores[0], scores[1])]
+            of_logits_AW = found.gradient_(targets_A[part], of_actions, temperature).to(hidden_AE.dtype)
             if of_hidden_AE is not None:
                 torch.mm(of_logits_AW, head_WE, out=of_hidden_AE[part])
             if of_head_WE is not None:
-                torch.addmm(of_head_WE, of_logits_AW.t(), hidden_AE[part], out=of_head_WE)
-            used.append(slopes_of_part)
-            # the next chunk takes its memory
-            del of_logits_AW
+                _add_product(of_head_WE, of_logits_AW.t(), hidden_AE[part])
+            used.append(tuple(slope_A for slope_A in of_actions if slope_A is not None))
+            # the next chunk takes their memory
+            del found, of_logits_AW
         ctx.save_for_backward(of_hidden_AE, of_head_WE, *(torch.cat(parts) for parts in zip(*used, strict=True)))
+        ctx.rounding = slopes.rounding
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(scores[2])
         return scores
@@ -199,7 +217,7 @@ class ScoresWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         of_hidden_AE, of_head_WE, *used = ctx.saved_tensors
-        _check_slopes(used, [slope_A for slope_A in gradients[:2] if slope_A is not None])
+        _check_slopes(used, [slope_A for slope_A in gradients[:2] if slope_A is not None], ctx.rounding)
         return of_hidden_AE, of_head_WE, None, None, None, None, None
 
 
@@ -207,34 +225,22 @@ def _zeros(hidden_AE: Tensor) -> Tensor:
     return hidden_AE.new_zeros(len(hidden_AE), dtype=torch.float32)
 
 
-def _gradient_of_chunk(  # noqa: PLR0913, PLR0917 (a chunk's inputs, and what it belongs to)
-    hidden_AE: Tensor,
-    head_WE: Tensor,
-    targets_A: Tensor,
-    banned_K: Tensor,
-    temperature: float,
-    scores: Scores,
-    part: slice,
-    slopes: Slopes,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Gradient of the logits [A, W] of a chunk and its slopes. Writes the chunk's part of all `scores`."""
-    found = _Distributions.of(hidden_AE, head_WE, targets_A, banned_K, temperature)
-    for all_A, of_part in zip(scores, (found.logprobs_A, found.entropies_A, found.banned_mass_A), strict=True):
-        all_A[part] = of_part
-    used = [None if all_A is None else all_A[part] for all_A in slopes(scores[0], scores[1])]
-    of_logits_AW = _gradient_of_logits(
-        found.probs_AW, targets_A, found.entropies_A, *used, weighted_AW=found.weighted_AW
-    )
-    return _unscaled(of_logits_AW, temperature), tuple(slope_A for slope_A in used if slope_A is not None)
+def _add_product(sum_WE: Tensor, of_logits_WA: Tensor, hidden_AE: Tensor) -> None:
+    """Add a chunk's gradient of the head to that of the others, which stays in float32: 16 bits lose small ones."""
+    if hidden_AE.dtype == torch.float32:
+        torch.addmm(sum_WE, of_logits_WA, hidden_AE, out=sum_WE)
+    else:
+        sum_WE.add_(of_logits_WA @ hidden_AE)
 
 
-def _check_slopes(used: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+def _check_slopes(used: Sequence[Tensor], found: Sequence[Tensor], rounding: Tensor | float) -> None:
     """RuntimeError if the backward pass begins with other slopes than gradients were made of."""
     assert len(used) == len(found), f"gradients of {len(used)} slopes were made, and the loss has {len(found)}"
     for used_A, found_A in zip(used, found, strict=True):
-        # equal up to the order of sums over equal completions, whose slopes may cancel; a slope that is not finite
-        # makes the loss so, and the update is skipped
-        near_A = (used_A - found_A).abs() <= 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max()
+        # equal up to the order of sums over equal completions; a slope that is not finite makes the loss so, and the
+        # update is skipped
+        limit = 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max() + rounding
+        near_A = (used_A - found_A).abs() <= limit
         # on the device, for which the host does not wait
         torch._assert_async((near_A | ~used_A.isfinite()).all(), "the loss is none whose slopes were known before it")
 

@@ -150,15 +150,19 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     norm = row.predictors * (sizes.width * numerics.norm_saves + FLOAT)
     states = row.actions * sizes.width * width
     probabilities = FLOAT * block
-    of_weight = vocabulary * sizes.width * width if sizes.head_trains else 0
+    # the gradient of the head is summed in float32, to which a product in 16 bits is added
+    of_weight = vocabulary * sizes.width * FLOAT if sizes.head_trains else 0
+    product = of_weight * width // FLOAT
+    beside = product if width < FLOAT else 0
     # x log x of the probabilities, for the gradient of the entropy; then the gradient of the logits in 16 bits
     of_logits = max(FLOAT * block if config.algorithm.entropy_coef else 0, block * width if width < FLOAT else 0)
-    if recomputes and config.train.backend.name == "torch" and slopes_are_known(config.algorithm, on_policy=False):
+    known = all(slopes_are_known(config.algorithm, on_policy=each) for each in (True, False))
+    if recomputes and config.train.backend.name == "torch" and known:
         # gradients are made beside the chunk's logits and log-probs, and stay for the backward pass, which makes none
         return Stage(
             part=LOGITS,
             saved=norm + states,
-            forward=2 * FLOAT * block + states + of_weight,
+            forward=2 * FLOAT * block + states + of_weight + beside,
             backward=0 if sizes.tied else of_weight,
             gradient=0 if sizes.tied else FLOAT * vocabulary * sizes.width * sizes.head_trains,
             pending=of_weight if sizes.tied else 0,
@@ -171,7 +175,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
         part=LOGITS,
         saved=norm + states + (0 if recomputes else probabilities),
         forward=(2 if recomputes else 1) * FLOAT * block,
-        backward=again + states + of_chunks + (0 if sizes.tied else of_weight),
+        backward=again + states + of_chunks + (0 if sizes.tied else product),
         gradient=0 if sizes.tied else FLOAT * vocabulary * sizes.width * sizes.head_trains,
         pending=of_weight if sizes.tied else 0,
     )

@@ -14,6 +14,9 @@ from fovea.models.token_logprobs import Slopes, TokenScores
 from fovea.train.objective import policy_terms
 from fovea.train.packing import MicroBatch
 
+ROUNDING = 1e-5
+"""Relative, of a sum of some float32 numbers."""
+
 
 def known_slopes(micro: MicroBatch, algorithm: Algorithm, scale: float) -> Slopes | None:
     """Derivatives of `scale` times the policy loss of a micro-batch by log-probs and entropies [U].
@@ -23,7 +26,7 @@ def known_slopes(micro: MicroBatch, algorithm: Algorithm, scale: float) -> Slope
     if not slopes_are_known(algorithm, on_policy=micro.old_logprobs_A is None):
         return None
 
-    def slopes(logprobs_U: Tensor, entropies_U: Tensor) -> tuple[Tensor, Tensor | None]:
+    def of_both(logprobs_U: Tensor, entropies_U: Tensor) -> tuple[Tensor, Tensor | None]:
         with torch.enable_grad():
             leaves = logprobs_U.detach().requires_grad_(), entropies_U.detach().requires_grad_()
             scores = TokenScores(logprobs_A=leaves[0], entropies_A=leaves[1], banned_mass_A=torch.zeros_like(leaves[0]))
@@ -31,14 +34,23 @@ def known_slopes(micro: MicroBatch, algorithm: Algorithm, scale: float) -> Slope
             of_logprobs_U, of_entropies_U = torch.autograd.grad(scale * loss, leaves, allow_unused=True)
         return of_logprobs_U, of_entropies_U
 
-    return slopes
+    return Slopes(of_both, rounding=_rounding(micro, scale))
+
+
+def _rounding(micro: MicroBatch, scale: float) -> Tensor | float:
+    """Slopes of equal completions are one sum, in which advantages may cancel."""
+    assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
+    weighed_A = micro.weights_A * micro.advantages_A
+    # a rank without a group of its own runs a micro-batch of no actions
+    return ROUNDING * scale * weighed_A.abs().max() if len(weighed_A) else 0.0
 
 
 def slopes_are_known(algorithm: Algorithm, *, on_policy: bool) -> bool:
     """Whether the slope of an action depends on its own log-prob alone.
 
-    `on_policy`: the old log-probs are those of the pass itself, so that all importance ratios are 1.
+    `on_policy`: the old log-probs are those of the pass itself. Importance ratios are 1 then, and what is a constant
+    otherwise, weights from old log-probs, depends on the pass.
     """
     by_completion = isinstance(algorithm.loss, GspoLoss) and not on_policy
     weighed_by_completion = algorithm.importance_sampling_fix and algorithm.importance_sampling_level != "token"
-    return not (by_completion or weighed_by_completion)
+    return not (by_completion or (weighed_by_completion and on_policy))

@@ -16,11 +16,10 @@ from tests.models.test_drawn_distribution import ACTIONS, BANNED, TOLERANCE, VOC
 CHUNK = 4
 OF_LOGPROBS, OF_ENTROPIES = torch.linspace(-1, 2, ACTIONS), torch.linspace(0.5, -0.7, ACTIONS)
 BFLOAT16_TOLERANCE = 0.01
-"""Relative norm: gradients of logits are rounded to 8 bits, and those of the head once more with each chunk."""
+"""Relative norm: the product of each chunk is rounded to 8 bits, with either way to make it."""
 
 
-def linear_slopes(_logprobs_A: Tensor, _entropies_A: Tensor) -> tuple[Tensor, Tensor]:
-    return OF_LOGPROBS, OF_ENTROPIES
+LINEAR = Slopes(lambda _logprobs_A, _entropies_A: (OF_LOGPROBS, OF_ENTROPIES))
 
 
 def linear_loss(logprobs_A: Tensor, entropies_A: Tensor) -> Tensor:
@@ -56,7 +55,7 @@ def test_gradients_are_those_of_autograd_in_float64(temperature: float, chunk: i
 
     hidden, head, targets = inputs()
     found = scores_of(
-        hidden, head, targets, lambda lp, h: (OF_LOGPROBS * lp.exp(), 2 * OF_ENTROPIES * h), temperature, chunk
+        hidden, head, targets, Slopes(lambda lp, h: (OF_LOGPROBS * lp.exp(), 2 * OF_ENTROPIES * h)), temperature, chunk
     )
     loss(found.logprobs_A, found.entropies_A).backward()
     doubles = [each.detach().double().requires_grad_() for each in (hidden, head)]
@@ -75,7 +74,7 @@ def test_gradients_are_those_of_autograd_in_float64(temperature: float, chunk: i
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, BFLOAT16_TOLERANCE)])
 def test_scores_are_equal_and_gradients_close_to_those_of_two_passes(dtype: torch.dtype, tolerance: float) -> None:
-    found, twin = gradients_of(linear_slopes, linear_loss, dtype), gradients_of(None, linear_loss, dtype)
+    found, twin = gradients_of(LINEAR, linear_loss, dtype), gradients_of(None, linear_loss, dtype)
     for name in ("logprobs_A", "entropies_A", "banned_mass_A"):
         assert torch.equal(getattr(found[2], name), getattr(twin[2], name))
     assert not found[2].banned_mass_A.requires_grad
@@ -84,8 +83,40 @@ def test_scores_are_equal_and_gradients_close_to_those_of_two_passes(dtype: torc
         assert float((ours - plain).float().norm() / plain.float().norm()) < tolerance
 
 
+def test_a_chunk_more_costs_no_precision_in_bfloat16() -> None:
+    """The head is a leaf whose gradients are summed in float32, as a policy's are (`MasterWeights`)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(rows, WIDTH, generator=generator).bfloat16() for rows in (512, VOCABULARY))
+    targets = torch.randint(4, 16, (512,), generator=generator)
+    slopes = torch.randn(512, generator=generator)
+
+    def error_of(known: Slopes | None) -> float:
+        leaf = head.clone().requires_grad_()
+        leaf.grad_dtype = torch.float32
+        scores = scores_of(hidden, leaf, targets, known)
+        (slopes * scores.logprobs_A).sum().backward()
+        exact = head.double().requires_grad_()
+        (slopes * scores_of(hidden.double(), exact, targets, None).logprobs_A).sum().backward()
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        assert leaf.grad.dtype == torch.float32
+        return float((leaf.grad - exact.grad).norm() / exact.grad.norm())
+
+    assert error_of(Slopes(lambda *_: (slopes, None))) < 1.1 * error_of(None) < 0.01
+
+
+def test_slopes_that_cancel_may_differ_by_rounding() -> None:
+    hidden, head, targets = inputs()
+    noise = 1e-9 * torch.randn(2, ACTIONS, generator=torch.Generator().manual_seed(0))
+    scores = scores_of(hidden, head, targets, Slopes(lambda *_: (noise[0], None), rounding=1e-7))
+    (noise[1] * scores.logprobs_A).sum().backward()
+    scores = scores_of(hidden, head, targets, Slopes(lambda *_: (noise[0], None)))
+    with pytest.raises(RuntimeError, match="the loss is none whose slopes were known before it"):
+        (noise[1] * scores.logprobs_A).sum().backward()
+
+
 def test_a_loss_without_entropies_has_none_of_their_gradient() -> None:
-    found = gradients_of(lambda *_: (OF_LOGPROBS, None), lambda lp, _: (OF_LOGPROBS * lp).sum())
+    found = gradients_of(Slopes(lambda *_: (OF_LOGPROBS, None)), lambda lp, _: (OF_LOGPROBS * lp).sum())
     twin = gradients_of(None, lambda lp, _: (OF_LOGPROBS * lp).sum())
     for ours, plain in zip(found[:2], twin[:2], strict=True):
         torch.testing.assert_close(ours, plain, atol=TOLERANCE, rtol=1e-4)
@@ -95,7 +126,7 @@ def test_a_loss_without_entropies_has_none_of_their_gradient() -> None:
 def test_logits_are_made_once(frozen: str, products: int) -> None:
     """And a gradient that nobody asks for is not made."""
     counted = {}
-    for slopes in (linear_slopes, None):
+    for slopes in (LINEAR, None):
         hidden, head, targets = inputs()
         hidden.requires_grad_(frozen != "hidden")
         head.requires_grad_(frozen != "head")
@@ -103,24 +134,24 @@ def test_logits_are_made_once(frozen: str, products: int) -> None:
             scores = scores_of(hidden, head, targets, slopes)
             linear_loss(scores.logprobs_A, scores.entropies_A).backward()
         counted[slopes] = counter.get_total_flops() / (2 * ACTIONS * WIDTH * VOCABULARY)
-    assert counted == {linear_slopes: products, None: products + 1}
+    assert counted == {LINEAR: products, None: products + 1}
 
 
 def test_nothing_of_the_size_of_logits_waits_for_the_backward_pass() -> None:
     saved: list[int] = []
     hidden, head, targets = inputs()
     with saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        scores_of(hidden, head, targets, linear_slopes, chunk=10)
+        scores_of(hidden, head, targets, LINEAR, chunk=10)
     assert max(saved) == max(ACTIONS * WIDTH, VOCABULARY * WIDTH)
     assert sum(saved) == (ACTIONS + VOCABULARY) * WIDTH + 2 * ACTIONS
 
 
 def test_a_loss_of_other_slopes_is_refused() -> None:
     hidden, head, targets = inputs()
-    scores = scores_of(hidden, head, targets, linear_slopes)
+    scores = scores_of(hidden, head, targets, LINEAR)
     with pytest.raises(RuntimeError, match="the loss is none whose slopes were known before it"):
         (linear_loss(scores.logprobs_A, scores.entropies_A) + 0.001 * scores.logprobs_A[-1]).backward()
-    scores = scores_of(hidden, head, targets, linear_slopes)
+    scores = scores_of(hidden, head, targets, LINEAR)
     with pytest.raises(AssertionError, match="gradients of 2 slopes were made, and the loss has 1"):
         (OF_LOGPROBS * scores.logprobs_A).sum().backward()
 
@@ -128,7 +159,7 @@ def test_a_loss_of_other_slopes_is_refused() -> None:
 def test_one_slope_that_is_no_number_is_left_to_the_loss() -> None:
     bad = torch.where(torch.arange(ACTIONS) == 5, torch.nan, OF_LOGPROBS)
     hidden, head, targets = inputs()
-    scores = scores_of(hidden, head, targets, lambda *_: (bad, None))
+    scores = scores_of(hidden, head, targets, Slopes(lambda *_: (bad, None)))
     (bad * scores.logprobs_A).sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.isnan().any(1).tolist() == [row == 5 for row in range(ACTIONS)]
@@ -139,6 +170,6 @@ def test_one_chunk_and_passes_without_gradients_ask_for_no_slopes() -> None:
         raise AssertionError("slopes of a pass that makes logits once anyway")
 
     hidden, head, targets = inputs()
-    scores_of(hidden, head, targets, never, chunk=ACTIONS)
+    scores_of(hidden, head, targets, Slopes(never), chunk=ACTIONS)
     with torch.no_grad():
-        scores_of(hidden, head, targets, never)
+        scores_of(hidden, head, targets, Slopes(never))

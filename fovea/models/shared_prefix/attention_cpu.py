@@ -87,13 +87,13 @@ class _Row:
             layout.return_index_N,
         )
 
-    def scatter(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Row [N, H, D] from the block of prompts and, if there is one, the block of completions."""
+    def scatter(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Row [N, H, D] of this type from the block of prompts and, if there is one, the block of completions."""
         tokens = [x.permute(0, 2, 4, 1, 3, 5) for x in blocks]
         lengths = [math.prod(x.shape[:3]) for x in tokens]
         heads, width = math.prod(tokens[0].shape[3:5]), tokens[0].shape[-1]
         # copied into one tensor: joined after a copy of each, they would be copied once more
-        joined_XHD = blocks[0].new_empty(sum(lengths), heads, width)
+        joined_XHD = torch.empty(sum(lengths), heads, width, dtype=dtype)
         for part, each in zip(joined_XHD.split(lengths), tokens, strict=True):
             part.view_as(each).copy_(each)
         return joined_XHD.index_select(0, self.return_index_N)
@@ -117,7 +117,7 @@ class MergedAttention(torch.autograd.Function):
             saved += [*own.tensors, out, lse]
         ctx.save_for_backward(*saved)
         ctx.row, ctx.scale = row, scale
-        return row.scatter(outs)
+        return row.scatter(outs, query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -139,7 +139,7 @@ class MergedAttention(torch.autograd.Function):
             prompt[1].add_(to_prompt[1])
             prompt[2].add_(to_prompt[2])
             blocks.append(own)
-        of_query, of_key, of_value = (row.scatter(each) for each in zip(*blocks, strict=True))
+        of_query, of_key, of_value = (row.scatter(each, gradient_NHD.dtype) for each in zip(*blocks, strict=True))
         return of_query, of_key, of_value, None, None
 
 
@@ -225,15 +225,13 @@ class _ToPrompt:
 def _flash_backward(
     row: Triple, gradient: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float
 ) -> Triple:
-    """Gradients of query, key and value, in their dtype."""
-    dtype = gradient.dtype
-    if dtype.itemsize < torch.float32.itemsize and gradient.shape[-2] < MIN_SHORT_BACKWARD_TOKENS:
+    """Gradients of query, key and value, in float32 where they were computed in it: they are summed before the row."""
+    if gradient.dtype.itemsize < torch.float32.itemsize and gradient.shape[-2] < MIN_SHORT_BACKWARD_TOKENS:
         query, key, value = row
         row = (query.float(), key.float(), value.float())
         gradient, out, mask = gradient.float(), out.float(), None if mask is None else mask.float()
-    of_row = FLASH_BACKWARD(gradient, *row, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
-    of_query, of_key, of_value = (x.to(dtype) for x in of_row)
-    return of_query, of_key, of_value
+    gradients: Triple = FLASH_BACKWARD(gradient, *row, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return gradients
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
