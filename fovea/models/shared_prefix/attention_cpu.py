@@ -167,10 +167,11 @@ class _Causal:
         return out.view_as(self.query), lse.unflatten(0, self.query.shape[:3])
 
     def backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> Triple:
-        blocks = (x.flatten(0, 2) for x in (gradient, out, lse))
-        of_query, of_key, of_value = _flash_backward(
-            self._inputs(), *blocks, is_causal=True, mask=None, scale=self.scale
-        )
+        """Gradients of the blocks, in the kernel's type."""
+        gradient, out, query, key, value = _widened(self.query.shape[4], gradient, out, *self.tensors)
+        row = _Causal(self.scale, query, key, value)._inputs()
+        gradient, out, lse = (x.flatten(0, 2) for x in (gradient, out, lse))
+        of_query, of_key, of_value = FLASH_BACKWARD(gradient, *row, out, lse, 0.0, True, scale=self.scale)
         split = self.query.shape[:3]
         return (
             of_query.unflatten(0, split),
@@ -208,9 +209,13 @@ class _ToPrompt:
         return out.unflatten(2, split), lse.unflatten(2, split)
 
     def backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> Triple:
-        blocks = (x.flatten(2, 4) for x in (gradient, out, lse))
-        of_query, of_key, of_value = _flash_backward(
-            self._inputs(), *blocks, is_causal=False, mask=self._mask_like_queries(), scale=self.scale
+        """Gradients of the blocks, in the kernel's type."""
+        num_queries = math.prod(self.query.shape[2:5])
+        gradient, out, query, key, value = _widened(num_queries, gradient, out, self.query, self.key, self.value)
+        wide = _ToPrompt(self.scale, query, key, value, self.mask_P11L)
+        gradient, out, lse = (x.flatten(2, 4) for x in (gradient, out, lse))
+        of_query, of_key, of_value = FLASH_BACKWARD(
+            gradient, *wide._inputs(), out, lse, 0.0, False, attn_mask=wide._mask_like_queries(), scale=self.scale
         )
         return of_query.unflatten(2, self.query.shape[2:5]), of_key.view_as(self.key), of_value.view_as(self.value)
 
@@ -222,16 +227,10 @@ class _ToPrompt:
         return None if self.mask_P11L is None else self.mask_P11L.to(self.query.dtype)
 
 
-def _flash_backward(
-    row: Triple, gradient: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float
-) -> Triple:
-    """Gradients of query, key and value, in float32 where they were computed in it: they are summed before the row."""
-    if gradient.dtype.itemsize < torch.float32.itemsize and gradient.shape[-2] < MIN_SHORT_BACKWARD_TOKENS:
-        query, key, value = row
-        row = (query.float(), key.float(), value.float())
-        gradient, out, mask = gradient.float(), out.float(), None if mask is None else mask.float()
-    gradients: Triple = FLASH_BACKWARD(gradient, *row, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
-    return gradients
+def _widened(num_queries: int, *blocks: Tensor) -> list[Tensor]:
+    """The blocks in the type in which the backward kernel is fastest for so many queries."""
+    is_short = blocks[0].dtype.itemsize < torch.float32.itemsize and num_queries < MIN_SHORT_BACKWARD_TOKENS
+    return [x.float() for x in blocks] if is_short else list(blocks)
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
