@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,15 +35,18 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean of accuracies, in 0..1, with the one interval of an accuracy wherever it is shown.
 
-    Wilson's where all values are 0 or 1, else the normal one, cut off at 0 and 1: partial credits vary less than right
-    and wrong answers of the same mean. Of equal values the spread is not known, and Wilson's is never too narrow.
+    Wilson's where all values are 0 or 1; partial credits vary less than right and wrong answers of the same mean, and
+    have the normal one of their rows and two more, a 0 and a 1, cut off at 0 and 1. Without these, some rows that are
+    all nearly right would say that a wrong one is next to impossible. (Agresti and Coull, The American Statistician 52,
+    1998, add four to a share.) Of equal values the spread is not known, and Wilson's is never too narrow.
     """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
+    n, mean = len(values), float(np.mean(values))
     if _are_shares(values) or len(set(values)) == 1:
-        return share_estimate(float(np.mean(values)), len(values))
-    found = mean_estimate(values)
-    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
+        return share_estimate(mean, n)
+    found = mean_estimate([*values, 0.0, 1.0])
+    return Estimate(mean=mean, low=max(0.0, found.low), high=min(1.0, found.high), n=n)
 
 
 def share_estimate(fraction: float, n: int) -> Estimate:
@@ -57,9 +60,9 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 
     The normal interval is mean +- 1.96 s / sqrt(n), with the sample's own s (n - 1). Of one value it is (nan, nan).
     """
-    if _are_shares(values):
-        return estimate(values)
-    n, mean = len(values), float(np.mean(values))
+    n, mean = len(values), float(np.mean(values)) if values else math.nan
+    if n and _are_shares(values):
+        return share_estimate(mean, n)
     half = Z_95 * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
 

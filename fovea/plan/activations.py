@@ -121,7 +121,11 @@ def _attention_backward(sizes: ModelSizes, row: RowShape, numerics: Numerics) ->
     if numerics.cuda:
         return (stream + row.tokens * (2 * queries + 2 * keys) + 2 * row.keys * keys) * width
     # the gradient of the output, blocks of the gradients of queries, keys and values, and the rows that they become
-    return (stream + row.tokens * (4 * queries + 5 * keys)) * width
+    blocks = row.tokens * (4 * queries + 5 * keys)
+    if width == FLOAT:
+        return (stream + blocks) * width
+    # of few queries in float32, beside the gradients in 16 bits that they are copies of
+    return FLOAT * blocks + (stream + row.tokens * (queries + keys)) * width
 
 
 def _saved_by_attention(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> int:

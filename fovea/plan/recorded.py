@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from fovea.build.engine import records_linears, records_rollouts
 from fovea.config.run import Config
+from fovea.models.vision.graph_size import graph_bytes
 from fovea.plan.activations import FLOAT, Numerics
 from fovea.plan.engine import embedded_engine
 from fovea.plan.model_sizes import ModelSizes
-from fovea.plan.vision import VISION, tower_shape, tower_stages
+from fovea.plan.vision import VISION, pixels_of_patch, tower_shape, tower_stages
 from fovea.plan.walk import Bytes
 from fovea.plan.workload import Workload
 
@@ -33,10 +34,7 @@ def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int
     limit = embedded_engine(config).reuse_gib * 2**30
     lengths, prompts = work.lengths, work.rank_prompts
     patches = prompts * lengths.images * lengths.patches
-    # the estimate by which the engine decides (`QwenFastPath.activation_bytes`)
-    tower = tower_shape(sizes)
-    numbers = 1 if config.train.gradient_checkpointing == "full" else 20
-    graph_estimate = patches * tower.depth * numbers * tower.width * numerics.width if sizes.trains_vision else 0
+    graph_estimate = _graph_estimate(config, sizes, patches, numerics) if sizes.trains_vision else 0
     completions = config.rollout.samples_per_prompt
     tokens = prompts * (lengths.prompt_tokens + completions * config.rollout.max_new_tokens)
     records = records_linears(config, sizes.width) and not numerics.cuda
@@ -55,6 +53,21 @@ def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int
     if graph_estimate:
         held[VISION] = sum(stage.saved for stage in tower_stages(config, sizes, patches, numerics))
     return Recorded(bytes=held, vision_graph=graph_estimate > 0)
+
+
+def _graph_estimate(config: Config, sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
+    """The estimate by which the engine decides (`QwenFastPath.activation_bytes`)."""
+    tower, recomputes = tower_shape(sizes), config.train.gradient_checkpointing == "full"
+    blocks = tower.depth if config.model.trains_tower else 0
+    return graph_bytes(
+        patches,
+        tower.width,
+        numerics.width,
+        trained_blocks=0 if recomputes else blocks,
+        recomputed_blocks=blocks if recomputes else 0,
+        mergers=tower.mergers,
+        pixels=pixels_of_patch(sizes) if blocks else 0,
+    )
 
 
 def _tape_bytes(sizes: ModelSizes, numerics: Numerics) -> int:

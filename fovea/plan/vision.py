@@ -103,10 +103,14 @@ def encoding_bytes(sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
 
 def pixel_bytes(sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
     """Bytes of processed pixels: float32 on the device, beside a copy in 16 bits; on a CPU numpy holds the former."""
-    vision = sizes.vision
-    values = int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
     copies = (FLOAT if numerics.cuda else 0) + (numerics.width if numerics.width < FLOAT else 0)
-    return patches * values * copies
+    return patches * pixels_of_patch(sizes) * copies
+
+
+def pixels_of_patch(sizes: ModelSizes) -> int:
+    """Numbers of a patch, of all its frames and channels."""
+    vision = sizes.vision
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
 
 
 def feature_bytes(sizes: ModelSizes, visual_tokens: int, numerics: Numerics) -> int:

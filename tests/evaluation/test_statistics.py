@@ -66,26 +66,32 @@ def test_an_estimate_of_shares_and_of_equal_values_is_wilsons(values: list[float
 
 
 def test_an_estimate_of_partial_credits_by_hand() -> None:
-    """s^2 = (2 * 0.3^2 + 2 * 0.1^2) / 3 = 0.2 / 3 of four values around 0.5: 1.96 * sqrt(0.2 / 3 / 4) = 0.253."""
+    """s^2 = (2 * 0.5^2 + 2 * 0.3^2 + 2 * 0.1^2) / 5 = 0.14 of six values around 0.5: 1.96 * sqrt(0.14 / 6) = 0.299."""
     found = estimate([0.2, 0.4, 0.6, 0.8])
-    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.247, 0.753), abs=5e-4)
+    assert (found.mean, found.low, found.high, found.n) == pytest.approx((0.5, 0.201, 0.799, 4), abs=5e-4)
     assert estimate([1.0, 1.0, 0.9]).high == 1.0
     assert estimate([0.0, 0.0, 0.1]).low == 0.0
 
 
-def test_an_interval_of_partial_credits_covers_their_mean_about_as_often_as_it_says() -> None:
-    """Wilson's would cover it nearly always: it takes them for right and wrong answers, which vary more."""
-    rng = np.random.default_rng(0)
-    population = rng.beta(2, 3, 5000)
-    covered = wilsons = 0
-    for _ in range(2000):
-        found = estimate(rng.choice(population, 60).tolist())
-        covered += found.low <= population.mean() <= found.high
-        low, high = wilson_interval(found.mean, found.n)
-        wilsons += low <= population.mean() <= high
+POPULATIONS = {
+    "spread": np.random.default_rng(0).beta(2, 3, 5000),
+    "at both ends": np.random.default_rng(0).beta(0.5, 0.8, 5000),
+    "nearly right, seldom wrong": np.repeat([1.0, 0.9, 0.0], [50, 45, 5]),
+    "VQA's thirds": np.repeat([1.0, 2 / 3, 0.0], [70, 20, 10]),
+    "seldom right": np.repeat([1.0, 0.5, 0.0], [2, 3, 95]),
+}
+
+
+@pytest.mark.parametrize("n", [10, 20, 60, 300])
+@pytest.mark.parametrize("population", POPULATIONS)
+def test_an_interval_of_partial_credits_covers_their_mean_as_often_as_it_says(population: str, n: int) -> None:
+    values, rng = POPULATIONS[population], np.random.default_rng(1)
+    drawn = [estimate(rng.choice(values, n).tolist()) for _ in range(2000)]
+    covered = np.mean([each.low <= values.mean() <= each.high for each in drawn])
     # 2,000 draws: the share itself is known to 0.01
-    assert covered / 2000 == pytest.approx(0.95, abs=0.015)
-    assert wilsons / 2000 > 0.99
+    assert covered > 0.935
+    wilsons = [wilson_interval(each.mean, n) for each in drawn]
+    assert np.mean([each.high - each.low for each in drawn]) < np.mean([high - low for low, high in wilsons])
 
 
 def test_pairs_that_move_together_leave_a_small_difference() -> None:

@@ -32,6 +32,7 @@ from fovea.models.transformers_versions import (
     tower_options,
 )
 from fovea.models.vision.features import ImageFeatures
+from fovea.models.vision.graph_size import graph_bytes
 from fovea.models.vision.tower_inputs import tower_heads, tower_inputs
 from fovea.types import PromptImage
 
@@ -179,12 +180,20 @@ class QwenFastPath:
         ]
 
     def activation_bytes(self, tower: Any, images: Sequence[PromptImage]) -> int:
-        # some 20 numbers per patch, block and unit of width, or the input of a block that computes the rest again; all
-        # three towers have `attn.qkv`, and no other common name of the width
-        width = tower.blocks[0].attn.qkv.in_features
-        patches = sum(len(image.tensors[PIXELS]) for image in images)
-        kept = sum(1 if getattr(block, "gradient_checkpointing", False) else 20 for block in tower.blocks)
-        return int(patches * kept * width * next(tower.parameters()).element_size())
+        pixels = [image.tensors[PIXELS] for image in images]
+        # a frozen block keeps nothing, and is not checkpointed either
+        trained = [block for block in tower.blocks if any(x.requires_grad for x in block.parameters())]
+        recomputed = sum(getattr(block, "gradient_checkpointing", False) for block in trained)
+        return graph_bytes(
+            patches=sum(map(len, pixels)),
+            # all three towers have `attn.qkv`, and no other common name of the width
+            width=tower.blocks[0].attn.qkv.in_features,
+            itemsize=next(tower.parameters()).element_size(),
+            trained_blocks=len(trained) - recomputed,
+            recomputed_blocks=recomputed,
+            mergers=1 + len(getattr(tower, "deepstack_merger_list", ())),
+            pixels=max((x.shape[1] for x in pixels), default=0) if trained else 0,
+        )
 
 
 def _mlp(mlp: Any) -> MlpModules | Experts:
