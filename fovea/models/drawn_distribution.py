@@ -34,7 +34,10 @@ def drawn_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnWeights:
-    """Probabilities before they are divided by their sum, and their logarithms."""
+    """Probabilities before they are divided by their sum, and their logarithms.
+
+    Whoever records them last (`DistributionRows.write`) overwrites both: log-probs are taken before.
+    """
 
     relative_BW: Tensor
     """Logits at the temperature, less the largest of the row."""

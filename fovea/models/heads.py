@@ -59,7 +59,6 @@ def heads_in_turn(
     width: int,
     norm: HeadNorm | None,
     rope: Rope,
-    again: Sequence[Again] | None = None,
     *,
     norm_kernel: RmsNormFunction = rms_norm,
     rotate_kernel: RotateFunction = rotate,

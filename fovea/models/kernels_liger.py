@@ -25,8 +25,8 @@ try:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"train.backend.liger_kernels=true, but {error.name} is not installed; pip install 'fovea-rl[liger]', or set "
-        "train.backend.liger_kernels=false"
+        "train.backend.liger_kernels is true, or auto where liger_kernel is installed, but "
+        f"{error.name} is not installed; pip install 'fovea-rl[liger]', or set train.backend.liger_kernels=false"
     ) from error
 
 AS_LLAMA = "llama"

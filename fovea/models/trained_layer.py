@@ -82,7 +82,8 @@ def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) 
 def _head_norm(modules: LayerModules) -> HeadNorm | None:
     query: Any = modules.query_norm
     key: Any = modules.key_norm
-    return None if query is None or key is None else HeadNorm(query.weight, key.weight, query.variance_epsilon)
+    assert (query is None) == (key is None), "a norm of queries or keys alone"
+    return None if query is None else HeadNorm(query.weight, key.weight, query.variance_epsilon)
 
 
 def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMlp:

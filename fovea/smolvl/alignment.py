@@ -100,8 +100,10 @@ def align(
 
 
 def read_share(weights: Mapping[str, Tensor], pictures: Sequence[Picture]) -> float:
-    """The share of the pictures whose contents are known of which the language model, shown what a tower with these
-    weights sees, says them in captions: the color of the shape is red; the shape is a circle, or a red circle.
+    """The share of pictures with known contents that the language model describes rightly by a tower of these weights.
+
+    It goes on with two captions: what follows `COLOUR_OPENING` must begin with the colour, and what follows
+    `SHAPE_OPENING` must hold the shape.
     """
     described = sorted({picture.contents for picture in pictures if picture.contents is not None})
     tower, examples = new_tower(), _examples(pictures, described)

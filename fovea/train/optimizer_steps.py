@@ -23,8 +23,8 @@ from fovea.types import Batch, SampleGroup
 Minibatch: TypeAlias = Sequence[SampleGroup]
 
 
-class Stepper(Protocol):
-    """An optimizer as an update sees it."""
+class ClippedOptimizer(Protocol):
+    """An optimizer as an update sees it: it clips a gradient, then steps by it."""
 
     def clip(self) -> float:
         """The norm of the gradient before it is clipped, here or in `step`; the same on all ranks."""
@@ -96,12 +96,16 @@ def _run_epoch(
 
 
 def take_step(
-    optimizers: Sequence[Stepper], stats: UpdateStats, *, critic_alone: bool, bad_tasks: Callable[[], list[str]]
+    optimizers: Sequence[ClippedOptimizer],
+    stats: UpdateStats,
+    *,
+    critic_alone: bool,
+    bad_tasks: Callable[[], list[str]],
 ) -> bool:
     """Take the steps of the policy and, if there is one, the value function; returns whether they were taken.
 
-    None is where a gradient is not finite, for which `bad_tasks` names the tasks. `critic_alone`: only the value
-    function's is.
+    No step is taken if a gradient is not finite; `stats.not_finite` then gets `bad_tasks()`. `critic_alone`: only the
+    value function steps.
     """
     norms = [optimizer.clip() for optimizer in optimizers]
     if not np.isfinite(norms).all():

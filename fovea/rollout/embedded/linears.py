@@ -151,6 +151,7 @@ def _layer(
 
 def _head_norm(named: NamedWeights, prefix: str, shape: DecoderShape) -> HeadNorm | None:
     query, key = (named.tensors.get(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
+    assert (query is None) == (key is None), f"{prefix}self_attn: a norm of queries or keys alone"
     if query is None or key is None:
         return None
     return HeadNorm(query, key, shape.norm_eps)
@@ -278,5 +279,6 @@ def join_adapters(layers: Sequence[Factors]) -> JoinedAdapters | None:
     ups = [each.weight.new_empty(0, len(each.weight)) if each.up is None else each.up.t() for each in layers]
     scales = {each.scale for each in adapted}
     assert len(scales) == 1, f"adapters on one input are scaled by {scales}"
+    assert all(each.down is None or each.down.dtype == each.weight.dtype for each in layers), "they are one product"
     downs = [each.down for each in adapted if each.down is not None]
     return JoinedAdapters(torch.cat(downs), torch.block_diag(*ups), scales.pop())
