@@ -50,17 +50,17 @@ def test_heads_that_are_read_again_equal_those_that_are_kept(dtype: torch.dtype)
     positions = Rope(positions.cos_ND.to(dtype), positions.sin_ND.to(dtype), positions.signed_sin_ND.to(dtype))
     weights = [torch.rand(WIDTH).to(dtype) + 0.5 for _ in range(2)]
 
-    def with_norm(function: Callable[..., Triple], again: Sequence[Again] | None) -> Callable[..., Triple]:
+    def with_norm(function: Callable[..., Triple], *again: Sequence[Again]) -> Callable[..., Triple]:
         def run_heads(query: Tensor, key: Tensor, value: Tensor, *norms: Tensor) -> Triple:
             # times 1: what is read again is not what went in
             projected = (query * 1, key * 1, value * 1)
-            return function(projected, WIDTH, HeadNorm(*norms, 1e-6), positions, again)
+            return function(projected, WIDTH, HeadNorm(*norms, 1e-6), positions, *again)
 
         return run_heads
 
     again = [lambda x=x: x.clone() for x in kept]
     reading, few_bytes = run(with_norm(heads, again), *kept, *weights)
-    keeping, many_bytes = run(with_norm(heads_in_turn, None), *kept, *weights)
+    keeping, many_bytes = run(with_norm(heads_in_turn), *kept, *weights)
 
     for ours, theirs in zip(reading, keeping, strict=True):
         assert torch.equal(ours, theirs)
