@@ -194,19 +194,20 @@ def megatron_policy(
     *,
     recompute: str = "none",
     model: Mapping[str, bool | str] = MappingProxyType({}),
+    train: Mapping[str, int] = MappingProxyType({}),
     **backend: int,
 ) -> Iterator[PushedPolicy]:
     """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends.
 
-    `model` has more settings of that section.
+    `model` and `train` have more settings of these sections.
     """
     # after the stand-ins
     from megatron.core import parallel_state  # noqa: PLC0415
 
     from fovea.train.megatron.policy import MegatronPolicy  # noqa: PLC0415
 
-    train = {"backend": {"name": "megatron", **backend}, "gradient_checkpointing": recompute}
-    config = settings_of(folder, algorithm, train=train, model=dict(model))
+    trained = {"backend": {"name": "megatron", **backend}, "gradient_checkpointing": recompute} | dict(train)
+    config = settings_of(folder, algorithm, train=trained, model=dict(model))
     try:
         yield MegatronPolicy(config, config.model, load_processor(config.model).banned_ids)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,11 @@ from fovea.errors import ConfigError, TrainError
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.trainable import adapted_weights, choose_trainable, factored_weights, merged
+from fovea.train.base import Needs
 from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.megatron.model import check_division, check_experts
 from fovea.train.torch.sharding import copy_weights
+from tests.policies import make_batch
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     NUM_STEPS,
@@ -29,6 +32,7 @@ from tests.train.megatron.equal_steps import (
     run_steps,
     settings_of,
 )
+from tests.train.test_not_finite import named, with_advantage
 
 FAMILY = "qwen3_vl"
 PPO = settings_of(Path("model"), "ppo").algorithm
@@ -60,6 +64,18 @@ def test_a_resumed_policy_takes_the_steps_of_one_that_never_stopped(model: Path,
     assert resumed.values == straight.values
     assert resumed.weights.keys() == straight.weights.keys()
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in straight.weights.items())
+
+
+def test_updates_that_were_skipped_before_a_checkpoint_count_after_it(model: Path, tmp_path: Path) -> None:
+    bad = with_advantage(named(make_batch(tiny(FAMILY, **SIZES))), 1, np.nan)
+    limit = {"max_skipped_updates": 1}
+    with megatron_policy(model, train=limit) as policy:
+        assert policy.update(policy.annotate(bad, Needs(old_logprobs=True)))["updates_skipped"] == 1
+        policy.save(tmp_path)
+    with megatron_policy(model, train=limit) as policy:
+        policy.load(tmp_path)
+        with pytest.raises(TrainError, match=r"at step 2, as in all of the last 2 updates, with the samples of row 1;"):
+            policy.update(policy.annotate(bad, Needs(old_logprobs=True)))
 
 
 def test_its_weights_are_read_without_the_policy(model: Path, saved: tuple[Path, Steps]) -> None:
