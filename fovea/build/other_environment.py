@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -129,17 +129,17 @@ def _make(sent: Mapping[str, Any]) -> StreamedEngine:
     return make_streamed(config, settings, model, load_processor(model))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Make the engine that the first message asks for, and serve the trainer until it closes the pipe."""
+def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
+    """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
     connection, sent = begin(arguments)
     try:
-        engine = _make(sent)
+        engine = make(sent)
     except FoveaError as error:
         connection.send(Answer(number=0, error=error))
         return
-    wait_for(Calls(Served(engine), connection).serve())
+    wait_for(Calls(Served(engine), connection, arguments[1]).serve())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
@@ -38,16 +37,20 @@ def begin(arguments: Sequence[str]) -> tuple[Connection, Any]:
 class Calls:
     """Makes the calls that come through a pipe, of the public methods of one object, which are coroutines."""
 
-    def __init__(self, target: Any, connection: Connection, prefix: str = "") -> None:
-        """`prefix` begins the messages of errors that are not Fovea's own."""
+    def __init__(self, target: Any, connection: Connection, folder: str, prefix: str = "") -> None:
+        """`folder` ends `begin`'s arguments, and `prefix` begins the messages of errors that are not Fovea's own."""
         self._target = target
         self._connection = connection
+        self._folder = folder
         self._prefix = prefix
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
 
     async def serve(self) -> None:
-        """Tell the trainer that all is ready; make calls until it closes the pipe, or calls `shut_down`."""
+        """Tell the trainer that all is ready; make calls until it calls `shut_down`.
+
+        If it hangs up without that, it is gone, and all processes of this one's group end.
+        """
         Thread(target=self._read, args=(asyncio.get_running_loop(),), name="calls", daemon=True).start()
         self._connection.send(Answer(number=0))
         await self._ended.wait()
@@ -58,11 +61,10 @@ class Calls:
             try:
                 call = self._connection.recv()
             except (EOFError, OSError):
-                break
+                # here too, since the thread that looks for the trainer would end with this process
+                _end(self._folder)
+                return
             loop.call_soon_threadsafe(self._begin, call)
-        # a loop that is closed has ended already
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._ended.set)
 
     def _begin(self, call: Call) -> None:
         self._running[call.number] = asyncio.get_running_loop().create_task(self._answer(call))
@@ -81,9 +83,14 @@ class Calls:
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """Kill this process's group when the trainer is gone, however it went; its folder goes too."""
+    """Wait for the end of the trainer, however it goes, and end this process's group."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
+    _end(folder)
+
+
+def _end(folder: str) -> None:
+    """Kill this process's group; its folder goes too."""
     shutil.rmtree(folder, ignore_errors=True)
     # the processes of the engine are in this one's group, in which the trainer is not
     os.killpg(os.getpgrp(), signal.SIGKILL)

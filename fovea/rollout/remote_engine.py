@@ -81,5 +81,5 @@ class RemoteEngine:
 
     def _forget_given_up(self) -> None:
         """Wait for the ends of requests whose callers have gone: to the engine they are running until then."""
-        wait(self._given_up)
-        self._given_up.clear()
+        while self._given_up:
+            wait([self._given_up.pop()])

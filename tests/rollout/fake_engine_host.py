@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from fovea.build.other_environment import Served
+from fovea.build.other_environment import main
 from fovea.errors import EngineError
-from fovea.rollout.engine_host import Calls, begin
 from fovea.rollout.readiness import check_idle
 from fovea.types import Completion, Request, Shape
-from fovea.utils.event_loop import wait_for
 
 FOR_EVER, DEADLY, STRANGE = "for ever", "deadly", "strange"
 """Ids of requests that are answered by nothing, by the end of the process, and by an error that is not Fovea's."""
+ENVIRONMENT = "environment"
+"""Id of a request whose completion has the variables of the process as its text, in JSON."""
+KEPT = "kept"
+"""Id of a request whose completion has as its text how many tasks, requests and completions the process holds."""
+AFTER = "after"
+"""Begin of the ids of requests that are answered after so many seconds, such as `after 2`."""
+CLOSED = "closed"
+"""Key of the first message: a file that is there once the engine was closed."""
+FORGETTING_SECONDS = 0.3
+"""How long a request that was aborted is still a running one, as where a batch has to be emptied of it."""
 
 
 class FakeEngine:
@@ -27,12 +40,18 @@ class FakeEngine:
 
     name = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, sent: Mapping[str, Any]) -> None:
+        self._closed = sent.get(CLOSED)
         self._sums: list[float] = []
         self._version: int | None = None
         self._num_running = 0
+        self._is_asleep = False
+        self._is_going = asyncio.Event()
+        self._is_going.set()
 
     async def generate(self, request: Request) -> Sequence[Completion]:
+        if self._is_asleep:
+            raise EngineError("asleep; call wake first")
         self._num_running += 1
         try:
             return [await self._completion(request)]
@@ -41,32 +60,49 @@ class FakeEngine:
 
     async def _completion(self, request: Request) -> Completion:
         if request.id == FOR_EVER:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(FORGETTING_SECONDS)
+        if request.id.startswith(AFTER):
+            await asyncio.sleep(float(request.id.removeprefix(AFTER)))
         if request.id == DEADLY:
-            print("ValueError: last words", flush=True)
+            print("ValueError: last words\nand what came of it", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if request.id == STRANGE:
             raise KeyError("nowhere")
+        await self._is_going.wait()
+        texts = {
+            ENVIRONMENT: lambda: json.dumps(dict(os.environ)),
+            KEPT: lambda: str(sum(isinstance(each, asyncio.Task | Request | Completion) for each in gc.get_objects())),
+        }
         sums_T = np.array(self._sums, dtype=np.float32)
         version = -1 if self._version is None else self._version
         return Completion(
             id=request.id,
             token_ids_T=np.arange(len(sums_T)),
             logprobs_T=sums_T,
-            text="",
+            text=texts[request.id]() if request.id in texts else "",
             finish="stop",
             version=version,
         )
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        self._is_going.clear()
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        self._is_going.set()
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        check_idle("sleep was called", self._num_running)
+        self._is_asleep = True
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        self._is_asleep = False
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        if self._closed is not None:
+            Path(self._closed).touch()
 
     @property
     def has_weights(self) -> bool:
@@ -85,6 +121,11 @@ class FakeEngine:
         self._version = version
 
 
+def make(sent: Mapping[str, Any]) -> FakeEngine:
+    """The engine, and a process of its own, which has every open file that a process may hand on."""
+    subprocess.Popen(["sleep", "600"], close_fds=False)
+    return FakeEngine(sent)
+
+
 if __name__ == "__main__":
-    pipe, _ = begin(sys.argv[1:])
-    wait_for(Calls(Served(FakeEngine()), pipe).serve())
+    main(sys.argv[1:], make)

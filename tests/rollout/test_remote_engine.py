@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -23,12 +23,13 @@ from fovea.config.backends import VllmEngine
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.processor import load_processor
-from fovea.rollout.engine_process import EngineProcess
+from fovea.rollout.engine_process import EngineProcess, Limits
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for
+from tests.process_groups import members
 from tests.rollout.engine_suite import ask, prompts_of
-from tests.rollout.fake_engine_host import DEADLY, FOR_EVER, STRANGE
+from tests.rollout.fake_engine_host import AFTER, CLOSED, DEADLY, ENVIRONMENT, FOR_EVER, KEPT, STRANGE
 from tests.tiny_models import save, tiny
 
 HOST = [sys.executable, "-m", "tests.rollout.fake_engine_host"]
@@ -87,15 +88,60 @@ def test_a_push_waits_for_the_end_of_a_request_that_was_given_up(engine: RemoteE
     wait_for(give_up())
     push(engine, 3, torch.ones(1))
     assert drawn(engine).version == 3
+    # nor is it asked to sleep before
+    wait_for(give_up())
+    wait_for(engine.sleep())
+    wait_for(engine.wake())
+
+
+def test_a_request_that_is_aborted_ends_with_an_error(engine: RemoteEngine) -> None:
+    """Whoever gave it up waits for it no longer, but its end is a call that has been answered."""
+    drawing = engine.process.call("generate", replace(REQUEST, id=FOR_EVER))
+    engine.process.run("abort", FOR_EVER)
+    with pytest.raises(EngineError, match="the request was aborted"):
+        drawing.result(10)
+
+
+def test_an_engine_pauses_and_sleeps_until_it_is_told_otherwise(engine: RemoteEngine) -> None:
+    async def told() -> None:
+        await engine.pause()
+        drawing = asyncio.ensure_future(engine.generate(REQUEST))
+        done, _ = await asyncio.wait([drawing], timeout=0.3)
+        assert not done
+        with pytest.raises(EngineError, match="sleep was called while"):
+            await engine.sleep()
+        await engine.resume()
+        await drawing
+        await engine.sleep()
+        with pytest.raises(EngineError, match="asleep; call wake first"):
+            await engine.generate(REQUEST)
+        await engine.wake()
+        await engine.generate(REQUEST)
+
+    wait_for(told())
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended(engine: RemoteEngine) -> None:
+    """A run draws millions."""
+
+    def kept() -> int:
+        return int(wait_for(engine.generate(replace(REQUEST, id=KEPT)))[0].text)
+
+    before = kept()
+    for _ in range(10):
+        drawn(engine)
+    assert kept() <= before
 
 
 def test_an_engine_that_dies_is_lost_with_its_last_words() -> None:
     dying = RemoteEngine("fake", EngineProcess("the fake engine", HOST, {}, NO_LIMITS))
     try:
-        with pytest.raises(LostEngineError, match="the fake engine has ended: ValueError: last words; its log is "):
-            wait_for(dying.generate(replace(REQUEST, id=DEADLY)))
+        for _ in range(2):  # the second call finds it dead
+            with pytest.raises(LostEngineError, match="the fake engine has ended: ValueError: last words; its log is "):
+                wait_for(dying.generate(replace(REQUEST, id=DEADLY)))
     finally:
         wait_for(dying.close())
+    assert not members(dying.process.pid), "the process that the engine had started"
 
 
 def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
@@ -103,25 +149,89 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
 from fovea.build.other_environment import NO_LIMITS
 from fovea.rollout.engine_process import EngineProcess
 import time
-print(EngineProcess("fake", {HOST!r}, {{}}, NO_LIMITS).pid, flush=True)
+engine = EngineProcess("fake", {HOST!r}, {{}}, NO_LIMITS)
+print(engine.pid, engine._folder.name, flush=True)
 time.sleep(600)
 """
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
-    host = psutil.Process(int(trainer.stdout.readline()))
+    host, folder = trainer.stdout.readline().split()
+    assert len(members(int(host))) == 2
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     deadline = time.monotonic() + 20
-    while host.is_running() and host.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it goes on"
+    while left := members(int(host)):
+        assert time.monotonic() < deadline, f"{left} go on"
         time.sleep(0.1)
+    assert not Path(folder).exists()
 
 
-def test_an_environment_without_the_engine_is_named(tmp_path: Path) -> None:
+def test_of_an_engine_that_was_closed_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does the engine take itself for a process of the trainer's, or leave its files among others."""
+    of_torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for number, name in enumerate(of_torchrun):
+        monkeypatch.setenv(name, str(number))
+    closed = tmp_path / "closed"
+    process = EngineProcess("the fake engine", HOST, {CLOSED: str(closed)}, NO_LIMITS, {"OF_THE_ENGINE": "1"})
+    engine, folder = RemoteEngine("fake", process), Path(process._folder.name)
+    variables = json.loads(wait_for(engine.generate(replace(REQUEST, id=ENVIRONMENT)))[0].text)
+    assert len(members(process.pid)) == 2
+    started = time.monotonic()
+    wait_for(engine.close())
+    wait_for(engine.close())
+    assert process._process.returncode == 0, "it was killed"
+    assert time.monotonic() - started < 10
+    assert not members(process.pid)
+    assert not folder.exists()
+    assert closed.exists()
+    assert not variables.keys() & set(of_torchrun)
+    assert (variables["OF_THE_ENGINE"], variables["TMPDIR"]) == ("1", str(folder))
+
+
+def test_an_engine_that_does_not_start_in_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(LostEngineError, match=r"rollout\.engine\.start_seconds=0\.2 and was ended") as failed:
+        EngineProcess(
+            "slow",
+            [sys.executable, "-c", "import time; time.sleep(600)"],
+            {},
+            Limits(start_seconds=0.2, timeout_seconds=600.0),
+        )
+    assert [str(path) for path in tmp_path.iterdir()] == [str(failed.value).rpartition(" ")[2]], "the log alone"
+
+
+def test_an_engine_that_dies_while_it_starts_is_lost_with_its_last_words() -> None:
+    with pytest.raises(LostEngineError, match="the fake engine has ended: ValueError: no such model; its log is "):
+        EngineProcess("the fake engine", [sys.executable, "-c", "raise ValueError('no such model')"], {}, NO_LIMITS)
+
+
+def test_an_engine_that_gives_no_answer_is_ended() -> None:
+    """Not while it has nothing to do, nor while one of several answers comes in time."""
+    process = EngineProcess("slow", HOST, {}, Limits(start_seconds=600.0, timeout_seconds=2.0))
+    engine = RemoteEngine("fake", process)
+
+    async def generate(*seconds: float) -> Sequence[Sequence[Completion]]:
+        requests = [replace(REQUEST, id=f"{AFTER} {each}") for each in seconds]
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    try:
+        assert len(wait_for(generate(1, 2, 3))) == 3
+        time.sleep(3)
+        assert len(wait_for(generate(0))) == 1
+        with pytest.raises(LostEngineError, match=r"rollout\.engine\.timeout_seconds=2 and was ended"):
+            wait_for(generate(600))
+    finally:
+        wait_for(engine.close())
+
+
+def test_an_environment_without_the_engine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(tiny("qwen3_vl"), tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
     given = [f"model.path={model}", "environment=shapes", "rollout.engine.name=vllm"]
     for python, message in (
-        (sys.executable, rf"^rollout\.engine\.python={sys.executable}: rollout\.engine=vllm .* is not installed"),
+        ("~/python", r"^rollout\.engine\.python=~/python: rollout\.engine=vllm .* is not installed"),
         ("nowhere/bin/python", r"^rollout\.engine\.python=nowhere/bin/python: no such interpreter; name that of"),
     ):
         config = load_config([], [*given, f"rollout.engine.python={python}"])

@@ -8,8 +8,6 @@ it ends. A trainer has graders and loggers among its children, and must tell why
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -147,22 +145,18 @@ def _check(result: tuple[bool, str]) -> None:
         raise RuntimeError(message)
 
 
-async def serve(engine: Any, connection: Connection) -> None:
-    """Serve the trainer until it closes the pipe, or calls `shut_down`."""
+async def serve(engine: Any, connection: Connection, folder: str) -> None:
+    """Serve the trainer until it calls `shut_down`, or is gone."""
     # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
     await engine.tokenizer_manager.freeze_gc()
-    await Calls(Host(engine), connection, "SGLang: ").serve()
+    await Calls(Host(engine), connection, folder, "SGLang: ").serve()
 
 
 def main(arguments: Sequence[str]) -> None:
     """Make the engine that the first message asks for, and serve the trainer; SGLang's server arguments are in it."""
-    trainer, folder = os.getppid(), arguments[1]
     connection, server_arguments = begin(arguments)
     engine = Engine(**server_arguments)
-    engine.loop.run_until_complete(serve(engine, connection))
-    engine.shutdown()
-    if os.getppid() != trainer:  # it was killed: the end of its pipe may be seen before the thread looks for it
-        shutil.rmtree(folder, ignore_errors=True)
+    engine.loop.run_until_complete(serve(engine, connection, arguments[1]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,21 +21,10 @@ from fovea.rollout.engine_process import Limits
 from fovea.rollout.sglang.engine import CACHE, SglangEngine
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for
+from tests.process_groups import members
 from tests.rollout.engine_suite import ask, equal, prompts_of
 from tests.rollout.sglang.serving import push, start
 from tests.tiny_models import tiny
-
-
-def members(group: int) -> list[psutil.Process]:
-    """The living processes of a process group."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            pass
-    return found
 
 
 @pytest.fixture(scope="module")
