@@ -134,7 +134,9 @@ def test_an_id_is_used_again_before_its_first_request_has_ended() -> None:
         await asyncio.sleep(0)
         assert not second.done()
         await served.abort(FOR_EVER)
-        for drawing in (first, second):
+        done, _ = await asyncio.wait([first, second], timeout=5)
+        assert len(done) == 2
+        for drawing in done:
             with pytest.raises(EngineError, match="the request was aborted"):
                 await drawing
 
