@@ -58,7 +58,7 @@ LATE_IMPORTS = {
     "fovea/data/rows.py": {"_hub"},
     "fovea/report/html.py": {"write_report"},
     "fovea/utils/urls.py": {"http_parts"},
-    "fovea/rollout/engine_process.py": {"wait_until_gone"},
+    "fovea/rollout/engine_process.py": {"groups_of", "wait_until_gone"},
 }
 """Files that may import inside functions, and inside which. The command line starts without
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""

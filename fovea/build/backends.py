@@ -9,18 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from fovea.build.engine import make_embedded, make_streamed, make_tape
+from fovea.build.interpreter import absolute
 from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import open_vlm
 from fovea.build.policy import make_policy
-from fovea.build.workers import (
-    Setup,
-    check_offload,
-    make_megatron_worker,
-    make_stream,
-    set_threads,
-    worker_of,
-)
+from fovea.build.threads import set_threads
+from fovea.build.workers import Setup, check_offload, make_megatron_worker, make_stream, worker_of
 from fovea.cluster.engine_stream import EngineStream
 from fovea.cluster.local import LocalPolicy, SharedWeights, call_here
 from fovea.cluster.loopback import own_ray_on_loopback
@@ -113,7 +108,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
             f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
         )
     placement = _placement(config, config.cluster.num_ray_workers)
-    setup = Setup(config=config, model=_with_absolute_path(model), placement=placement)
+    setup = Setup(config=_with_absolute_interpreter(config), model=_with_absolute_path(model), placement=placement)
     use_token()
     own_ray_on_loopback()
     # imported here, since the package may be absent; the module names what to install
@@ -130,6 +125,15 @@ def _with_absolute_path(model: Model) -> Model:
     """The same model for processes with another working directory, as the workers of a Ray cluster have."""
     path = None if model.path is None else Path(model.path).expanduser()
     return model if path is None or not path.exists() else model.model_copy(update={"path": str(path.absolute())})
+
+
+def _with_absolute_interpreter(config: Config) -> Config:
+    """The same settings for such processes."""
+    engine = config.rollout.engine
+    if isinstance(engine, EmbeddedSettings) or engine.python is None:
+        return config
+    engine = engine.model_copy(update={"python": absolute(engine.python)})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
 def _placement(config: Config, num_workers: int) -> Placement:

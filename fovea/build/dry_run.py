@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from fovea.build.data import make_opener, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
+from fovea.build.interpreter import find_interpreter
 from fovea.build.trackers import chosen_trackers
 from fovea.build.trial_score import try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
@@ -53,13 +54,14 @@ def plan(config: Config) -> list[str]:
 
 
 def _check_engine(config: Config) -> None:
-    """Raises MissingExtraError where the engine is not installed."""
+    """Raises MissingExtraError where the engine is not installed, ConfigError where its interpreter is missing."""
     # the machines of a Ray cluster have environments of their own
     if config.cluster.num_ray_workers:
         return
     engine = config.rollout.engine
-    # nor has this one the engine of another
     if not isinstance(engine, EmbeddedEngine) and engine.python is not None:
+        # this environment need not have the engine of another
+        find_interpreter(engine.python)
         return
     # the import says what has to be installed
     match engine:

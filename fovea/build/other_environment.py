@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,20 +13,19 @@ from torch import Tensor
 
 from fovea import __version__
 from fovea.build.engine import StreamedEngine, StreamedSettings, make_streamed
-from fovea.build.workers import set_threads
+from fovea.build.interpreter import find_interpreter, variables_of
+from fovea.build.threads import set_threads
 from fovea.config.run import Config, Model
-from fovea.errors import ConfigError, EngineError, FoveaError, MissingExtraError
+from fovea.errors import ClusterError, ConfigError, EngineError, FoveaError, OutOfMemoryError
 from fovea.models.processor import load_processor
 from fovea.rollout.engine_host import Calls, begin
 from fovea.rollout.engine_messages import Answer
-from fovea.rollout.engine_process import EngineProcess, Limits
+from fovea.rollout.engine_process import EngineProcess, Limits, NotStartedError
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Shape
 from fovea.utils.event_loop import wait_for
 from fovea.utils.tensor_handles import opened
 
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that describe a process of the trainer's, which an engine would take for its own."""
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
 """Those that an engine has are kept where it is made."""
 
@@ -38,26 +34,32 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
     """Start the engine of the settings with the interpreter that they name; ConfigError where it does not start."""
     assert settings.python is not None
     here = f"rollout.engine.python={settings.python}"
-    python = shutil.which(os.path.expanduser(settings.python))
-    if python is None:
-        raise ConfigError(
-            f"{here}: no such interpreter; name that of the environment with the engine, as ENV/bin/python"
-        )
-    if find_spec("psutil") is None:
-        raise MissingExtraError(f"{here} ends processes by psutil, which is not installed: pip install psutil")
+    python = find_interpreter(settings.python)
     command = [python, "-m", "fovea.build.other_environment"]
-    sent = {
-        "version": __version__,
-        # not pickled: the other environment may have another version of what settings are made of
-        "config": config.model_dump(mode="json"),
-        "model": model.model_dump(mode="json"),
-        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
-    }
+    sent = _sent(config, settings, model)
     try:
-        process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS)
+        process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))
+    except (NotStartedError, OSError) as error:
+        extra = settings.name.removesuffix("_servers")
+        install = f"{settings.python} -m pip install 'fovea-rl[{extra}]=={__version__}'"
+        raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
+    except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
+        raise
     except FoveaError as error:
         raise ConfigError(f"{here}: {error}") from error
     return RemoteEngine(settings.name, process)
+
+
+def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
+    """What `_make` makes the engine of, there an engine of its own environment."""
+    rollout = config.rollout.model_copy(update={"engine": settings.model_copy(update={"python": None})})
+    return {
+        "version": __version__,
+        # not pickled: the other environment may have another version of what settings are made of
+        "config": config.model_copy(update={"rollout": rollout}).model_dump(mode="json"),
+        "model": model.model_dump(mode="json"),
+        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
+    }
 
 
 class Served:
@@ -68,6 +70,7 @@ class Served:
         self._running: dict[str, asyncio.Future[Sequence[Completion]]] = {}
 
     async def generate(self, request: Request) -> Sequence[Completion]:
+        """Sample n completions of one prompt; EngineError if `abort` ends it."""
         drawing = asyncio.ensure_future(self._engine.generate(request))
         self._running[request.id] = drawing
         try:
@@ -75,7 +78,9 @@ class Served:
         except asyncio.CancelledError as error:
             raise EngineError("the request was aborted") from error
         finally:
-            del self._running[request.id]
+            # a request with its id may have come while this one was aborted
+            if self._running.get(request.id) is drawing:
+                del self._running[request.id]
 
     async def abort(self, request: str) -> None:
         """End a call of `generate`, and return once the engine has forgotten it."""
@@ -84,30 +89,39 @@ class Served:
             await asyncio.wait([drawing])
 
     async def pause(self) -> None:
+        """Stop decoding; running requests wait for `resume`."""
         await self._engine.pause()
 
     async def resume(self) -> None:
+        """Continue decoding."""
         await self._engine.resume()
 
     async def sleep(self) -> None:
+        """Free memory for the update."""
         await self._engine.sleep()
 
     async def wake(self) -> None:
+        """Accept requests again."""
         await self._engine.wake()
 
     async def has_weights(self) -> bool:
+        """Whether the engine holds all weights."""
         return self._engine.has_weights
 
     async def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes."""
         self._engine.begin_push(shapes)
 
     async def take_weights(self, written: bytes) -> None:
+        """Load some of them, which come as handles of the trainer's memory."""
         self._engine.take_weights([(name, _own(tensor)) for name, tensor in opened(written)])
 
     async def finish_push(self, version: int) -> None:
+        """Compare every value with what was sent, and empty every cache made with older weights."""
         self._engine.finish_push(version)
 
     async def shut_down(self) -> None:
+        """End the engine; this process ends once that is answered."""
         await self._engine.close()
 
 
@@ -119,7 +133,6 @@ def _own(tensor: Tensor) -> Tensor:
 def _make(sent: Mapping[str, Any]) -> StreamedEngine:
     if sent["version"] != __version__:
         raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
-    sent["config"]["rollout"]["engine"]["python"] = None
     config, model = Config.model_validate(sent["config"]), Model.model_validate(sent["model"])
     set_threads(config)
     if sent["gpu"] is not None:
@@ -131,8 +144,6 @@ def _make(sent: Mapping[str, Any]) -> StreamedEngine:
 
 def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
     """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
-    for name in OF_TORCHRUN:
-        os.environ.pop(name, None)
     connection, sent = begin(arguments)
     try:
         engine = make(sent)

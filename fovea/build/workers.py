@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
 from fovea.build.engine import has_own_weights, make_embedded, make_streamed, takes_adapters
 from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.build.model import open_vlm
 from fovea.build.policy import make_policy
+from fovea.build.threads import set_threads
 from fovea.cluster.broadcast import ReceivedWeights, Sender
 from fovea.cluster.connection import DriverConnection, serve_connection
 from fovea.cluster.engine_copy import EngineCopy, WeightTaker
@@ -148,9 +147,3 @@ def check_offload(config: Config) -> None:
             f"train.backend.cpu_offload=true, but the model is on {device}, whose memory is the host's "
             "already; set train.backend.cpu_offload=false"
         )
-
-
-def set_threads(config: Config) -> None:
-    """Set the number of threads that the settings give torch."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)

@@ -68,7 +68,8 @@ class ServingEngine(Section):
 
 
 class VllmEngine(ServingEngine):
-    """vLLM in the processes of the run, on weights of its own that every update is pushed to (extra: vllm)."""
+    """vLLM in the processes of the run, or with `python` beside them, on weights of its own that every update is pushed
+    to (extra: vllm)."""
 
     name: Literal["vllm"] = "vllm"
     kv_cache_gib: MayChange[PositiveFloat | None] = None

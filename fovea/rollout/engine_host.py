@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from threading import Thread
 from typing import Any
 
@@ -21,15 +23,20 @@ LAST_CALL = "shut_down"
 
 
 def begin(arguments: Sequence[str]) -> tuple[Connection, Any]:
-    """The pipe to the trainer, and what it has sent first; `arguments` end this process's command line.
+    """The pipe to the trainer, and what it has sent first.
 
+    `arguments` end this process's command line: the pipe's descriptor, a folder for this process, the trainer's pid.
     From here on, all processes of this one's group end with the trainer, however it ends.
     """
-    descriptor, folder = int(arguments[0]), arguments[1]
-    Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
+    descriptor, folder, trainer = int(arguments[0]), arguments[1], int(arguments[2])
+    Thread(target=_end_with, args=(trainer, folder), daemon=True).start()
     os.set_inheritable(descriptor, False)
     connection: Connection = Connection(descriptor)
-    start: Start = connection.recv()
+    try:
+        start: Start = connection.recv()
+    except (EOFError, OSError):
+        _end(folder)
+        raise
     multiprocessing.current_process().authkey = start.authkey
     return connection, start.arguments
 
@@ -38,7 +45,7 @@ class Calls:
     """Makes the calls that come through a pipe, of the public methods of one object, which are coroutines."""
 
     def __init__(self, target: Any, connection: Connection, folder: str, prefix: str = "") -> None:
-        """`folder` ends `begin`'s arguments, and `prefix` begins the messages of errors that are not Fovea's own."""
+        """`folder` is that of `begin`'s arguments; `prefix` begins the messages of errors that are not Fovea's own."""
         self._target = target
         self._connection = connection
         self._folder = folder
@@ -64,6 +71,11 @@ class Calls:
                 # here too, since the thread that looks for the trainer would end with this process
                 _end(self._folder)
                 return
+            except Exception:
+                # its number is in what cannot be read: whoever waits for an answer learns it by this process's end
+                traceback.print_exc()
+                _kill_group()
+                return
             loop.call_soon_threadsafe(self._begin, call)
 
     def _begin(self, call: Call) -> None:
@@ -73,18 +85,24 @@ class Calls:
         try:
             with named(lambda error: EngineError(f"{self._prefix}{str(error) or first_line(error)}")):
                 value = await getattr(self._target, call.method)(*call.arguments)
-            answer = Answer(number=call.number, value=value)
+            answer = self._written(call, value)
         except FoveaError as error:  # it is the trainer's, which raises it there
-            answer = Answer(number=call.number, error=error)
+            answer = ForkingPickler.dumps(Answer(number=call.number, error=error))
         del self._running[call.number]
-        self._connection.send(answer)
+        self._connection.send_bytes(answer)
         if call.method == LAST_CALL:
             self._ended.set()
 
+    def _written(self, call: Call, value: Any) -> memoryview:
+        """The answer as the trainer reads it; EngineError for a value that cannot be sent."""
+        what = f"{self._prefix}the result of {call.method} cannot be sent"
+        with named(lambda error: EngineError(f"{what}: {first_line(error)}")):
+            return ForkingPickler.dumps(Answer(number=call.number, value=value))
 
-def _end_with(parent: int, folder: str) -> None:
-    """Wait for the end of the trainer, however it goes, and end this process's group."""
-    while os.getppid() == parent:
+
+def _end_with(trainer: int, folder: str) -> None:
+    """Wait for the end of the trainer, however it goes and whenever it went, and end this process's group."""
+    while os.getppid() == trainer:
         time.sleep(PARENT_CHECK_SECONDS)
     _end(folder)
 
@@ -92,5 +110,9 @@ def _end_with(parent: int, folder: str) -> None:
 def _end(folder: str) -> None:
     """Kill this process's group; its folder goes too."""
     shutil.rmtree(folder, ignore_errors=True)
+    _kill_group()
+
+
+def _kill_group() -> None:
     # the processes of the engine are in this one's group, in which the trainer is not
     os.killpg(os.getpgrp(), signal.SIGKILL)

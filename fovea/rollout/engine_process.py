@@ -7,25 +7,34 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkstemp
+from tempfile import TemporaryDirectory, gettempdir, mkstemp
 from threading import Lock, Thread
 from time import monotonic, sleep
 from types import MappingProxyType
 from typing import Any
 
-from fovea.errors import EngineError, LostEngineError
+from fovea.errors import EngineError, LostEngineError, first_line
 from fovea.rollout.engine_messages import Answer, Call, Start
+from fovea.utils.launch import without_torchrun
 
 CLOSE_SECONDS = 20.0
 POLL_SECONDS = 0.5
 GONE_SECONDS = 0.01
+EXIT_SECONDS = 2.0
+"""Longest wait for the exit code of a process that has closed its end of the pipe."""
 LOG_FILE = "engine.log"
+KEPT_LOGS = "FOVEA_KEPT_LOGS"
+"""Environment variable with the folder of logs that outlive an engine, in a process whose temporary files do not."""
+
+
+class NotStartedError(LostEngineError):
+    """A process that has ended by itself before its engine was ready, as it would again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +47,20 @@ class Limits:
     """Afterwards."""
 
 
-def wait_until_gone(group: int, seconds: float) -> None:
-    """Wait until no process of a process group runs, for some seconds at most.
+def groups_of(pid: int) -> set[int]:
+    """Ids of the process groups of a running process and of all below it, of which an engine may have its own."""
+    import psutil  # noqa: PLC0415  as below
+
+    groups = {os.getpgid(pid)}
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(ProcessLookupError):
+                groups.add(os.getpgid(process.pid))
+    return groups
+
+
+def wait_until_gone(groups: Set[int], seconds: float) -> None:
+    """Wait until no process of some process groups runs, for some seconds at most.
 
     A killed process holds its memory for a moment; only its parent could wait for it otherwise. One that nobody
     reaps, as in a container without an init, has given back everything.
@@ -49,7 +70,7 @@ def wait_until_gone(group: int, seconds: float) -> None:
     end = monotonic() + seconds
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            while os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE and monotonic() < end:
+            while os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE and monotonic() < end:
                 sleep(GONE_SECONDS)
 
 
@@ -62,17 +83,17 @@ class EngineProcess:
         command: Sequence[str],
         arguments: Any,
         limits: Limits,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str | None] = MappingProxyType({}),
     ) -> None:
         """Start it and wait until it has loaded the model; LostEngineError with the end of its log if it does not.
 
-        `name` is for messages, `command` gets the pipe and a folder as its last arguments (`engine_host.begin`), and
-        `environment` is added to this process's own.
+        `name` is for messages, `command` gets the arguments of `engine_host.begin` as its last ones, and `environment`
+        is added to this process's own variables, of which it removes those that are None.
         """
         self._name = name
         self._limits = limits
         # SGLang leaves the files of its sockets where temporary files are made
-        self._folder = TemporaryDirectory(prefix="fovea-engine-")
+        self._folder = TemporaryDirectory(prefix="fovea-engine-", ignore_cleanup_errors=True)
         self._connection, theirs = multiprocessing.Pipe()
         self._numbers = count(1)
         self._waiting: dict[int, Future[Any]] = {}
@@ -83,17 +104,8 @@ class EngineProcess:
         self._active = monotonic()
         """When a call was sent, or an answer came, last."""
         ready = self._wait_for(0)
-        with theirs, self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), self._folder.name],
-                env=os.environ | environment | {"TMPDIR": self._folder.name},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is for the trainer, which then closes the engine
-                start_new_session=True,
-            )
+        with theirs:
+            self._process = self._popen(command, theirs.fileno(), environment)
         self._reader = Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._reader.start()
         try:
@@ -128,15 +140,16 @@ class EngineProcess:
         if self._is_closing:
             return
         self._is_closing = True
-        if self._process.poll() is None:
+        # one that is still being made would not listen
+        if self._is_started and self._process.poll() is None:
             with suppress(EngineError, LostEngineError, TimeoutError):
                 self.call("shut_down").result(CLOSE_SECONDS)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_SECONDS)
         # what is left of the group, also after a host that was killed
-        self._kill()
+        groups = self._kill()
         self._process.wait()
-        wait_until_gone(self.pid, CLOSE_SECONDS)
+        wait_until_gone(groups, CLOSE_SECONDS)
         # it sees the end of the pipe, and reads the log for those who still wait
         self._reader.join(CLOSE_SECONDS)
         self._connection.close()
@@ -146,6 +159,24 @@ class EngineProcess:
     def _log(self) -> Path:
         return Path(self._folder.name) / LOG_FILE
 
+    def _popen(
+        self, command: Sequence[str], pipe: int, environment: Mapping[str, str | None]
+    ) -> subprocess.Popen[bytes]:
+        kept_logs = os.environ.get(KEPT_LOGS, gettempdir())
+        changes = {**environment, KEPT_LOGS: kept_logs, "TMPDIR": self._folder.name}
+        variables = {name: value for name, value in (os.environ | changes).items() if value is not None}
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                [*command, str(pipe), self._folder.name, str(os.getpid())],
+                env=without_torchrun(variables),
+                pass_fds=[pipe],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the trainer, which then closes the engine
+                start_new_session=True,
+            )
+
     def _wait_for(self, number: int) -> Future[Any]:
         result: Future[Any] = Future()
         # whoever waits may be cancelled; the call goes on
@@ -153,9 +184,14 @@ class EngineProcess:
         self._waiting[number] = result
         return result
 
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+    def _kill(self) -> set[int]:
+        """Kill all processes of the engine; ids of their groups."""
+        # once it has been waited for, its id may be that of another process
+        groups = groups_of(self.pid) if self._process.poll() is None else {self.pid}
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        return groups
 
     def _send(self, message: Start | Call) -> None:
         self._active = monotonic()
@@ -164,17 +200,22 @@ class EngineProcess:
                 self._connection.send(message)
         except OSError:
             # the reader has seen the same, or will
-            self._fail()
+            self._fail(self._lost())
 
     def _read(self) -> None:
         while True:
             try:
-                while not self._connection.poll(POLL_SECONDS):
-                    self._kill_if_hung()
-                answer: Answer = self._connection.recv()
+                answer = self._next_answer()
             except (EOFError, OSError):
-                self._fail()
+                # first: a call that comes later must not be sent to where nobody reads
+                with self._sending:
+                    self._connection.close()
+                self._fail(self._lost())
                 return
+            except Exception as error:
+                # its number is in what cannot be read
+                self._fail(EngineError(f"an answer of {self._name} cannot be read: {first_line(error)}"))
+                continue
             self._active = monotonic()
             result = self._waiting.pop(answer.number, None)
             if result is None:
@@ -185,6 +226,17 @@ class EngineProcess:
             else:
                 result.set_exception(answer.error)
 
+    def _next_answer(self) -> Answer:
+        """Wait for an answer; EOFError where none will come."""
+        while not self._connection.poll(POLL_SECONDS):
+            if self._process.poll() is not None and not self._connection.poll():
+                # a child of it, which it had forked, holds the pipe open
+                self._kill()
+                raise EOFError
+            self._kill_if_hung()
+        answer: Answer = self._connection.recv()
+        return answer
+
     def _kill_if_hung(self) -> None:
         """End an engine that has something to do and has not answered for too long, whatever it waits for."""
         _, seconds = self._limit()
@@ -192,13 +244,24 @@ class EngineProcess:
             self._is_hung = True
             self._kill()
 
-    def _fail(self) -> None:
-        """Raise a LostEngineError wherever a result is waited for."""
-        error = LostEngineError(f"{self._name} {self._end()}: {self._last_words()}{self._kept_log()}")
+    def _fail(self, error: EngineError | LostEngineError) -> None:
+        """Raise an error wherever a result is waited for."""
         # two threads may come here at once
         with suppress(KeyError):
             while True:
                 self._waiting.popitem()[1].set_exception(error)
+
+    def _lost(self) -> LostEngineError:
+        kind = NotStartedError if self._has_given_up() else LostEngineError
+        return kind(f"{self._name} {self._end()}: {self._last_words()}{self._kept_log()}")
+
+    def _has_given_up(self) -> bool:
+        """Whether it has ended by itself, and was not killed, before the engine was ready."""
+        if self._is_started:
+            return False
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(EXIT_SECONDS) >= 0
+        return False
 
     def _end(self) -> str:
         """How it ended, in words."""
@@ -220,7 +283,7 @@ class EngineProcess:
         """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
         if self._is_closing or not self._waiting:
             return ""
-        descriptor, name = mkstemp(prefix="fovea-engine-", suffix=".log")
+        descriptor, name = mkstemp(prefix="fovea-engine-", suffix=".log", dir=os.environ.get(KEPT_LOGS))
         os.close(descriptor)
         with suppress(OSError):
             shutil.copyfile(self._log, name)

@@ -1,12 +1,20 @@
-"""Which workers train and which generate."""
+"""Which workers train and which generate, and what those on Ray are told."""
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from fovea.build.backends import _placement
+from fovea.build.backends import _placement, open_backends
 from fovea.config.run import Config
 from fovea.errors import ConfigError
+from fovea.models.processor import load_processor
+from tests.tiny_models import save, tiny
 
 
 @pytest.mark.parametrize(
@@ -24,3 +32,37 @@ def test_servers_want_one_leader(backend: str, advice: str) -> None:
     )
     with pytest.raises(ConfigError, match=rf"vllm_servers with 2 workers.*{advice}"):
         _placement(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("python", "there"),
+    [("env/bin/python", "{here}/env/bin/python"), ("python", "python"), ("~/bin/py", "{home}/bin/py")],
+)
+def test_workers_on_ray_get_an_interpreter_that_they_find(
+    python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have another working directory; where the link to an interpreter leads is no environment."""
+    monkeypatch.chdir(tmp_path)
+    Path("env/bin").mkdir(parents=True)
+    Path("env/bin/python").symlink_to("/bin/sh")
+
+    class Stopped(Exception):
+        """Instead of a cluster."""
+
+    def stop(_: Any, make: partial[Any], **__: Any) -> None:
+        raise Stopped(make.args[0].config.rollout.engine.python)
+
+    for name in ("use_token", "own_ray_on_loopback"):
+        monkeypatch.setattr(f"fovea.build.backends.{name}", lambda: None)
+    ray = SimpleNamespace(RayWorkers=stop)
+    monkeypatch.setattr("fovea.build.backends.importlib", SimpleNamespace(import_module=lambda _: ray))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(save(tiny("qwen3_vl"), tmp_path / "model"))},
+            "rollout": {"engine": {"name": "vllm", "python": python}},
+            "cluster": {"gpus_per_node": 1},
+        }
+    )
+    with pytest.raises(Stopped) as stopped:
+        open_backends(config, config.model, load_processor(config.model))
+    assert str(stopped.value) == there.format(here=os.getcwd(), home=Path.home())

@@ -123,6 +123,15 @@ def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
     assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
 
 
+def test_a_dry_run_names_an_interpreter_that_is_not_there() -> None:
+    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "rollout.engine.name=vllm", "--dry-run"]
+    result = fovea("train", *words, "rollout.engine.python=nowhere/bin/python")
+    assert result.exit_code == 2
+    assert "rollout.engine.python=nowhere/bin/python: no such interpreter" in result.stderr
+    there = fovea("train", *words, f"rollout.engine.python={sys.executable}")
+    assert there.exit_code == 0, there.output
+
+
 def test_a_dry_run_of_several_processes_calls_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), "--dry-run")

@@ -1,4 +1,4 @@
-"""The process that holds SGLang's engine; `python -m fovea.rollout.sglang.host FD FOLDER`.
+"""The process that holds SGLang's engine; `python -m fovea.rollout.sglang.host FD FOLDER PID`.
 
 SGLang's engine takes over the process that makes it. It replaces the policy of event loops and the way in which
 processes are started, kills the whole process when one of its workers fails, and kills all children of the process when

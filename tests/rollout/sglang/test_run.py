@@ -79,7 +79,7 @@ def test_a_run_whose_engine_and_then_whose_trainer_is_killed_has_the_curve_of_on
         (trainer,) = children_of(supervisor.pid)
         engine = psutil.Process(trainer).children(recursive=True)
         host = next(each for each in engine if "fovea.rollout.sglang.host" in each.cmdline())
-        folder = Path(host.cmdline()[-1])
+        folder = Path(host.cmdline()[-2])
         assert folder.is_dir()
         psutil.Process(trainer).kill()
         assert not psutil.wait_procs(engine, timeout=120)[1], "the engine of a trainer that is gone"

@@ -1,0 +1,192 @@
+"""The process of an engine: it ends with the trainer, its variables are its own, and no call waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+import pytest
+
+from fovea.errors import EngineError, LostEngineError
+from fovea.rollout.engine_process import KEPT_LOGS, EngineProcess, Limits, NotStartedError
+from tests.process_groups import members
+from tests.rollout.fake_calls_host import BEGUN, LIMITS, Unreadable
+
+SECONDS = 20.0
+"""Longest wait for an end, of which the slowest takes three."""
+
+
+def host(stage: str) -> list[str]:
+    return [sys.executable, "-m", "tests.rollout.fake_calls_host", stage]
+
+
+def start(stage: str = "serving") -> EngineProcess:
+    return EngineProcess("fake", host(stage), {}, Limits(**LIMITS))
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    made = start()
+    yield made
+    made.close()
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+TRAINER = """
+import os, sys, threading, time
+from fovea.rollout.engine_process import EngineProcess, Limits
+def start():
+    EngineProcess("fake", {command!r}, {{}}, Limits(**{limits!r}))
+    time.sleep(600)
+threading.Thread(target=start, daemon=True).start()
+sys.stdin.readline()
+if {held!r} and os.fork() == 0:
+    time.sleep(600)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["hung up", "pipe held by a fork of the trainer"])
+@pytest.mark.parametrize("stage", ["importing", "starting", "serving"])
+def test_all_of_it_ends_with_a_trainer_that_is_killed(stage: str, held: bool, tmp_path: Path) -> None:
+    code = TRAINER.format(command=host(stage), limits=LIMITS, held=held)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    below: list[psutil.Process] = []
+    try:
+        wait_until(lambda: [log for log in tmp_path.glob("*/engine.log") if BEGUN in log.read_text()], "no start")
+        (engine,) = psutil.Process(trainer.pid).children()
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        assert trainer.stdout.readline() == "ready\n"
+        below = psutil.Process(engine.pid).children(recursive=True)
+        if stage != "importing":
+            assert len(members(engine.pid)) == 2
+        trainer.kill()
+        trainer.wait()
+        wait_until(lambda: not members(engine.pid), "processes are left")
+        assert not list(tmp_path.iterdir()), "its folder is left"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        # what has a group of its own ends by itself, as SGLang's host does; this one cannot
+        for each in below:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def test_an_engine_that_still_starts_is_ended_at_once_with_all_below_it() -> None:
+    def interrupt() -> None:
+        wait_until(lambda: len(below()) == 3, "it does not start")
+        found.extend(below())
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def below() -> list[psutil.Process]:
+        started = [each for each in psutil.Process().children() if "starting" in each.cmdline()]
+        return [*started, *(child for each in started for child in each.children(recursive=True))]
+
+    found: list[psutil.Process] = []
+    interrupted: list[float] = []
+    Timer(0.1, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        start("starting")
+    assert time.monotonic() - interrupted[0] < 5
+    assert len(found) == 3
+    assert all(map(is_gone, found)), "one in a group of its own counts too"
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_of_those_who_wait(process: EngineProcess) -> None:
+    waiting = process.call("for_ever")
+    for result in (process.call("unreadable"), waiting):
+        with pytest.raises(EngineError, match=r"an answer of fake cannot be read: ModuleNotFoundError: .*nowhere_to"):
+            result.result(SECONDS)
+    assert process.call("echo", 3).result(SECONDS) == 3
+
+
+def test_an_answer_that_cannot_be_written_is_an_error_of_its_call(process: EngineProcess) -> None:
+    with pytest.raises(EngineError, match="the result of unpicklable cannot be sent: TypeError: cannot pickle"):
+        process.call("unpicklable").result(SECONDS)
+    assert process.call("echo", 3).result(SECONDS) == 3
+
+
+def test_a_call_that_the_process_cannot_read_ends_it(process: EngineProcess) -> None:
+    with pytest.raises(LostEngineError, match=r"fake has ended: ModuleNotFoundError: .*nowhere_to_be_found"):
+        process.call("echo", Unreadable()).result(SECONDS)
+
+
+def test_a_process_that_is_killed_is_lost_though_a_fork_of_it_holds_the_pipe(process: EngineProcess) -> None:
+    with pytest.raises(LostEngineError, match="fake has ended"):
+        process.call("die_after_a_fork").result(SECONDS)
+    with pytest.raises(LostEngineError, match="fake has ended"):
+        process.call("echo", 3).result(SECONDS)
+    wait_until(lambda: not members(process.pid), "the fork is left")
+
+
+def test_variables_of_torchrun_are_not_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TORCHELASTIC_USE_AGENT_STORE the store of SGLang's process group is a client of itself."""
+    leaking = ["RANK", "ROLE_NAME", "GROUP_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"]
+    for name in leaking:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("REMOVED", "1")
+    process = EngineProcess("fake", host("serving"), {}, Limits(**LIMITS), {"ADDED": "2", "REMOVED": None})
+    try:
+        variables = process.run("environment")
+    finally:
+        process.close()
+    assert not variables.keys() & {*leaking, "REMOVED"}
+    assert variables["ADDED"] == "2"
+
+
+def test_the_log_of_an_engine_in_a_process_of_another_engine_is_kept(
+    process: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = process.run("lose_another")
+    process.close()
+    log = Path(said.rpartition(" ")[2])
+    assert log.parent == Path(tempfile.gettempdir())
+    assert "ValueError" in log.read_text()
+    log.unlink()
+    assert KEPT_LOGS not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("exit()", NotStartedError), ("raise ValueError", NotStartedError), ("os.kill(0, 9)", LostEngineError)],
+)
+def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(code: str, kind: type[LostEngineError]) -> None:
+    with pytest.raises(LostEngineError) as failed:
+        EngineProcess("fake", [sys.executable, "-c", f"import os; {code}"], {}, Limits(**LIMITS))
+    assert type(failed.value) is kind
