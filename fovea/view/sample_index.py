@@ -58,6 +58,11 @@ class SampleIndex:
                     return
         self._listed_ns = changed_ns
 
+    @property
+    def newest(self) -> int | None:
+        """The greatest step so far; None where no step was recorded."""
+        return max(self._known, default=None)
+
     def after(self, count: int) -> Sequence[IndexedStep]:
         """The entries that were found after the first `count` ones."""
         return self._entries[count:]

@@ -42,7 +42,7 @@ class ViewedRun:
             self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
 
     def facts(self) -> dict[str, Any]:
-        """Name, progress, names of all metrics, and how many entries the index has."""
+        """Name, progress, names of all metrics, how many entries the index has, and the newest step in it."""
         with self._lock:
             return {
                 **self._settings(),
@@ -53,6 +53,7 @@ class ViewedRun:
                 "seconds_since_step": self._seconds_since_step(),
                 "metrics": self._curves.names,
                 "entries": len(self._entries),
+                "newest_entry": self._index.newest,
             }
 
     def curve(self, number: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def test_facts_of_a_run_are_read_anew(client: TestClient, folder: Path) -> None:
     (run,) = client.get("/data/runs").json()
     assert (run["name"], run["step"], run["max_steps"], run["finished"]) == ("run", 5, 10, False)
     assert run["metrics"] == ["reward", "seconds/step", "reward/\\boxed{3}"]
-    assert run["entries"] == 3
+    assert (run["entries"], run["newest_entry"]) == (3, 4)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "reward": 0.7, "entropy": 1.5}\n')
     (run,) = client.get("/data/runs").json()
@@ -133,4 +133,4 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_a_young_run_has_a_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0, recorded=())
     (run,) = TestClient(make_app([ViewedRun(folder)]), base_url="http://localhost").get("/data/runs").json()
-    assert (run["step"], run["metrics"], run["entries"]) == (0, [], 0)
+    assert (run["step"], run["metrics"], run["entries"], run["newest_entry"]) == (0, [], 0, None)

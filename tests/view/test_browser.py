@@ -144,6 +144,21 @@ def test_of_a_step_without_groups_the_nearest_one_is_shown(
         assert shown in text_of(browser, ".place")
 
 
+def test_the_newest_step_is_asked_for_once_and_beside_the_index(browser: Browser, tmp_path: Path) -> None:
+    asked = "performance.getEntriesByType('resource').map((each) => each.name.split('/data/')[1]).filter(Boolean)"
+    folder = write_run(tmp_path / "run")
+    with served(folder) as address:
+        open_page(browser, f"{address}#samples", GROUP)
+        assert browser.evaluate(asked)[:3] == ["runs", "step/0/4", "entries/0/0"]
+        browser.press("[")
+        browser.wait_for("document.querySelector('.place').textContent.includes('step 2')")
+        write_samples(folder, 4, [group(image_in(folder), 0, "taken again")])
+        browser.press("]")
+        browser.wait_for("document.querySelector('.group').textContent.includes('taken again')")
+        assert [path for path in browser.evaluate(asked) if path.startswith("step/")][:2] == ["step/0/4", "step/0/2"]
+        assert browser.problems == []
+
+
 def test_a_group_is_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with served(folder) as address:

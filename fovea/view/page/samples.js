@@ -25,14 +25,22 @@ export function samplesPage() {
   const root = element("section", { class: "page samples" }, bar.root,
     element("div", { class: "columns" }, element("nav", { "aria-label": "Groups" }, count, list.root), shownGroups));
   const indexes = [];
+  const early = new Map(); // the newest step of each run, by path, which arrives while the index is read
   let runs = [];
   let drawn = "";
 
   /** Returns whether there is anything new. */
   async function refresh(newRuns) {
     runs = newRuns;
+    if (!indexes.length) runs.forEach(loadEarly);
     const changed = await Promise.all(runs.map((run, place) => (indexes[place] ??= groupIndex(place)).refresh(run.entries)));
     return changed.some(Boolean);
+  }
+
+  function loadEarly(run, place) {
+    if (run.newest_entry === null || readAddress().parameters.has("step")) return;
+    const path = `step/${place}/${run.newest_entry}`;
+    early.set(path, load(path).catch(() => null)); // the draw asks again, and shows what is wrong
   }
 
   /** The rows that are listed, and the place of the chosen one among them. */
@@ -73,7 +81,9 @@ export function samplesPage() {
   async function groupOf(place, row) {
     if (!row) return { place };
     try {
-      const { groups } = await load(`step/${place}/${row.step}`);
+      const path = `step/${place}/${row.step}`;
+      const { groups } = (await early.get(path)) ?? (await load(path));
+      early.delete(path); // a step that is taken again has other groups
       return { place, row, group: groups[row.place] };
     } catch (error) {
       return { place, problem: error.message };
