@@ -161,7 +161,8 @@ class MegatronBackend(Section):
     """Keep the optimizer's float32 weights and moments in the host's memory between its steps; each step takes the time
     of copying them to the GPU and back."""
     logits_mib: MayChange[PositiveFloat] = 512.0
-    """Memory for logits that exist at once; longer rows compute them in chunks, and again in the backward pass."""
+    """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
+    whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
 
     @property
     def replicas(self) -> int:

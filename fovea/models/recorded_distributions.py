@@ -2,7 +2,7 @@
 
 The engine has computed the probabilities of all tokens to draw one. While the weights are those of the rollout, the
 update reads them: log-probs and entropies are known, and the gradient of the logits is made of them. The slow twin is
-`token_logprobs.token_scores`, which computes them from hidden states, and whose gradient this is.
+`token_logprobs.token_scores`, which computes them from hidden states.
 
 Axes: `B` rows of the decode batch, `R` rows of it that are recorded, `P` places on the activation tape, `A` actions,
 `E` width of the model, `W` vocabulary, `K` banned ids.
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fovea.models.drawn_distribution import DrawnWeights, banned_mass
-from fovea.models.token_logprobs import TokenScores, gradients_of_head
+from fovea.models.head_gradients import gradient_of_logits_, gradients_of_head
+from fovea.models.token_logprobs import TokenScores
 
 NOT_KEPT = -1
 """The row of a place whose distribution is not recorded."""
@@ -146,6 +147,5 @@ class KnownLogprobAndEntropy(torch.autograd.Function):
         hidden_AE, head_WE, targets_A = ctx.saved_tensors
         # a copy, which becomes the gradient of the logits
         probs_AW = ctx.known.probs_RW.index_select(0, ctx.known.row_A)
-        scored = (probs_AW, targets_A, ctx.known.entropies_A)
-        of_hidden, of_head = gradients_of_head(ctx, hidden_AE, head_WE, scored, gradients)
-        return of_hidden, of_head, None, None
+        of_logits_AW = gradient_of_logits_(probs_AW, targets_A, ctx.known.entropies_A, gradients, ctx.temperature)
+        return *gradients_of_head(ctx, hidden_AE, head_WE, of_logits_AW), None, None

@@ -1,4 +1,4 @@
-"""Slopes of a policy loss, for gradients that are made before the loss is (`models.token_logprobs`).
+"""Slopes of a policy loss, for gradients that are made before the loss is (`models.head_gradients`).
 
 Axes: `U` actions of the unequal completions of a micro-batch.
 """
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fovea.config.algorithm_parts import GspoLoss
 from fovea.config.run import Algorithm
-from fovea.models.token_logprobs import Slopes, TokenScores
+from fovea.models.head_gradients import Slopes
+from fovea.models.token_logprobs import TokenScores
 from fovea.train.objective import policy_terms
 from fovea.train.packing import MicroBatch
 

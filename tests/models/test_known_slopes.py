@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.models.token_logprobs import Slopes, TokenScores, token_scores
+from fovea.models.head_gradients import Slopes
+from fovea.models.token_logprobs import TokenScores, token_scores
 from tests.models.test_drawn_distribution import ACTIONS, BANNED, TOLERANCE, VOCABULARY, WIDTH, inputs
 
 CHUNK = 4

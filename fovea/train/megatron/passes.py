@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
+from fovea.models.head_gradients import Slopes
 from fovea.models.plain import PlainRow, plain_rows
 from fovea.models.shared_prefix.packed_row import PackedRow
 from fovea.models.token_logprobs import TokenScores
@@ -31,6 +32,9 @@ Loss = Callable[[MicroBatch, TokenScores], Tensor]
 """The loss of a micro-batch; all of them are added up."""
 LossOfRow = Callable[[int, TokenScores], Tensor]
 """That of the row of this number."""
+KnownSlopes = Callable[[MicroBatch, float], Slopes | None]
+"""The slopes of a number times the loss of a micro-batch, where they are known before it."""
+SlopesOfRow = Callable[[int], Slopes | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +79,18 @@ class Passes:
         """Count the work from here on."""
         self.work = Work()
 
-    def backward(self, micros: Sequence[MicroBatch], loss: Loss) -> None:
-        """Add up the gradients of the sum of `loss` over all micro-batches of all shares."""
-        self._backward([micro.row for micro in micros], lambda number, scores: loss(micros[number], scores))
+    def backward(self, micros: Sequence[MicroBatch], loss: Loss, slopes: KnownSlopes) -> None:
+        """Add up the gradients of the sum of `loss` over all micro-batches of all shares; `slopes` are those of it."""
+        self._backward(
+            [micro.row for micro in micros],
+            lambda number, scores: loss(micros[number], scores),
+            # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
+            lambda number: slopes(micros[number], self.model.place.dealt.size),
+        )
 
     def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
         """Add up the gradients of the sum of `loss` over one row of each share."""
-        self._backward([row], lambda _, scores: loss(scores))
+        self._backward([row], lambda _, scores: loss(scores), _unknown)
 
     @torch.no_grad()
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenScores]]:
@@ -93,16 +102,20 @@ class Passes:
             return torch.zeros((), device=self.model.device)
 
         rows = [micro.row for micro in micros]
-        self._run(rows, keep, self._training or self.model.chunk, forward_only=True)
+        self._run(rows, keep, _unknown, self._training or self.model.chunk, forward_only=True)
         return found
 
-    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow) -> None:
+    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow) -> None:
         assert self._training is not None, "a backward pass of a model that is not trained"
         # Megatron takes the mean over micro-batches and over shares
         factor = len(packed) * self.model.place.dealt.size
-        self._run(packed, lambda number, scores: factor * loss(number, scores), self._training, forward_only=False)
+        self._run(
+            packed, lambda number, scores: factor * loss(number, scores), slopes, self._training, forward_only=False
+        )
 
-    def _run(self, packed: Sequence[PackedRow], loss: LossOfRow, module: Any, *, forward_only: bool) -> None:
+    def _run(
+        self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow, module: Any, *, forward_only: bool
+    ) -> None:
         if not packed:
             return
 
@@ -113,7 +126,7 @@ class Passes:
             self._count(row, rows)
 
             def of_states(states_LRE: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(number, self._scores(row, rows, states_LRE)), {}
+                return loss(number, self._scores(row, rows, states_LRE, slopes(number))), {}
 
             return states, of_states
 
@@ -127,26 +140,29 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _scores(self, row: PackedRow, rows: Sequence[PlainRow], states_LRE: Tensor) -> TokenScores:
+    def _scores(
+        self, row: PackedRow, rows: Sequence[PlainRow], states_LRE: Tensor, slopes: Slopes | None
+    ) -> TokenScores:
         states_RLE = states_LRE.transpose(0, 1)
         hidden_UE = torch.cat([each_LE[plain.hidden_index_A] for each_LE, plain in zip(states_RLE, rows, strict=True)])
         head = self.model.head
         # of 16 bits, Megatron hands out the last stage's states in 32
         hidden_UE = hidden_UE.to(head.dtype)
-        of = VocabularySlice(
-            first=parallel_state.get_tensor_model_parallel_rank() * len(head),
-            size=len(head),
-            group=parallel_state.get_tensor_model_parallel_group(),
+        of = VocabularySlice.of_rank(
+            parallel_state.get_tensor_model_parallel_rank(),
+            len(head),
+            self.model.shape.banned_K,
+            parallel_state.get_tensor_model_parallel_group(),
         )
         scores = sharded_token_scores(
             # its gradient is this rank's part of the sum over the vocabulary
             copy_to_tensor_model_parallel_region(hidden_UE),
             head,
             row.target_ids_U,
-            of.banned(self.model.shape.banned_K),
             of,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
+            slopes=slopes,
         )
         if self._value_head is not None:
             scores = replace(scores, values_A=self._value_head(hidden_UE))
@@ -155,6 +171,10 @@ class Passes:
     def _count(self, row: PackedRow, rows: Sequence[PlainRow]) -> None:
         padded = len(rows) * max(len(each.token_ids_L) for each in rows)
         self.work += Work(tokens=row.num_tokens, padded_tokens=padded)
+
+
+def _unknown(_: int) -> None:
+    """The slopes of a loss that is not that of a policy, or of none."""
 
 
 def _rows(row: PackedRow, model: MegatronModel) -> list[PlainRow]:

@@ -35,6 +35,7 @@ from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.optimizer_steps import SkippedUpdates, run_epochs, take_step
 from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.row_dealer import RowDealer, in_batch_order
+from fovea.train.slopes import known_slopes
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 
@@ -241,6 +242,7 @@ class MegatronPolicy:
             self._passes.backward(
                 self._dealer.micro_batches(groups),
                 lambda micro, scores: measured_loss(scores, micro, self._algorithm, scale, done),
+                lambda micro, times: known_slopes(micro, self._algorithm, times * scale),
             )
             done.read()
             done.agree(self._place.results)

@@ -7,7 +7,9 @@ Axes: `A` actions, `E` width of the model, `S` this rank's slice of the vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fovea.models.token_logprobs import Scores, TokenScores
+from fovea.models.head_gradients import Scores, ScoresWithGradients, Slopes, gradient_of_logits_, gradients_of_head
+from fovea.models.token_logprobs import TokenScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +27,17 @@ class VocabularySlice:
 
     first: int
     size: int
+    banned_K: Tensor
+    """Places in the slice of the banned ids that lie in it."""
     group: dist.ProcessGroup
     """The ranks that have the whole vocabulary together."""
 
-    def banned(self, banned_ids: Tensor) -> Tensor:
-        """Places [K] in the slice of those banned ids that lie in it."""
-        places = banned_ids - self.first
-        return places[(places >= 0) & (places < self.size)]
+    @staticmethod
+    def of_rank(rank: int, size: int, banned_ids: Tensor, group: dist.ProcessGroup) -> VocabularySlice:
+        """The slice of one rank of a group whose slices are equally large."""
+        places = banned_ids - rank * size
+        banned_K = places[(places >= 0) & (places < size)]
+        return VocabularySlice(first=rank * size, size=size, banned_K=banned_K, group=group)
 
     def reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum, or another reduction, over all slices, in place."""
@@ -43,39 +50,112 @@ def sharded_token_scores(
     hidden_AE: Tensor,
     head_SE: Tensor,
     targets_A: Tensor,
-    banned_K: Tensor,
-    of: VocabularySlice,
+    vocabulary: VocabularySlice,
     *,
     temperature: float,
     chunk_tokens: int,
+    slopes: Slopes | None = None,
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, on all ranks of the group, with logits for `chunk_tokens` at a time.
 
-    `targets_A` are ids of the vocabulary, `banned_K` places in the slice. The gradient of `hidden_AE` is this slice's
-    part, which the caller sums over the group.
+    `targets_A` are ids of the vocabulary. The gradient of `hidden_AE` is this slice's part, which the caller sums over
+    the group. `slopes` are those of the loss whose backward pass will follow: with them, the logits of several chunks
+    are computed once instead of twice.
     """
-    recompute = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
-    chunks = []
-    for hidden, targets in zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True):
-        given = (hidden, head_SE, targets, banned_K, of, temperature)
-        scores: Scores = (
-            checkpoint(ShardedLogprobAndEntropy.apply, *given, use_reentrant=False)
-            if recompute
-            else ShardedLogprobAndEntropy.apply(*given)  # type: ignore[no-untyped-call]
-        )
-        chunks.append(scores)
-    logprobs, entropies, masses = zip(*chunks, strict=True)
-    return TokenScores(
-        logprobs_A=torch.cat(logprobs), entropies_A=torch.cat(entropies), banned_mass_A=torch.cat(masses)
-    )
+    distribute = partial(_SlicedDistributions.of, vocabulary=vocabulary, temperature=temperature)
+    in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
+    if in_chunks and slopes is not None:
+        scores: Scores = ScoresWithGradients.apply(hidden_AE, head_SE, targets_A, distribute, chunk_tokens, slopes)  # type: ignore[no-untyped-call]
+    else:
+        apply: Callable[..., Scores] = ShardedLogprobAndEntropy.apply
+        if in_chunks:
+            apply = partial(checkpoint, apply, use_reentrant=False)
+        parts = zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
+        chunks = [apply(hidden, head_SE, targets, distribute, temperature) for hidden, targets in parts]
+        logprobs, entropies, masses = zip(*chunks, strict=True)
+        scores = torch.cat(logprobs), torch.cat(entropies), torch.cat(masses)
+    logprobs_A, entropies_A, masses_A = scores
+    return TokenScores(logprobs_A=logprobs_A, entropies_A=entropies_A, banned_mass_A=masses_A)
 
 
-class ShardedLogprobAndEntropy(torch.autograd.Function):
-    """`LogprobAndEntropy` with its sums over the vocabulary added up over the slices.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlicedDistributions:
+    """This slice of the softmax over the ids that are not banned.
 
     With z the scaled logits, log Z their log-sum-exp over the ids that may be drawn, and p = exp(z - log Z):
     log p(t) = z_t - log Z and H = log Z - sum p z. Each needs numbers [A] of the other slices alone.
     """
+
+    probs_AS: Tensor
+    weighed_AS: Tensor
+    """p z; 0 at banned ids."""
+    log_sum_A: Tensor
+    """log Z."""
+    places_A: Tensor
+    """Of the targets in the slice; any place for one that lies in another slice."""
+    is_mine_A: Tensor
+    scores: Scores
+    temperature: float
+
+    @staticmethod
+    def of(
+        hidden_AE: Tensor,
+        head_SE: Tensor,
+        targets_A: Tensor,
+        vocabulary: VocabularySlice,
+        temperature: float,
+    ) -> _SlicedDistributions:
+        logits_AS = (hidden_AE @ head_SE.t()).float().div_(temperature)
+        banned_logits_AK = logits_AS[:, vocabulary.banned_K]
+        logits_AS.index_fill_(1, vocabulary.banned_K, -torch.inf)
+        places_A = targets_A - vocabulary.first
+        is_mine_A = (places_A >= 0) & (places_A < vocabulary.size)
+        places_A = places_A.clamp(0, vocabulary.size - 1)
+        largest = torch.stack([logits_AS.amax(1), _largest(banned_logits_AK)])
+        largest_A, largest_banned_A = vocabulary.reduce(largest, dist.ReduceOp.MAX)
+        probs_AS = (logits_AS - largest_A[:, None]).exp_()
+        target_A = logits_AS.gather(1, places_A[:, None])[:, 0].where(is_mine_A, 0.0)
+        logits_AS.index_fill_(1, vocabulary.banned_K, 0.0)  # 0 times -inf would be NaN
+        weighed_AS = logits_AS.mul_(probs_AS)  # in place: two tensors [A, S] in all
+        sums = torch.stack(
+            [
+                probs_AS.sum(1),
+                weighed_AS.sum(1),
+                (banned_logits_AK - largest_banned_A[:, None]).exp().sum(1),
+                target_A,
+            ]
+        )
+        sum_A, weighed_A, banned_A, target_A = vocabulary.reduce(sums)
+        log_sum_A = largest_A + sum_A.log()
+        # the odds of all banned ids together against all others
+        masses_A = torch.sigmoid(largest_banned_A + banned_A.log() - log_sum_A)
+        return _SlicedDistributions(
+            probs_AS=probs_AS.div_(sum_A[:, None]),
+            weighed_AS=weighed_AS.div_(sum_A[:, None]),
+            log_sum_A=log_sum_A,
+            places_A=places_A,
+            is_mine_A=is_mine_A,
+            scores=(target_A - log_sum_A, log_sum_A - weighed_A / sum_A, masses_A),
+            temperature=temperature,
+        )
+
+    def gradient_(self, slopes: Sequence[Tensor | None]) -> Tensor:
+        if slopes[1] is not None:
+            # p log p = p z - p log Z
+            self.weighed_AS.addcmul_(self.probs_AS, self.log_sum_A[:, None], value=-1)
+        return gradient_of_logits_(
+            self.probs_AS,
+            self.places_A,
+            self.scores[1],
+            slopes,
+            self.temperature,
+            weighted_AW=self.weighed_AS,
+            has_target_A=self.is_mine_A,
+        )
+
+
+class ShardedLogprobAndEntropy(torch.autograd.Function):
+    """`LogprobAndEntropy` with its sums over the vocabulary added up over the slices."""
 
     @staticmethod
     def forward(
@@ -83,58 +163,24 @@ class ShardedLogprobAndEntropy(torch.autograd.Function):
         hidden_AE: Tensor,
         head_SE: Tensor,
         targets_A: Tensor,
-        banned_K: Tensor,
-        of: VocabularySlice,
+        distribute: Callable[[Tensor, Tensor, Tensor], _SlicedDistributions],
         temperature: float,
     ) -> Scores:
-        logits_AS = (hidden_AE @ head_SE.t()).float() / temperature
-        banned_logits_AK = logits_AS[:, banned_K]
-        logits_AS.index_fill_(1, banned_K, -torch.inf)
-        places_A = targets_A - of.first
-        is_mine_A = (places_A >= 0) & (places_A < of.size)
-        places_A = places_A.clamp(0, of.size - 1)
-        largest = torch.stack([logits_AS.amax(1), _largest(banned_logits_AK)])
-        largest_A, largest_banned_A = of.reduce(largest, dist.ReduceOp.MAX)
-        probs_AS = (logits_AS - largest_A[:, None]).exp_()
-        target_A = logits_AS.gather(1, places_A[:, None])[:, 0].where(is_mine_A, 0.0)
-        logits_AS.index_fill_(1, banned_K, 0.0)  # 0 times -inf would be NaN
-        sums = torch.stack(
-            [
-                probs_AS.sum(1),
-                (probs_AS * logits_AS).sum(1),
-                (banned_logits_AK - largest_banned_A[:, None]).exp().sum(1),
-                target_A,
-            ]
-        )
-        sum_A, weighed_A, banned_A, target_A = of.reduce(sums)
-        log_sum_A = largest_A + sum_A.log()
-        probs_AS /= sum_A[:, None]
-        entropies_A = log_sum_A - weighed_A / sum_A
-        # the odds of all banned ids together against all others
-        masses_A = torch.sigmoid(largest_banned_A + banned_A.log() - log_sum_A)
-        ctx.save_for_backward(hidden_AE, head_SE, places_A, is_mine_A, probs_AS, entropies_A)
+        found = distribute(hidden_AE, head_SE, targets_A)
+        _, entropies_A, masses_A = found.scores
+        ctx.save_for_backward(hidden_AE, head_SE, found.places_A, found.is_mine_A, found.probs_AS, entropies_A)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(masses_A)
-        return target_A - log_sum_A, entropies_A, masses_A
+        return found.scores
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_AE, head_SE, places_A, is_mine_A, probs_AS, entropies_A = ctx.saved_tensors
-        of_logprobs_A, of_entropies_A, _ = gradients
-        of_logits_AS = torch.zeros_like(probs_AS)
-        if of_entropies_A is not None:
-            # dH / dz = -p (log p + H)
-            surprise_AS = torch.xlogy(probs_AS, probs_AS).addcmul_(probs_AS, entropies_A[:, None])
-            of_logits_AS.addcmul_(surprise_AS, of_entropies_A[:, None], value=-1)
-        if of_logprobs_A is not None:
-            # d log p(t) / dz = onehot(t) - p
-            of_logits_AS.addcmul_(probs_AS, of_logprobs_A[:, None], value=-1)
-            of_logits_AS.scatter_add_(1, places_A[:, None], of_logprobs_A.where(is_mine_A, 0.0)[:, None])
-        of_logits_AS = (of_logits_AS / ctx.temperature).to(hidden_AE.dtype)
-        of_hidden = of_logits_AS @ head_SE if ctx.needs_input_grad[0] else None
-        of_head = of_logits_AS.t() @ hidden_AE if ctx.needs_input_grad[1] else None
-        return of_hidden, of_head, None, None, None, None
+        of_logits_AS = gradient_of_logits_(
+            probs_AS, places_A, entropies_A, gradients, ctx.temperature, has_target_A=is_mine_A
+        )
+        return *gradients_of_head(ctx, hidden_AE, head_SE, of_logits_AS), None, None, None
 
 
 def _largest(banned_logits_AK: Tensor) -> Tensor:

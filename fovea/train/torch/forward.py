@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from fovea.config.run import Train
+from fovea.models.head_gradients import Slopes
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.models.token_logprobs import Slopes, TokenScores
+from fovea.models.token_logprobs import TokenScores
 from fovea.train.deal import Deal
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.packing import MicroBatch

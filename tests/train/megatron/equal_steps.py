@@ -65,7 +65,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "grpo, lora, no warm-up": {"model": {"lora": LORA}, "warmup": None},
 }
 """Other sections beside an algorithm. Without a warm-up, the model with its adapters off is the reference."""
-Case = tuple[str, Path, Mapping[str, int], str]
+Case = tuple[str, Path, Mapping[str, float], str]
 """Family and folder of a model, settings of the backend, and the algorithm."""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fovea.train.megatron.sharded_logprobs import ShardedLogprobAndEntropy
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     COMPARED,
@@ -65,15 +67,24 @@ DIVIDED = [
     ("qwen2_5_vl", GRPO, "pipeline"),
     ("qwen3_vl_moe", GRPO, "pipeline"),
     ("qwen2_5_vl", GRPO, "tensor"),
+    ("qwen3_vl", GRPO, "tensor, chunks"),
+    ("qwen3_vl", PPO, "tensor, chunks"),
+    ("qwen3_vl", GRPO, "data, chunks"),
 ]
+CHUNKED = [("qwen3_vl", GRPO, "chunks"), ("qwen3_vl", PPO, "chunks"), ("qwen2_5_vl", GRPO, "chunks")]
+FEW_LOGITS = {"logits_mib": 0.01}
+"""Those of some eight actions."""
 DEALT, UNDEALT, ADAPTERS = DIVIDED[8], DIVIDED[15], DIVIDED[10]
 RESUMED = [(DIVIDED[1], DIVIDED[0]), (DEALT, DEALT), (DEALT, UNDEALT)]
 """Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and with experts dealt out from
 those that were and from those that were not."""
-BACKENDS: dict[str, dict[str, int]] = {
+BACKENDS: dict[str, dict[str, float]] = {
     "alone": {},
     "data": {},
     "tensor": {"tensor_parallel_size": 2},
+    "chunks": FEW_LOGITS,
+    "data, chunks": FEW_LOGITS,
+    "tensor, chunks": {"tensor_parallel_size": 2} | FEW_LOGITS,
     "sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_parallel_size": 2},
     "experts": {"expert_parallel_size": 2},
@@ -109,7 +120,7 @@ def case_of(layout: Layout, expected: Expected) -> Case:
     return family, expected[family, algorithm][0], BACKENDS[divided], algorithm
 
 
-@pytest.mark.parametrize("layout", ALONE)
+@pytest.mark.parametrize("layout", ALONE + CHUNKED)
 def test_five_steps_are_those_of_the_torch_backend(layout: Layout, expected: Expected) -> None:
     check_equal(megatron_steps(case_of(layout, expected)), expected[layout[:2]][1])
 
@@ -117,6 +128,23 @@ def test_five_steps_are_those_of_the_torch_backend(layout: Layout, expected: Exp
 @pytest.mark.parametrize("layout", ALONE[:2])
 def test_recomputed_layers_give_the_same_steps(layout: Layout, expected: Expected) -> None:
     check_equal(megatron_steps(case_of(layout, expected), recompute="full"), expected[layout[:2]][1])
+
+
+def test_no_pass_with_gradients_makes_the_logits_of_its_chunks_twice(
+    expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_two_passes = ShardedLogprobAndEntropy.apply
+    scored = 0
+
+    def without_gradients(*given: Any) -> Any:
+        nonlocal scored
+        assert not torch.is_grad_enabled()
+        scored += 1
+        return of_two_passes(*given)
+
+    monkeypatch.setattr(ShardedLogprobAndEntropy, "apply", without_gradients)
+    check_equal(megatron_steps(case_of(CHUNKED[2], expected)), expected["qwen2_5_vl", GRPO][1])
+    assert scored > 1, "the reference has no gradients"
 
 
 @pytest.mark.parametrize("layout", ALONE[:2])
