@@ -38,7 +38,7 @@ def make_batch(
     no_weights = [_sample_group(group, *([[0.0] * len(group.episodes)] * 2)) for group in dropped]
     if not groups:
         return Batch(groups=(), left_out=tuple(no_weights)), dict.fromkeys(COUNTS, 0.0)
-    penalties = [[_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
+    penalties = [[length_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
     rewards = [
         [episode.score.reward + penalty for episode, penalty in zip(group.episodes, row, strict=True)]
         for group, row in zip(groups, penalties, strict=True)
@@ -63,7 +63,8 @@ def make_batch(
     return batch, counts
 
 
-def _penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> float:
+def length_penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> float:
+    """What `algorithm.overlong` adds to the reward of an episode, 0 or less."""
     if settings.overlong is None:
         return 0.0
     return overlong_penalty(

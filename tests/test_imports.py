@@ -56,6 +56,7 @@ LATE_IMPORTS = {
     "fovea/cli/workflow.py": {"vlm_rl_training", "vlm_rl_eval"},
     "fovea/cli/doctor.py": {"check_parity"},
     "fovea/data/rows.py": {"_hub"},
+    "fovea/environments/graders/by_name.py": {"grader_of"},
     "fovea/report/html.py": {"write_report"},
     "fovea/utils/urls.py": {"http_parts"},
     "fovea/rollout/engine_process.py": {"groups_of", "wait_until_gone"},

@@ -14,7 +14,7 @@ from fovea.build.interpreter import find_interpreter
 from fovea.build.trackers import chosen_trackers
 from fovea.build.trial_score import try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
-from fovea.config.run import Config
+from fovea.config.run import NAME, TIME, Config
 from fovea.environments.base import Split
 from fovea.errors import ModelError
 from fovea.models.model_files import WHOLE_MODEL
@@ -50,7 +50,12 @@ def plan(config: Config) -> list[str]:
             graded.grading.close()
     lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]
     config = within_epochs(config, partial(graded.environment.tasks, "train"))
-    return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
+    return [*lines, _steps(config), f"run folder: {_folder_of(config)}{' (resumed)' if has_checkpoint(folder) else ''}"]
+
+
+def _folder_of(config: Config) -> str:
+    """The folder as the run will name it, but for the time that it begins at."""
+    return config.run_dir.replace(NAME, config.environment.name).replace(TIME, "<time>")
 
 
 def _check_engine(config: Config) -> None:

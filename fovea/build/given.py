@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import TypeAlias, get_args
 
 from fovea.config.base import variants_of
-from fovea.config.run import Config, FileEnvironment
+from fovea.config.run import Config, FileEnvironment, RowsEnvironment
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
 from fovea.data.given_rows import GivenRows, common_folder, digest_of
 from fovea.data.readers.base import listed
 from fovea.data.readers.columns import check_named, nearest
 from fovea.data.rows import InMemory, Rows, given_rows
 from fovea.environments.base import Split
-from fovea.environments.dataset_tasks import check_question
+from fovea.environments.dataset_tasks import check_answer, check_question
 from fovea.errors import ConfigError, DataError
 from fovea.utils.files import atomic_file
 
@@ -104,6 +104,8 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
     check_named(columns, settings.named_columns, f"the argument {argument} has")
     if isinstance(settings, FileEnvironment):
         check_question(settings, columns, argument)
+        if not isinstance(settings, RowsEnvironment):  # a reward of one's own may do without
+            check_answer(settings, columns, rows[0] if len(rows) else None, argument)
     present = [name for name in names if name in columns]
     if not settings.names_images and not present:
         raise DataError(

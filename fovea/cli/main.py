@@ -38,7 +38,7 @@ from fovea.config.describe import describe
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
 from fovea.config.run import Config
 from fovea.config.type_text import show
-from fovea.errors import ConfigError, DataError
+from fovea.errors import ConfigError
 from fovea.run.supervisor import end_with, supervise
 from fovea.utils.launch import is_worker, num_processes
 
@@ -185,8 +185,6 @@ def report(
 ) -> None:
     """Write report.html (and the reward curve) of a run."""
     with one_line_errors(debug=debug):
-        if not run.is_dir():
-            raise DataError(f"{run}: no such run folder; `fovea train` prints the folder of a run (run_dir)")
         from fovea.report.about import check_run_folder
         from fovea.report.html import write_report
 

@@ -16,6 +16,8 @@ from fovea.errors import DataError
 
 NEEDS = "# Needs: "
 """Start of the line in the head of a recipe that says what it takes."""
+NEEDS_ANOTHER = "another recipe before it"
+"""What a recipe needs that is nothing by itself."""
 SENTENCE = re.compile(r".*?[.](?=\s|$)")
 WIDTH = 110
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fovea.cli.completion import complete_word
+from fovea.cli.recipes import NEEDS_ANOTHER, describe_recipe
 from fovea.config.describe import describe
 from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.errors import ConfigError
@@ -46,6 +47,9 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
             recipes.append(find_recipe(word))
     if not recipes:
         raise ConfigError(f"no recipe given; write fovea {command} shapes [KEY=VALUE]...")
+    if recipes[0] in shipped_recipes().values() and describe_recipe(recipes[0]).needs.startswith(NEEDS_ANOTHER):
+        name = recipes[0].stem
+        raise ConfigError(f"{name}: this recipe changes the one before it; write fovea {command} vqa {name}")
     return recipes, overrides
 
 

@@ -36,6 +36,8 @@ __all__ = ["InMemory", "RowAccess", "Rows", "Source", "given_rows", "image_refs"
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
 FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+MADE = ("caption", "easy_vqa", "geo3k", "geospot", "shapes", "vqa")
+"""Folders in data/ that commands write: `fovea data vqa`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
@@ -241,6 +243,8 @@ class _Opener:
         return found
 
     def _fix(self, source: str, path: Path) -> str:
+        if path.parts[:1] == ("data",) and path.parts[1:2] and path.parts[1] in MADE:
+            return f"`fovea data {path.parts[1].replace('_', '-')}` writes it"
         hint = f" (a data set of the hub is written {source}@train)" if _HUB_ID.fullmatch(source) else ""
         return near_files(path) + ("" if path.suffix in FORMATS else hint)
 

@@ -154,6 +154,21 @@ def check_question(settings: FileEnvironment, columns: Sequence[str], source: st
         )
 
 
+def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row | None, source: str) -> None:
+    """Raise DataError where no setting names the column of the answer and none of its usual names is there.
+
+    The answer may be the reply that ends the messages of a row, as in the `first` one. `source` is what gave the rows.
+    """
+    key = prompt_key(first or {}, settings)
+    has_reply = first is not None and key is not None and ends_with_reply(first.get(key))
+    if settings.answer_key is None and not set(ANSWER_KEYS) & set(columns) and not has_reply:
+        others = [column for column in columns if column not in {*PROMPT_KEYS, *settings.image_names}]
+        raise DataError(
+            f"{source}: no column is called {' or '.join(ANSWER_KEYS)}, so nothing can be right. The columns are "
+            f"{listed(columns)}; set environment.answer_key{nearest(ANSWER_KEYS, others)}"
+        )
+
+
 def _cells(rows: Rows, key: str | None) -> list[str] | None:
     """The cells of a column as texts, `all` for an empty one; None without a column."""
     return None if key is None else [KIND if cell is None else str(cell) for cell in rows.column(key)]

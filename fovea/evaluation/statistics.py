@@ -172,6 +172,12 @@ def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
 
 
 def format_interval(interval: tuple[float, float]) -> str:
-    """A fraction interval as text in percent, such as `[94, 97]`."""
-    low, high = interval
-    return f"[{100 * low:.0f}, {100 * high:.0f}]"
+    """A fraction interval as text in percent, such as `[94, 97]` or `[0, 0.5]`."""
+    low, high = (_percent(100 * bound) for bound in interval)
+    return f"[{low}, {high}]"
+
+
+def _percent(value: float) -> str:
+    """Without a fraction but next to 0 and 100, which a bound is only where nothing is uncertain."""
+    is_near_an_end = 0 < round(value, 1) < 1 or 99 < round(value, 1) < 100
+    return f"{value:.1f}" if is_near_an_end else f"{value:.0f}"

@@ -41,8 +41,13 @@ def damaged_model(path: str, *others: type[Exception]) -> Iterator[None]:
     except ModelError:
         raise
     except (*UNREADABLE, *others) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ModelError(f"model.path={path}: {first_line}; {WHOLE_MODEL}") from error
+        first_line = str(error).strip().split("\n")[0].rstrip(".")
+        fix = WHOLE_MODEL if Path(path).is_dir() else _as_hub_id(path)
+        raise ModelError(f"model.path={path}: {first_line}; {fix}") from error
+
+
+def _as_hub_id(path: str) -> str:
+    return f"there is no folder {path} in {Path.cwd()}, so it is taken for the id of a model on the hub: correct either"
 
 
 def check_place(path: str, revision: str | None) -> None:

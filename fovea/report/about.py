@@ -16,15 +16,21 @@ from fovea.utils.files import write_atomically
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
+SHOWN_RUNS = 4
+"""Runs that an error names."""
 
 
 def check_run_folder(folder: Path) -> None:
     """DataError where a folder holds no run."""
-    if not (folder / CONFIG_FILE).is_file():
-        raise DataError(
-            f"{folder}: no run folder, since it holds no {CONFIG_FILE}; give the folder of a run, which `fovea train` "
-            "prints"
-        )
+    if (folder / CONFIG_FILE).is_file():
+        return
+    fix = "give the folder of a run, which `fovea train` prints"
+    if not folder.is_dir():
+        what = "a file, no run folder" if folder.exists() else "no such run folder"
+        raise DataError(f"{folder}: {what}; {fix}")
+    if inside := sorted(str(each.parent) for each in folder.glob(f"*/{CONFIG_FILE}")):
+        fix = f"give one of those in it: {', '.join(inside[:SHOWN_RUNS])}{', ...' if len(inside) > SHOWN_RUNS else ''}"
+    raise DataError(f"{folder}: no run folder, since it holds no {CONFIG_FILE}; {fix}")
 
 
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:

@@ -12,12 +12,13 @@ from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
 from fovea.config.loading import config_of, dump_config
 from fovea.config.run import Config
+from fovea.config.splits import ROWS_FOLDER, RUN_DIR
 from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
 from fovea.report.about import CONFIG_FILE
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
-from fovea.run.run_dir import delete_unless_begun, has_checkpoint, make_folder
+from fovea.run.run_dir import delete_unless_begun, has_checkpoint, make_folder, newest_step
 from fovea.utils.files import write_atomically
 from fovea.utils.shown_text import tree_without_secrets
 
@@ -57,6 +58,12 @@ def check_run(folder: Path, config: Config) -> None:
     if not saved.exists():
         raise ConfigError(f"{run} holds checkpoints but no {CONFIG_FILE} with their settings; set another run_dir")
     _check_same(saved, config)
+    step = newest_step(run) if checkpoint is None else int(checkpoint.resolve().name.removeprefix("step-"))
+    if step > config.max_steps:
+        raise ConfigError(
+            f"max_steps={config.max_steps}, but the run in {run} has taken {step} steps, so nothing is left to train; "
+            "set a larger max_steps, or use it as it is (fovea eval, fovea export)"
+        )
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -85,12 +92,23 @@ def _check_same(saved: Path, config: Config) -> None:
     began = config_of(tree_without_secrets(tree), str(saved))
     before = _fixed_settings(yaml.safe_load(dump_config(began)))
     now = _fixed_settings(yaml.safe_load(dump_config(config)))
-    for key in sorted(before.keys() | now.keys()):
+    # a name first: what it stands for differs with it
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (not key.endswith(".name"), key.count("."), key)):
         if before.get(key) != now.get(key):
+            if _are_given(before.get(key)) and _are_given(now.get(key)):
+                raise ConfigError(
+                    f"the given rows (rows, dev_rows or test_rows) are not those that the run in {saved.parent} began "
+                    "with; give the same to resume, or start anew in another run_dir"
+                )
             raise ConfigError(
                 f"{key}={now.get(key)}, but the run in {saved.parent} began with {before.get(key)}; "
                 f"{_set_back(key, before.get(key), saved)} to resume, or start anew in another run_dir"
             )
+
+
+def _are_given(files: object) -> bool:
+    """Whether this names rows that Python code gave, which the run folder keeps."""
+    return isinstance(files, list) and any(str(file).startswith(f"{RUN_DIR}/{ROWS_FOLDER}/") for file in files)
 
 
 def _set_back(key: str, value: object, saved: Path) -> str:

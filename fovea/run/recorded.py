@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.evaluation.answer import sampled_answer
+from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.report.images import png_bytes, write_image
 from fovea.report.records import (
     RecordedAnswer,
@@ -21,7 +21,7 @@ from fovea.report.records import (
 from fovea.report.samples import write_samples
 from fovea.report.tracked import tracked_samples
 from fovea.run.context import Run
-from fovea.samples import replace_samples
+from fovea.samples import length_penalty, replace_samples
 from fovea.train.base import Needs
 from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, Turn, TurnTokens
 
@@ -93,7 +93,7 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
     sample = samples.get(episode.tokens[0].completion.id)
     places = _places(episode.tokens)
     return RecordedAnswer(
-        score=sampled_answer(episode),
+        score=_score(run, episode),
         turns=tuple(
             RecordedTurn(
                 # the messages of the first turn are the prompt, which all answers share
@@ -108,6 +108,13 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
         ),
         marks=episode.score.marks,
     )
+
+
+def _score(run: Run, episode: Episode) -> SampledAnswer:
+    """The score by the environment; what the length took from the reward is a part of its own."""
+    score = sampled_answer(episode)
+    penalty = length_penalty(episode, run.config.algorithm, run.config.rollout.max_new_tokens)
+    return replace(score, parts={**score.parts, "algorithm.overlong": penalty}) if penalty else score
 
 
 def _generated(episode: Episode) -> tuple[Turn, ...]:

@@ -89,7 +89,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkey
         "test: 12 rows",
         "reward: mine.py:score, tried on a training row",
         "grpo: 1,200 steps of 40 prompts with 8 completions each, of at most 8 tokens",
-        "run folder: runs/{name}-{time}",
+        "run folder: runs/shapes-<time>",
     ]
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 

@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fovea.cli.data import app as data_app
 from fovea.data.readers.parquet import GroupCache
-from fovea.data.rows import RowAccess, image_refs, open_rows
+from fovea.data.rows import MADE, RowAccess, image_refs, open_rows
 from fovea.errors import BadRowError, DataError
 
 
@@ -100,6 +101,16 @@ def test_no_such_file(tmp_path: Path) -> None:
     assert "(the folder holds train.parquet)" in error_of([str(tmp_path / "0000")])
     assert "does not exist; correct the path" in error_of([str(tmp_path / "no" / "a.parquet")])
     assert "is empty" in error_of([])
+
+
+def test_a_file_that_a_command_writes_is_told_with_it() -> None:
+    assert error_of(["data/easy_vqa/train.parquet"]).endswith(
+        "data/easy_vqa/train.parquet; `fovea data easy-vqa` writes it"
+    )
+    commands = [
+        command.name or command.callback.__name__ for command in data_app.registered_commands if command.callback
+    ]
+    assert {name.replace("-", "_") for name in commands} == set(MADE)
 
 
 def test_not_a_parquet_file(tmp_path: Path) -> None:

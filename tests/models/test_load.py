@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.load import load_network, pick_device
+from fovea.models.model_files import damaged_model
 from fovea.models.processor import load_processor
 from fovea.models.save import save_network
 from fovea.models.tiny import TinyParts
@@ -191,6 +192,14 @@ def test_a_spoiled_folder_is_refused_in_one_line(how: str, tmp_path: Path) -> No
     ) as error:
         load_both(Model(path=str(folder)))
     assert "\n" not in str(error.value)
+
+
+def test_what_is_no_folder_is_taken_for_an_id_and_told_so() -> None:
+    refused = (
+        r"there is no folder nobody/nothing in /.*, so it is taken for the id of a model on the hub: correct either$"
+    )
+    with pytest.raises(ModelError, match=refused), damaged_model("nobody/nothing"):
+        raise OSError("We couldn't connect.\nCheck your connection.")
 
 
 def as_on_the_hub(folder: Path) -> dict[str, list[int]]:

@@ -119,6 +119,25 @@ def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
     assert "max_steps: 20" in (tmp_path / "config.yaml").read_text()
 
 
+def test_a_resume_that_would_end_before_it_begins_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    folder = holds_a_run(tmp_path / "run")
+    for step in (3, 4):
+        (folder / "checkpoints" / f"step-{step}").mkdir()
+    refused = (
+        r"max_steps=3, but the run in .*run has taken 4 steps, so nothing is left to train; set a larger max_steps"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        start(folder, config(resume="auto", max_steps=3))
+    assert "max_steps: 10" in (folder / "config.yaml").read_text()
+    start(folder, config(resume="auto", max_steps=4))  # it may have been killed in its last evaluation
+
+
+def test_a_name_is_reported_before_what_it_stands_for(tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"^algorithm\.name=gspo, but the run in .* began with grpo; set it back"):
+        start(tmp_path, config(resume="auto", algorithm={"name": "gspo"}))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -44,6 +44,15 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
     assert found
 
 
+def test_what_its_length_took_from_the_reward_of_an_answer_is_a_part(tmp_path: Path) -> None:
+    overlong = {"buffer_frac": 1.0, "penalty_factor": 0.5}
+    train(bandit_run(tmp_path / "run", max_steps=1, rollout=PER_STEP, algorithm={"overlong": overlong}))
+    train(bandit_run(tmp_path / "none", max_steps=1, rollout=PER_STEP))
+    parts = [answer.score.parts for record in read_step(tmp_path / "run", 1) for answer in record.answers]
+    assert {each["algorithm.overlong"] for each in parts} == {-0.5}, "one token of one"
+    assert "algorithm.overlong" not in read_step(tmp_path / "none", 1)[0].answers[0].score.parts
+
+
 def test_recording_changes_nothing_of_the_update(tmp_path: Path) -> None:
     tables = []
     for name, tokens in (("kept", 8), ("none", 0)):

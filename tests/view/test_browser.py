@@ -109,6 +109,18 @@ def test_curves_are_drawn_and_grow(browser: Browser, tmp_path: Path) -> None:
         assert browser.problems == []
 
 
+def test_a_value_of_an_earlier_step_says_so(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with MetricsLog([JsonlSink(folder, resume_step=5)]) as metrics:
+        metrics.write(6, {"reward": 0.9, "entropy": 0.5})
+        metrics.write(7, {"reward": 0.9})
+    outputs = "[...document.querySelectorAll('.charts output')].map((each) => each.textContent)"
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        browser.wait_for(f"{outputs}.includes('0.5 at 6')")
+        assert "0.9" in browser.evaluate(outputs), "of the newest step"
+
+
 def test_numbers_are_those_of_the_browser(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     values = [0.0012346, 0.5, -0.25, 12.3456, 1234.5678, -98_765.4, 987_654.3, 0.00012, -2_345_678.0]

@@ -166,7 +166,9 @@ def _check_call(function: Callable[..., object], parameters: Sequence[str], sett
     try:
         signature.bind(*parameters)
     except TypeError:
-        called = f"{shown.rpartition(':')[2]}({', '.join(parameters)})"
+        name, listed = shown.rpartition(":")[2], ", ".join(parameters)
+        last = name.rpartition(".")[2]
+        fix = f"lambda {listed}: ..." if last == "<lambda>" else f"def {last}({listed})"
         raise ConfigError(
-            f"{setting}: {shown} takes {signature}, but is called as {called}; write def {called.rpartition('.')[2]}"
+            f"{setting}: {shown} takes {signature}, but is called as {name}({listed}); write {fix}"
         ) from None

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import TypeAlias
 
 from fovea.config.environments import Gradable
 from fovea.environments import caption, geo3k, vqa
 from fovea.environments.caption import captions_of
 from fovea.environments.dataset_prompts import bad_row, never_right, plain_answer
-from fovea.environments.geospot import reward as geospot
 from fovea.environments.graders.base import Grade
 from fovea.environments.graders.cider import IDF_ROWS, CiderD
 from fovea.environments.graders.vqa_choices import options_of, true_letter
@@ -27,7 +27,14 @@ OfflineGrader: TypeAlias = Callable[[str, Row, str], Grade]
 
 
 def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
-    """The grader of an environment; only that of captions reads `rows`, for document frequencies."""
+    """The grader of an environment; only that of captions reads `rows`, for document frequencies.
+
+    MissingExtraError where geospot's gazetteer is not installed.
+    """
+    if name == "geospot":
+        from fovea.environments.geospot import reward  # noqa: PLC0415 (its gazetteer is an extra)
+
+        return partial(_geospot, reward)
     if name == "caption":
         return partial(_caption, CiderD(islice(_reference_sets(rows), IDF_ROWS)))
     return _GRADERS[name]
@@ -60,7 +67,7 @@ def _caption(cider: CiderD, prediction: str, row: Row, where: str) -> Grade:
     return caption.grade(prediction, captions_of(_truth(row, where), where), cider=cider)
 
 
-def _geospot(prediction: str, row: Row, where: str) -> Grade:
+def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grade:
     truth = _truth(row, where)
     if not isinstance(truth, Mapping):
         problem = f"truth is of type {type(truth).__name__}, not an object with any of country, region, city, lat, lon"
@@ -71,10 +78,11 @@ def _geospot(prediction: str, row: Row, where: str) -> Grade:
         raise BadRowError(str(error), "place") from error
     if not place.known:
         raise bad_row(where, "truth has none of country, region, city, lat, lon", "answer_missing")
-    return geospot.grade(prediction, truth)
+    graded: Grade = geospot.grade(prediction, truth)
+    return graded
 
 
-_GRADERS: Mapping[Gradable, OfflineGrader] = {"geo3k": _geo3k, "vqa": _vqa, "geospot": _geospot, "shapes": _shapes}
+_GRADERS: Mapping[Gradable, OfflineGrader] = {"geo3k": _geo3k, "vqa": _vqa, "shapes": _shapes}
 
 
 def _truth(row: Row, where: str) -> object:

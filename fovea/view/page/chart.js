@@ -21,7 +21,7 @@ export function chart(name, { onPoint, onPick }) {
     scale = scaleOf(curves, lastStep, picture.clientWidth || 320);
     const known = curves.find((curve) => curve);
     root.title = known ? [known.unit, known.meaning].filter(Boolean).join(": ") : "";
-    picture.setAttribute("aria-label", `${name} by step, ${curves.map(last).map(shown).join(" and ")} at the end`);
+    picture.setAttribute("aria-label", `${name} by step, ${curves.map((curve) => shown(last(curve)?.mean ?? null)).join(" and ")} at the end`);
     picture.replaceChildren(...(scale ? [...axes(scale), ...curves.flatMap((curve, run) => lines(curve, run, scale))] : []));
     point(pointed);
   }
@@ -29,14 +29,20 @@ export function chart(name, { onPoint, onPick }) {
   function point(step) {
     pointed = step;
     picture.querySelectorAll(".pointed").forEach((node) => node.remove());
-    const values = curves.map((curve) => (step === null ? last(curve) : nearest(curve, step)?.mean));
-    value.replaceChildren(...values.map((number, run) => element("span", { class: `run${run % 6}` }, shown(number))));
+    const values = curves.map((curve) => (step === null ? last(curve) : nearest(curve, step)));
+    value.replaceChildren(...values.map((at, run) => element("span", { class: `run${run % 6}` }, shown(at?.mean ?? null), step === null ? when(at) : "")));
     if (step === null || !scale) return;
     picture.append(drawing("line", { class: "pointed", x1: scale.x(step), x2: scale.x(step), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
     curves.forEach((curve, run) => {
       const at = nearest(curve, step);
       if (at) picture.append(drawing("circle", { class: `pointed run${run % 6}`, cx: scale.x(at.step), cy: scale.y(at.mean), r: 3 }));
     });
+  }
+
+  /** The step of a value that is not of the newest one: not every metric is measured in every step, and runs differ in length. */
+  function when(at) {
+    const isOld = at && lastStep - at.step > lastStep / 100; // the last of many points is a mean of several steps
+    return isOld ? element("small", { class: "soft" }, ` at ${whole(at.step)}`) : "";
   }
 
   const stepAt = (event) => scale && scale.step(event.clientX - picture.getBoundingClientRect().left);
@@ -101,7 +107,7 @@ function lines(curve, run, scale) {
 }
 
 function last(curve) {
-  return curve && curve.mean.length ? curve.mean[curve.mean.length - 1] : null;
+  return curve && curve.mean.length ? { step: curve.step[curve.step.length - 1], mean: curve.mean[curve.mean.length - 1] } : null;
 }
 
 function nearest(curve, step) {

@@ -22,7 +22,7 @@ from fovea.config.run import Config
 from fovea.environments.curriculum import Curriculum, Stage, Stages
 from fovea.environments.custom.environment import UserEnvironment
 from fovea.environments.custom.grader import OpenedImages, UserGrader, score_function, score_of
-from fovea.environments.custom.loading import load_reward
+from fovea.environments.custom.loading import checked_reward, load_reward
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import MAX_LATE_CALLS, CallThreads
@@ -273,6 +273,11 @@ def test_a_function_that_is_none_is_named(
     with pytest.raises(ConfigError, match=problem) as refused:
         load_reward(spec)
     assert "\n" not in str(refused.value)
+
+
+def test_a_lambda_is_corrected_as_a_lambda() -> None:
+    with pytest.raises(ConfigError, match=r"<lambda> takes \(text\), .*; write lambda task, text, images: \.\.\."):
+        checked_reward(lambda text: 1.0, "<lambda>")
 
 
 def environment_of(*overrides: str) -> GradedEnvironment:
