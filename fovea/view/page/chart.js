@@ -6,7 +6,7 @@ import { shown, ticks, whole } from "./numbers.js";
 const HEIGHT = 150;
 const MARGIN = { top: 8, right: 10, bottom: 20, left: 56 };
 
-/** A chart; `draw(curves, lastStep)` takes one curve per run or null, `point(step)` marks a step, `onPoint` and `onPick` get one. */
+/** A chart; `draw(curves, lastSteps)` takes one curve per run or null and the newest step of each, `point(step)` marks a step, `onPoint` and `onPick` get one. */
 export function chart(name, { onPoint, onPick }) {
   const value = element("output", {});
   const picture = drawing("svg", { class: "plot", height: HEIGHT, role: "img", tabindex: 0 });
@@ -14,11 +14,11 @@ export function chart(name, { onPoint, onPick }) {
   let scale = null;
   let curves = [];
   let pointed = null;
-  let lastStep = 1;
+  let lastSteps = [1];
 
-  function draw(newCurves, newLastStep) {
-    [curves, lastStep] = [newCurves, newLastStep];
-    scale = scaleOf(curves, lastStep, picture.clientWidth || 320);
+  function draw(newCurves, newLastSteps) {
+    [curves, lastSteps] = [newCurves, newLastSteps];
+    scale = scaleOf(curves, Math.max(...lastSteps), picture.clientWidth || 320);
     const known = curves.find((curve) => curve);
     root.title = known ? [known.unit, known.meaning].filter(Boolean).join(": ") : "";
     picture.setAttribute("aria-label", `${name} by step, ${curves.map((curve) => shown(last(curve)?.mean ?? null)).join(" and ")} at the end`);
@@ -30,19 +30,13 @@ export function chart(name, { onPoint, onPick }) {
     pointed = step;
     picture.querySelectorAll(".pointed").forEach((node) => node.remove());
     const values = curves.map((curve) => (step === null ? last(curve) : nearest(curve, step)));
-    value.replaceChildren(...values.map((at, run) => element("span", { class: `run${run % 6}` }, shown(at?.mean ?? null), step === null ? when(at) : "")));
+    value.replaceChildren(...values.map((at, run) => element("span", { class: `run${run % 6}` }, shown(at?.mean ?? null), step === null ? when(at, lastSteps[run]) : "")));
     if (step === null || !scale) return;
     picture.append(drawing("line", { class: "pointed", x1: scale.x(step), x2: scale.x(step), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
     curves.forEach((curve, run) => {
       const at = nearest(curve, step);
       if (at) picture.append(drawing("circle", { class: `pointed run${run % 6}`, cx: scale.x(at.step), cy: scale.y(at.mean), r: 3 }));
     });
-  }
-
-  /** The step of a value that is not of the newest one: not every metric is measured in every step, and runs differ in length. */
-  function when(at) {
-    const isOld = at && lastStep - at.step > lastStep / 100; // the last of many points is a mean of several steps
-    return isOld ? element("small", { class: "soft" }, ` at ${whole(at.step)}`) : "";
   }
 
   const stepAt = (event) => scale && scale.step(event.clientX - picture.getBoundingClientRect().left);
@@ -58,7 +52,7 @@ export function chart(name, { onPoint, onPick }) {
     if (move) onPoint(Math.min(scale.lastStep, Math.max(scale.firstStep, step + move * scale.keyStep)));
     else onPick(step);
   });
-  new ResizeObserver(() => draw(curves, lastStep)).observe(picture);
+  new ResizeObserver(() => draw(curves, lastSteps)).observe(picture);
   return { root, draw, point };
 }
 
@@ -108,6 +102,12 @@ function lines(curve, run, scale) {
 
 function last(curve) {
   return curve && curve.mean.length ? { step: curve.step[curve.step.length - 1], mean: curve.mean[curve.mean.length - 1] } : null;
+}
+
+/** The step of a value that is not of its run's newest one: not every metric is measured in every step. */
+function when(at, lastStep) {
+  const isOld = at && lastStep - at.step > lastStep / 100; // the last of many points is a mean of several steps
+  return isOld ? element("small", { class: "soft" }, ` at ${whole(at.step)}`) : "";
 }
 
 function nearest(curve, step) {

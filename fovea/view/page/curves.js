@@ -59,15 +59,14 @@ export function curvesPage() {
   }
 
   async function draw() {
-    const lastStep = Math.max(...runs.map((run) => run.step));
     const open = [...charts.values()].filter((each) => each.root.checkVisibility());
-    await Promise.all(open.map((each) => drawOne(each, lastStep)));
+    await Promise.all(open.map(drawOne));
   }
 
-  async function drawOne(each, lastStep) {
+  async function drawOne(each) {
     const time = ++each.timesAsked;
     const curves = await Promise.all(runs.map((run, place) => curveOf(run, place, each.name)));
-    if (time === each.timesAsked) each.draw(curves, lastStep); // else newer ones are on their way
+    if (time === each.timesAsked) each.draw(curves, runs.map((run) => run.step)); // else newer ones are on their way
   }
 
   /** Returns whether there is anything to draw anew. */
