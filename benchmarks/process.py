@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # by default glibc returns memory to the kernel after every step, and TRL loses a third of its time to page faults
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def restart_with_tuned_malloc(module: str) -> None:

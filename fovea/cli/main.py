@@ -159,16 +159,18 @@ def _train(config: Config, spent_seconds: float) -> None:
 
     `spent_seconds` are those of the attempts before this one.
     """
+    from fovea.utils.malloc import keep_freed_memory, use_large_pages
+
+    use_large_pages()
+    keep_freed_memory()
     from fovea.build.run import build
     from fovea.build.trust import wants_trust
-    from fovea.utils.malloc import keep_freed_memory
 
     if config.rollout.max_staleness_steps:
         from fovea.loop_async import train as run_steps
     else:
         from fovea.loop import train as run_steps
 
-    keep_freed_memory()
     run = replace(build(config), spent_seconds=spent_seconds)
     run_steps(run)
     if config.log.progress:

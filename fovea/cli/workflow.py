@@ -30,10 +30,12 @@ def vlm_rl_training(source: Source = "{}", debug: Debug = False) -> None:
     """
     with one_line_errors(debug=debug):
         inputs = read_inputs(TrainingInputs, source)
-        from fovea.utils.malloc import keep_freed_memory
+        from fovea.utils.malloc import keep_freed_memory, use_large_pages
+
+        use_large_pages()
+        keep_freed_memory()
         from fovea.workflows.training import train
 
-        keep_freed_memory()
         with redirect_stdout(sys.stderr):
             outputs = train(inputs)
     _print_json(outputs.to_json())
@@ -49,10 +51,12 @@ def vlm_rl_eval(source: Source, debug: Debug = False) -> None:
     """
     with one_line_errors(debug=debug):
         inputs = read_inputs(EvaluationInputs, source)
-        from fovea.utils.malloc import keep_freed_memory
+        from fovea.utils.malloc import keep_freed_memory, use_large_pages
+
+        use_large_pages()
+        keep_freed_memory()
         from fovea.workflows.evaluation import evaluate
 
-        keep_freed_memory()
         with redirect_stdout(sys.stderr):
             outputs = evaluate(inputs)
     _print_json(outputs.to_json())

@@ -1,9 +1,11 @@
-"""The C library keeps freed blocks: in a process of its own, since there is no way back."""
+"""How memory is allocated, in processes of their own, since there is no way back."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,27 @@ def test_a_freed_block_is_used_again_without_the_kernel() -> None:
 def test_elsewhere_it_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
     assert not keep_freed_memory()
+
+
+LARGE_PAGES = """
+import torch
+from fovea.utils.malloc import use_large_pages
+use_large_pages()
+import fovea.build.run
+kept = torch.ones(64 * 2**20)
+print(open("/proc/self/smaps_rollup").read().split("AnonHugePages:")[1].split()[0])
+"""
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="a kernel with large pages")
+@pytest.mark.parametrize(("setting", "uses"), [(None, True), ("0", False)])
+def test_large_tensors_have_large_pages(setting: str | None, uses: bool) -> None:
+    if not uses and "[always]" in THP.read_text():
+        pytest.skip("pages are large everywhere")
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    environment |= {} if setting is None else {"THP_MEM_ALLOC_ENABLE": setting}
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_PAGES], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) > 0) == uses
