@@ -47,7 +47,10 @@ def damaged_model(path: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def _as_hub_id(path: str) -> str:
-    return f"there is no folder {path} in {Path.cwd()}, so it is taken for the id of a model on the hub: correct either"
+    return (
+        f"there is no folder {path} in {Path.cwd()}, so it is taken for the id of a model on the hub; correct it, or "
+        "download that model again where its files are damaged"
+    )
 
 
 def check_place(path: str, revision: str | None) -> None:

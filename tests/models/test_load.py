@@ -196,7 +196,7 @@ def test_a_spoiled_folder_is_refused_in_one_line(how: str, tmp_path: Path) -> No
 
 def test_what_is_no_folder_is_taken_for_an_id_and_told_so() -> None:
     refused = (
-        r"there is no folder nobody/nothing in /.*, so it is taken for the id of a model on the hub: correct either$"
+        r"there is no folder nobody/nothing in /.*, so it is taken for the id of a model on the hub; correct it, or"
     )
     with pytest.raises(ModelError, match=refused), damaged_model("nobody/nothing"):
         raise OSError("We couldn't connect.\nCheck your connection.")
