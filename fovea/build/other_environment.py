@@ -67,14 +67,17 @@ class Served:
 
     def __init__(self, engine: StreamedEngine) -> None:
         self._engine = engine
-        self._running: dict[str, asyncio.Future[Sequence[Completion]]] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        """The call of each request."""
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError if `abort` ends it."""
-        drawing = asyncio.ensure_future(self._engine.generate(request))
+        # in the task of this call: one of its own would begin after the next call, a `sleep` that would not see it
+        drawing = asyncio.current_task()
+        assert drawing is not None, "a coroutine runs in a task"
         self._running[request.id] = drawing
         try:
-            return await drawing
+            return await self._engine.generate(request)
         except asyncio.CancelledError as error:
             raise EngineError("the request was aborted") from error
         finally:

@@ -223,15 +223,15 @@ class EngineSuite:
 
     def test_an_engine_that_sleeps_takes_no_request_and_one_that_draws_cannot_sleep(self, served: Served) -> None:
         request = ask("asleep", prompts_of(served.parts)[1])
-        # so long that it still runs when the call of a busy machine reaches an engine in another process
-        long = ask("awake", prompts_of(served.parts)[1], max_new_tokens=200)
 
         async def nap() -> None:
-            drawing = asyncio.ensure_future(served.engine.generate(long))
+            await served.engine.pause()  # so that it still draws when a busy machine's next call arrives
+            drawing = asyncio.ensure_future(served.engine.generate(request))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             with pytest.raises(EngineError, match="sleep was called while the engine is generating"):
                 await served.engine.sleep()
+            await served.engine.resume()
             await drawing
             await served.engine.sleep()
             with pytest.raises(EngineError, match="asleep; call wake first"):
