@@ -20,6 +20,7 @@ from statistics import median
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import CASES, Case
 from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
@@ -36,6 +37,7 @@ WARM_STEPS = 1
 GIGA = 1e9
 THIN_ROWS = 32
 TABLE_WIDTH = 110
+SHOWN_OPERATORS = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(1)
     case = CASES[options.case]
-    ours = Ours(case, WARM_STEPS + options.steps)
+    ours = Ours(case, WARM_STEPS + options.steps + 1)
     sizes = sizes_of(case, ours)
     rates = _rates_of(case, sizes)
     parts = parts_of(case, sizes, reuses=reuses_rollout(case))
@@ -93,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=TABLE_WIDTH)
     for table in (_rate_table(rates), _part_table(parts, rates), phase_table(parts, rates, measured)):
         console.print(table)
+    if options.operators:
+        console.print(_operator_table(ours))
     if options.json:
         found = {"rates": asdict(rates), "parts": [asdict(p) for p in parts], "measured_seconds": measured}
         Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
@@ -102,6 +106,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
     parser.add_argument("--case", choices=CASES, default="image_heavy")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of ours")
+    parser.add_argument(
+        "--operators", action="store_true", help="also the operators of one more step, by torch's profiler"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)
 
@@ -249,6 +256,19 @@ def _measured(ours: Ours, steps: int) -> dict[str, float]:
     taken = [ours.step() for _ in range(WARM_STEPS + steps)][WARM_STEPS:]
     phases = {name: median(times.phases[name] for times in taken) for name in taken[0].phases}
     return phases | {"step": median(times.step for times in taken)}
+
+
+def _operator_table(ours: Ours) -> Table:
+    """The operators of a step that take most of its time; what they call is not counted with them."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        ours.step()
+    operators = sorted(profiler.key_averages(), key=lambda each: -each.self_cpu_time_total)
+    whole = sum(each.self_cpu_time_total for each in operators)
+    table = _table("Operators of a step", "what", "calls", "seconds", "share")
+    for each in operators[:SHOWN_OPERATORS]:
+        seconds = each.self_cpu_time_total
+        table.add_row(each.key, f"{each.count:,}", f"{seconds / 1e6:.3f}", f"{seconds / whole:.1%}")
+    return table
 
 
 def _rate_table(rates: MachineRates) -> Table:

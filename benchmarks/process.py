@@ -13,15 +13,15 @@ MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0", "TH
 
 def restart_with_tuned_malloc(module: str) -> None:
     """Restart this process with tuned malloc settings; returns only in the restarted one."""
-    # malloc reads its settings when a process starts
-    if not MALLOC.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **MALLOC})
+    # malloc reads its settings when a process starts; what is set already stays, to compare with it
+    if not MALLOC.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**MALLOC, **os.environ})
 
 
 def last_number(module: str, *arguments: str) -> float:
     """Run a benchmark in a separate process; returns the number that it prints last."""
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**MALLOC, **os.environ}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
     return float(done.stdout.strip().splitlines()[-1])

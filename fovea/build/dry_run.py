@@ -14,14 +14,14 @@ from fovea.build.interpreter import find_interpreter
 from fovea.build.trackers import chosen_trackers
 from fovea.build.trial_score import try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
-from fovea.config.run import NAME, TIME, Config
+from fovea.config.run import Config
 from fovea.environments.base import Split
 from fovea.errors import ModelError
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.run.folder import check_run
-from fovea.run.run_dir import has_checkpoint
+from fovea.run.run_dir import filled, has_checkpoint
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ def plan(config: Config) -> list[str]:
     Counts rows, renders the first of each split, calls the user's reward and reads all files of the model but its
     weights. Nothing is written but caches of remote files.
     """
-    folder = Path(config.run_dir)
+    folder = Path(filled(config, "<time>"))
     check_run(folder, config)
     chosen_trackers(config.log)
     _check_engine(config)
@@ -50,12 +50,7 @@ def plan(config: Config) -> list[str]:
             graded.grading.close()
     lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]
     config = within_epochs(config, partial(graded.environment.tasks, "train"))
-    return [*lines, _steps(config), f"run folder: {_folder_of(config)}{' (resumed)' if has_checkpoint(folder) else ''}"]
-
-
-def _folder_of(config: Config) -> str:
-    """The folder as the run will name it, but for the time that it begins at."""
-    return config.run_dir.replace(NAME, config.environment.name).replace(TIME, "<time>")
+    return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
 
 
 def _check_engine(config: Config) -> None:

@@ -104,7 +104,8 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
     check_named(columns, settings.named_columns, f"the argument {argument} has")
     if isinstance(settings, FileEnvironment):
         check_question(settings, columns, argument)
-        if not isinstance(settings, RowsEnvironment):  # a reward of one's own may do without
+        # a reward of one's own may do without, but a warm-up imitates the answers
+        if not isinstance(settings, RowsEnvironment) or config.warmup is not None:
             check_answer(settings, columns, rows[0] if len(rows) else None, argument)
     present = [name for name in names if name in columns]
     if not settings.names_images and not present:

@@ -60,10 +60,9 @@ def evaluate(
     """
     with one_line_errors(debug=debug):
         targets, overrides = sort_words(words)
-        from fovea.utils.malloc import keep_freed_memory, use_large_pages
+        from fovea.utils.malloc import tune_allocators
 
-        use_large_pages()
-        keep_freed_memory()
+        tune_allocators()
         from fovea.eval_targets import OutputFiles, evaluate_targets
 
         output_files = OutputFiles(json_file=json_file, html_file=html_file)

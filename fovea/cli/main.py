@@ -159,10 +159,9 @@ def _train(config: Config, spent_seconds: float) -> None:
 
     `spent_seconds` are those of the attempts before this one.
     """
-    from fovea.utils.malloc import keep_freed_memory, use_large_pages
+    from fovea.utils.malloc import tune_allocators
 
-    use_large_pages()
-    keep_freed_memory()
+    tune_allocators()
     from fovea.build.run import build
     from fovea.build.trust import wants_trust
 

@@ -30,10 +30,9 @@ def vlm_rl_training(source: Source = "{}", debug: Debug = False) -> None:
     """
     with one_line_errors(debug=debug):
         inputs = read_inputs(TrainingInputs, source)
-        from fovea.utils.malloc import keep_freed_memory, use_large_pages
+        from fovea.utils.malloc import tune_allocators
 
-        use_large_pages()
-        keep_freed_memory()
+        tune_allocators()
         from fovea.workflows.training import train
 
         with redirect_stdout(sys.stderr):
@@ -51,10 +50,9 @@ def vlm_rl_eval(source: Source, debug: Debug = False) -> None:
     """
     with one_line_errors(debug=debug):
         inputs = read_inputs(EvaluationInputs, source)
-        from fovea.utils.malloc import keep_freed_memory, use_large_pages
+        from fovea.utils.malloc import tune_allocators
 
-        use_large_pages()
-        keep_freed_memory()
+        tune_allocators()
         from fovea.workflows.evaluation import evaluate
 
         with redirect_stdout(sys.stderr):

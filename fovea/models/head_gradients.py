@@ -1,4 +1,4 @@
-"""Gradients of hidden states and head from the distributions of actions, without a tensor [A, W] per operation.
+"""Scores of actions by chunks, and gradients of hidden states and head, with few tensors of the size of logits.
 
 Where the slopes of a loss are known before it, each chunk's gradients are made right behind its logits, which are then
 computed once (`ScoresWithGradients`). Both kinds of distributions, of a whole vocabulary (`token_logprobs`) and of a
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Scores: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Log-probs, entropies and banned mass, [A] each."""
@@ -46,6 +48,35 @@ class Distributions(Protocol):
 
 Distribute: TypeAlias = Callable[[Tensor, Tensor, Tensor], Distributions]
 """(hidden [A, E], head [W, E], targets [A]) -> distributions of these actions."""
+
+
+def scores_by_chunks(
+    hidden_AE: Tensor,
+    head_WE: Tensor,
+    targets_A: Tensor,
+    *,
+    distribute: Distribute,
+    of_chunk: Callable[[Tensor, Tensor], Scores],
+    chunk_tokens: int,
+    slopes: Slopes | None,
+) -> Scores:
+    """Scores with logits for `chunk_tokens` actions at a time.
+
+    With `slopes`, those of the loss whose backward pass will follow, the logits of several chunks are computed once, by
+    `distribute`. Without, `of_chunk` (hidden, targets) scores each and differentiates itself, and runs once more in the
+    backward pass where there are several: probabilities that wait for it would take what chunking frees.
+    """
+    in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
+    if in_chunks and slopes is not None:
+        scores: Scores = ScoresWithGradients.apply(hidden_AE, head_WE, targets_A, distribute, chunk_tokens, slopes)  # type: ignore[no-untyped-call]
+        return scores
+    if in_chunks:
+        of_chunk = partial(checkpoint, of_chunk, use_reentrant=False)
+    chunks = [
+        of_chunk(*each) for each in zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
+    ]
+    logprobs, entropies, masses = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(masses)
 
 
 class ScoresWithGradients(torch.autograd.Function):

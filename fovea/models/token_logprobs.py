@@ -7,17 +7,16 @@ Axes: `A` actions, `E` width of the model, `W` vocabulary, `K` banned ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_
-from fovea.models.head_gradients import Scores, ScoresWithGradients, Slopes, gradient_of_logits_, gradients_of_head
+from fovea.models.head_gradients import Scores, Slopes, gradient_of_logits_, gradients_of_head, scores_by_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,35 +55,21 @@ def token_scores(
     The log-prob of a banned target is -inf (`drawn_distribution.check_drawable`). `slopes` are those of the loss whose
     backward pass will follow: with them, the logits of several chunks are computed once instead of twice.
     """
-    given = (hidden_AE, head_WE, targets_A, banned_K, temperature)
-    in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
-    if in_chunks and slopes is not None:
-        distribute = partial(_Distributions.of, banned_K=banned_K, temperature=temperature)
-        scores: Scores = ScoresWithGradients.apply(hidden_AE, head_WE, targets_A, distribute, chunk_tokens, slopes)  # type: ignore[no-untyped-call]
-    else:
-        scores = _scores_by_chunks(*given, chunk_tokens, recompute=in_chunks)
-    logprobs_A, entropies_A, masses_A = scores
+
+    def of_chunk(hidden_AE: Tensor, targets_A: Tensor) -> Scores:
+        scores: Scores = LogprobAndEntropy.apply(hidden_AE, head_WE, targets_A, banned_K, temperature)  # type: ignore[no-untyped-call]
+        return scores
+
+    logprobs_A, entropies_A, masses_A = scores_by_chunks(
+        hidden_AE,
+        head_WE,
+        targets_A,
+        distribute=partial(_Distributions.of, banned_K=banned_K, temperature=temperature),
+        of_chunk=of_chunk,
+        chunk_tokens=chunk_tokens,
+        slopes=slopes,
+    )
     return TokenScores(logprobs_A=logprobs_A, entropies_A=entropies_A, banned_mass_A=masses_A)
-
-
-def _scores_by_chunks(
-    hidden_AE: Tensor,
-    head_WE: Tensor,
-    targets_A: Tensor,
-    banned_K: Tensor,
-    temperature: float,
-    chunk_tokens: int,
-    *,
-    recompute: bool,
-) -> Scores:
-    apply: Callable[..., Scores] = LogprobAndEntropy.apply
-    if recompute:
-        # probabilities are computed again in the backward pass: saved, they would take what chunking frees
-        apply = partial(checkpoint, apply, use_reentrant=False)
-    parts = zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
-    chunks = [apply(hidden, head_WE, targets, banned_K, temperature) for hidden, targets in parts]
-    logprobs, entropies, masses = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(masses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ def make_folder(config: Config) -> tuple[Path, bool]:
     ConfigError where such a pattern is to be resumed.
     """
     if TIME not in config.run_dir:
-        folder = Path(config.run_dir.replace(NAME, config.environment.name))
+        folder = Path(filled(config))
         if folder.is_symlink():
             folder = folder.resolve()  # while this run goes on, a later one may let `latest` lead to its own folder
         is_new = not folder.exists()
@@ -47,9 +47,14 @@ def make_folder(config: Config) -> tuple[Path, bool]:
 
 
 def _candidates(config: Config) -> Iterator[Path]:
-    filled = config.run_dir.replace(NAME, config.environment.name).replace(TIME, datetime.now().strftime(TIME_FORMAT))
-    yield Path(filled)
-    yield from (Path(f"{filled}-{number}") for number in count(2))
+    name = filled(config, datetime.now().strftime(TIME_FORMAT))
+    yield Path(name)
+    yield from (Path(f"{name}-{number}") for number in count(2))
+
+
+def filled(config: Config, time: str = TIME) -> str:
+    """`run_dir` with the name of the environment and a time in their places."""
+    return config.run_dir.replace(NAME, config.environment.name).replace(TIME, time)
 
 
 def delete_unless_begun(folder: Path) -> None:

@@ -10,6 +10,12 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 NEVER = 2**31 - 1
 
 
+def tune_allocators() -> None:
+    """Keep freed memory, and use large pages; before torch makes its first tensor."""
+    use_large_pages()
+    keep_freed_memory()
+
+
 def keep_freed_memory() -> bool:
     """Make glibc reuse freed memory instead of returning it to the kernel; False where there is no glibc."""
     # by default a large block goes back to the kernel when it is freed, and the next one of its size is zeroed page by

@@ -241,13 +241,17 @@ def test_no_column_of_pictures_is_offered_as_that_of_questions() -> None:
 
 
 def test_rows_without_a_column_for_answers_say_so() -> None:
-    """A reward of one's own may do without; an environment that grades may not."""
+    """A reward of one's own may do without; an environment that grades may not, nor a warm-up, which imitates them."""
     given = [{"photo": row["photo"], "question": row["question"], "anwser": row["answer"]} for row in rows()]
     nearest = (
         r"rows: no column is called answer or reward_model, .* The columns are photo, question, anwser; set .*=anwser"
     )
     with pytest.raises(fovea.FoveaError, match=nearest):
         fovea.GRPO(rows=given, environment={"name": "vqa", **PHOTOS}, settings=SETTINGS, run_dir="run").train()
+    warmed = {"environment": PHOTOS, "warmup": {"max_steps": 1}}
+    with pytest.raises(fovea.FoveaError, match=nearest):
+        fovea.GRPO(rows=given, reward=score, settings=SETTINGS, run_dir="run", **warmed).train()
+    assert not Path("run").exists()
 
 
 def test_rows_without_a_column_for_pictures_say_so() -> None:

@@ -71,6 +71,10 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
         ([], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
         (["seed=1"], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
         (["tiny"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
+        (
+            [str(ROOT / "recipes" / "tiny.yaml")],
+            "tiny: this recipe changes the one before it; write fovea train vqa tiny",
+        ),
         (["tiny", "vqa"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
         (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
         (

@@ -94,6 +94,13 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
+def test_a_dry_run_finds_the_run_that_a_pattern_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/shapes/checkpoints/step-0").mkdir(parents=True)
+    result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "run_dir=runs/{name}", "--dry-run")
+    assert "run_dir=runs/shapes already holds a run; set resume=auto" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from fovea.models.head_gradients import Scores, ScoresWithGradients, Slopes, gradient_of_logits_, gradients_of_head
+from fovea.models.head_gradients import Scores, Slopes, gradient_of_logits_, gradients_of_head, scores_by_chunks
 from fovea.models.token_logprobs import TokenScores
 
 
@@ -63,18 +62,20 @@ def sharded_token_scores(
     are computed once instead of twice.
     """
     distribute = partial(_SlicedDistributions.of, vocabulary=vocabulary, temperature=temperature)
-    in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
-    if in_chunks and slopes is not None:
-        scores: Scores = ScoresWithGradients.apply(hidden_AE, head_SE, targets_A, distribute, chunk_tokens, slopes)  # type: ignore[no-untyped-call]
-    else:
-        apply: Callable[..., Scores] = ShardedLogprobAndEntropy.apply
-        if in_chunks:
-            apply = partial(checkpoint, apply, use_reentrant=False)
-        parts = zip(hidden_AE.split(chunk_tokens), targets_A.split(chunk_tokens), strict=True)
-        chunks = [apply(hidden, head_SE, targets, distribute, temperature) for hidden, targets in parts]
-        logprobs, entropies, masses = zip(*chunks, strict=True)
-        scores = torch.cat(logprobs), torch.cat(entropies), torch.cat(masses)
-    logprobs_A, entropies_A, masses_A = scores
+
+    def of_chunk(hidden_AE: Tensor, targets_A: Tensor) -> Scores:
+        scores: Scores = ShardedLogprobAndEntropy.apply(hidden_AE, head_SE, targets_A, distribute, temperature)  # type: ignore[no-untyped-call]
+        return scores
+
+    logprobs_A, entropies_A, masses_A = scores_by_chunks(
+        hidden_AE,
+        head_SE,
+        targets_A,
+        distribute=distribute,
+        of_chunk=of_chunk,
+        chunk_tokens=chunk_tokens,
+        slopes=slopes,
+    )
     return TokenScores(logprobs_A=logprobs_A, entropies_A=entropies_A, banned_mass_A=masses_A)
 
 

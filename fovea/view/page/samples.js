@@ -66,6 +66,7 @@ export function samplesPage() {
     if (key === drawn) return; // a poll leaves what is being read as it is
     drawn = key;
     const found = await Promise.all(wanted.map(([place, row]) => groupOf(place, row)));
+    early.clear(); // a step that is taken again has other groups
     if (key !== drawn) return; // a later choice was faster
     const scale = scaleOf(found.flatMap(({ group }) => group?.answers ?? []), heat); // one, so that colours compare
     shownGroups.replaceChildren(...(wanted.length ? found.map((each) => viewOf(each, heat, scale)) : [nothing(rows)]));
@@ -83,7 +84,6 @@ export function samplesPage() {
     try {
       const path = `step/${place}/${row.step}`;
       const { groups } = (await early.get(path)) ?? (await load(path));
-      early.delete(path); // a step that is taken again has other groups
       return { place, row, group: groups[row.place] };
     } catch (error) {
       return { place, problem: error.message };
