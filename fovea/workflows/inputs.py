@@ -148,8 +148,8 @@ def errors_name_inputs(inputs: Section) -> Iterator[None]:
 
 
 def _is_about(message: str, name: str) -> bool:
-    # a key without a dot, such as max_steps, stands in messages about others as well
-    return any("." in key and key in message for key in keys_of(name))
+    # a key without a dot, such as max_steps, stands in messages about others as well, but does not begin them
+    return any(message.startswith(f"{key}=") or ("." in key and key in message) for key in keys_of(name))
 
 
 def _content(source: str) -> str:

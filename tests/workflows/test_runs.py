@@ -127,6 +127,7 @@ def test_the_trained_model_is_evaluated_beside_a_baseline(trained: dict[str, Any
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "env_name": "geospot"}, "env_name: "),
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "env_dataset": "places.csv"}, "env_dataset: "),
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "gamma": 0.1}, "gamma: "),
+        ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "total_steps": 1}, "total_steps: "),
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "model_name": "other"}, "model_name: "),
         ("vlm-rl-eval", {"trained_model": "nowhere/at/all"}, "trained_model: "),
         ("vlm-rl-eval", {"trained_model": "runs/geospot", "baseline_model": "qwen2-vl"}, "baseline_model: "),
