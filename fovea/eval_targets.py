@@ -135,7 +135,9 @@ def _write(results: EvalResults, eval_set: EvalSet, split: Split, output_files: 
     """Print the tables, write the output files, and return what is in them."""
     config, console = eval_set.config, Console()
     metrics = target_metrics(results)
-    title = f"{len(results.rows)} {split} rows of {config.environment.name}"
+    # rows that were given have no data set whose name could be told
+    of_what = "" if config.environment.name == "rows" else f" of {config.environment.name}"
+    title = f"{len(results.rows)} {split} rows{of_what}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
         console.print(table)
     if output_files.json_file is not None:

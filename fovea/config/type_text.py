@@ -66,7 +66,9 @@ def hint(key: str, value: object, allowed: str) -> str:
         return f"; {defaults}`fovea config {key}` lists them"
     if allowed.startswith("list") and isinstance(value, str):
         return f"; write [{value}]"
-    if allowed.startswith("text") and isinstance(value, bool | int | float):
+    if isinstance(value, bool) and "text" in allowed:
+        return "; yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
+    if allowed.startswith("text") and isinstance(value, int | float):
         return f"; to give it as text write '\"{show(value)}\"'"
     if isinstance(value, str) and value.strip("+-").replace(".", "", 1).isdigit():
         return "; without the quotes it is a number"

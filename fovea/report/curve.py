@@ -32,7 +32,7 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
         draw(panel, *_series(metrics, key))
     for panel in axes:
         tidy(panel)
-    axes[-1].set_xlim(0, max((row["step"] for row in metrics), default=1))
+    axes[-1].set_xlim(0, last_step(metrics))
     axes[-1].set_xlabel("step", color=TEXT_COLOUR)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
@@ -49,6 +49,11 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
+def last_step(metrics: Sequence[Mapping[str, float]]) -> float:
+    """The newest step, where the axis of a plot ends; 1 before the first."""
+    return max((row["step"] for row in metrics), default=1)
+
+
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     points = [(row["step"], row[key]) for row in metrics if key in row]
     steps, values = np.array(points, dtype=np.float64).T
@@ -58,7 +63,10 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[NDArray[n
 def _draw_reward(panel: Axes, steps: NDArray[np.float64], rewards: NDArray[np.float64]) -> None:
     window = int(np.clip(len(rewards) // 25, 1, 50))
     mean, start = running_mean(rewards, window), window // 2  # the first means are over too few steps to show
-    panel.plot(steps[start:], mean[start:], color=REWARD_COLOUR, linewidth=2, label=f"mean of {window} steps")
+    label = f"mean of {window} steps" if window > 1 else "each step"
+    (line,) = panel.plot(steps[start:], mean[start:], color=REWARD_COLOUR, linewidth=2, markersize=4, label=label)
+    if len(rewards) == 1:  # a line of one point is not seen, and the point lies on the edge of the plot
+        line.set(marker="o", clip_on=False)
     set_title(panel, "Mean reward of the sampled answers")
     if window > 1:
         panel.plot(steps, rewards, color=REWARD_COLOUR, alpha=0.25, linewidth=0.8, zorder=1, label="each step")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fovea.report.curve import running_mean, set_title, tidy
+from fovea.report.curve import last_step, running_mean, set_title, tidy
 
 MAX_LINES = 8
 """Lines in one panel; a reward function of the user's may have many parts."""
@@ -75,7 +75,10 @@ def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics])
         window = int(np.clip(len(values) // 25, 1, 50))
         label = key.removeprefix("dev/").removeprefix("reward/")
         marker = "o" if len(values) < 30 else None
-        panel.plot(steps, running_mean(values, window), linewidth=1.5, marker=marker, markersize=2.5, label=label)
+        mean = running_mean(values, window)
+        # the newest value lies on the edge of the plot
+        panel.plot(steps, mean, linewidth=1.5, marker=marker, markersize=2.5, clip_on=marker is None, label=label)
+    panel.set_xlim(0, last_step(rows))
     set_title(panel, title)
     tidy(panel)
     if len(keys) > 1:

@@ -163,7 +163,11 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ),
         ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
         ("run_dir=", "run_dir: null does not fit; allowed: text"),
-        ("resume=yes", "resume: true does not fit; allowed: never | auto or text"),
+        (
+            "resume=yes",
+            "resume: true does not fit; allowed: never | auto or text; yes, no, on and off are read as true and false, "
+            "as YAML has them; as text write '\"yes\"'",
+        ),
         ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
         ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and <= 1"),
         ("data.kind_weights.shape=-1", "data.kind_weights.shape: -1 does not fit; allowed: number > 0"),

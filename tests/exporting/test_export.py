@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from fovea.errors import ConfigError, ModelError
 from fovea.eval_targets import EvalSet, compare
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
 from fovea.exporting import export as export_module
-from fovea.exporting.check import check, make_probe
+from fovea.exporting.check import beyond_rounding, check, make_probe
 from fovea.exporting.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -283,8 +284,25 @@ def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
         check(model, other_template, probe, merged=True)
     with torch.no_grad():
         broken.network.get_input_embeddings().weight.mul_(-1)
-    with pytest.raises(ModelError, match="a log-prob of the probe is off by"):
+    with pytest.raises(ModelError, match="the log-probs of the probe are off by"):
         check(model, broken, probe, merged=False)
+
+
+# SmolVL after RL in bfloat16, against transformers with the same weights; and with two projections of it exchanged
+ROUNDED = [0.080, 0.061, 0.108, -0.023, -0.013, -0.161, -0.081, 0.267, -0.135, -0.060, 0.016, 0.129, 0.133, -0.001]
+EXCHANGED_RMS = 0.918
+
+
+def test_rounding_is_no_difference() -> None:
+    rounded_T = torch.tensor(ROUNDED)
+    assert beyond_rounding(rounded_T, torch.bfloat16) is None
+    assert beyond_rounding(rounded_T * 1e-4, torch.float32) is None
+    assert beyond_rounding(rounded_T, torch.float32) is not None
+    exchanged_T = rounded_T * EXCHANGED_RMS / rounded_T.square().mean().sqrt()
+    assert beyond_rounding(exchanged_T, torch.bfloat16) == (
+        "the log-probs of the probe are off by 0.918 in the root mean square"
+    )
+    assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
 
 
 def test_nothing_is_left_when_the_check_fails(lora: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,8 @@ def test_a_young_run_can_be_drawn(tmp_path: Path, metrics: list[dict[str, float]
     with Image.open(tmp_path / "curve.png") as image:
         assert image.size == (1024, 560), "the page and one panel"
         image.verify()
+
+
+def test_a_single_step_is_seen(tmp_path: Path) -> None:
+    draw_curve(STEPS[:1], tmp_path / "curve.png")
+    assert pixels_of_colour(tmp_path / "curve.png", REWARD_COLOUR) > 20
