@@ -167,14 +167,24 @@ def result_or_error(call: Callable[[], Any]) -> tuple[Any, BaseException | None]
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an exception, such as `ValueError: bad length`."""
+    """Type and first line of an exception, such as `ValueError: bad length`; without text the statement that failed."""
+    return _with_text(error) or f"{type(error).__name__}{_statement(error)}"
+
+
+def _with_text(error: BaseException) -> str | None:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else None
+
+
+def _statement(error: BaseException) -> str:
+    """The innermost line, of any package: all that a failed `assert` tells of its cause."""
+    frames = extract_tb(error.__traceback__)
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
 
 
 def raised(error: BaseException) -> str:
     """What code of the user's raised, and where, such as `raised ValueError: bad length at mine.py:12`."""
-    return f"raised {first_line(error)}{_place(error)}"
+    return f"raised {_with_text(error) or type(error).__name__}{_place(error)}"
 
 
 def _place(error: BaseException) -> str:

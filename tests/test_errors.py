@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fovea
-from fovea.errors import BadRowError, FoveaError, MicrobatchMemoryError
+from fovea.errors import BadRowError, FoveaError, MicrobatchMemoryError, first_line, raised, result_or_error
 
 MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
     BadRowError: ("image_damaged",),
@@ -42,3 +42,18 @@ def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
     assert (str(arrived), vars(arrived)) == ("the message", vars(error))
+
+
+def test_an_exception_without_text_is_told_by_its_statement() -> None:
+    """As vLLM's, where a weight has another shape than its own."""
+
+    def check() -> None:
+        assert len("abc") == 4
+
+    _, error = result_or_error(check)
+    assert error is not None
+    error.args = ()  # pytest has given it a text
+    assert re.fullmatch(r"AssertionError at test_errors.py:\d+, `assert len\(\"abc\"\) == 4`", first_line(error))
+    assert re.fullmatch(r"raised AssertionError at \S*test_errors.py:\d+", raised(error))
+    assert first_line(ValueError("bad length\nmore")) == "ValueError: bad length"
+    assert first_line(KeyError()) == "KeyError"

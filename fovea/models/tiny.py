@@ -241,7 +241,8 @@ def _vision_config(settings: TinyModel) -> dict[str, Any]:
     }
     width = settings.vision_hidden_size
     if settings.family == "qwen2_vl":
-        return shared | {"embed_dim": width, "hidden_size": settings.hidden_size, "mlp_ratio": 2}
+        # SGLang reads the channels by the name that they have in the hub's files, and not by transformers'
+        return shared | {"embed_dim": width, "hidden_size": settings.hidden_size, "mlp_ratio": 2, "in_chans": 3}
     shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": settings.hidden_size}
     if settings.family == "qwen2_5_vl":
         window = 4 * settings.patch_size_px

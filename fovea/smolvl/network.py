@@ -65,6 +65,7 @@ _VISION: dict[str, Any] = {
     "patch_size": PATCH_PX,
     "spatial_merge_size": MERGE,
     "temporal_patch_size": 2,
+    "in_chans": 3,  # the name of the hub's files, which SGLang reads
 }
 
 
