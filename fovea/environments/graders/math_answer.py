@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 
-from fovea.environments.graders.math_formula import formula_value, is_close
+from fovea.environments.graders.math_formula import formula_value
 from fovea.environments.graders.math_normalize import normalised, without_unit
+from fovea.environments.graders.rounded import Rounded, is_close
 
 # Longer answers are compared as they stand; the longest true answer of Geometry3K has 41 characters.
 _MAX_CHARS = 400
@@ -57,7 +58,7 @@ def _same_side(given: str, truth: str) -> bool:
     return _equal(*values)
 
 
-def _equal(one: float | None, other: float | None) -> bool:
+def _equal(one: Rounded | None, other: Rounded | None) -> bool:
     return one is not None and other is not None and is_close(one, other)
 
 
@@ -103,7 +104,7 @@ def _rounds_to(exact: str, rounded: str) -> bool:
     digits, values = _DECIMAL.fullmatch(rounded), (formula_value(exact), formula_value(rounded))
     if digits is None or _DECIMAL.fullmatch(exact) or values[0] is None or values[1] is None:
         return False
-    return abs(values[0] - values[1]) <= 0.501 * 10.0 ** -len(digits[1])
+    return abs(values[0].value - values[1].value) <= 0.501 * 10.0 ** -len(digits[1])
 
 
 def _without_name(answer: str) -> str:
@@ -170,7 +171,7 @@ def _same_sides(given: tuple[str, str], truth: tuple[str, str]) -> bool:
     return _equal(_difference(given), _difference(truth))
 
 
-def _difference(sides: tuple[str, str]) -> float | None:
+def _difference(sides: tuple[str, str]) -> Rounded | None:
     left, right = formula_value(without_unit(sides[0])), formula_value(without_unit(sides[1]))
     return None if left is None or right is None else left - right
 
@@ -182,9 +183,34 @@ _ANGLES = re.compile(r"^(?:angles? |\\angle )", re.IGNORECASE)
 
 
 def _same_list(given: str, truth: str) -> bool:
-    """Whether two lists are equal: names in any order, numbers and bracketed lists in theirs."""
-    items, truth_items = _items(given), _items(truth)
-    return items is not None and items == truth_items
+    """Whether two lists are equal: names in any order, other items, such as those of a tuple, in theirs."""
+    names, truth_names = _items(given), _items(truth)
+    if names is not None and names == truth_names:
+        return True
+    items, truth_items = _in_order(given), _in_order(truth)
+    if len(items) < 2 or len(items) != len(truth_items):
+        return False
+    return all(_same_side(one, other) for one, other in zip(items, truth_items, strict=True))
+
+
+def _in_order(answer: str) -> list[str]:
+    """The items between the commas of a list, behind each bracket around it: `[0, 1)` has `[`, `0`, `1` and `)`."""
+    brackets = answer[:1] + answer[-1:]
+    if brackets in ("()", "[]", "(]", "[)"):
+        return [brackets[0], *_between_commas(answer[1:-1]), brackets[1]] if "," in answer else []
+    return _between_commas(answer)
+
+
+def _between_commas(answer: str) -> list[str]:
+    """The parts between commas that stand in no brackets."""
+    parts, depth = [""], 0
+    for char in answer:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
 
 
 def _items(answer: str) -> tuple[bool, list[str]] | None:

@@ -19,12 +19,15 @@ from __future__ import annotations
 import math
 import re
 
+from fovea.environments.graders.rounded import Rounded
+
 _MAX_NESTING = 20
 _MAX_EXPONENT = 20
 # Beyond 15 digits float64 would call different integers equal.
 _MAX_DIGITS = 15
-# Sums of a few square roots in float64 agree to 1e-15; whole answers have up to 10 digits.
-_TOLERANCE = 1e-12
+# A decimal with so many digits is taken for a rounded one: 13.333333333333 is 40/3.
+_ROUNDED_FROM_DIGITS = 12
+_HALF = 0.499
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d\d?(?!\d))?"
 _TOKEN = re.compile(rf"\s*({_NUMBER}|\\?[A-Za-z]+|[-+*/^(){{}}:\[\]|]|.)", re.ASCII | re.DOTALL)
@@ -34,24 +37,19 @@ _OVER = ("/", r"\div")
 _FACTOR_STARTS = ("(", "{", r"\pi", r"\sqrt", r"\frac")
 _BEFORE_DIGITS = (r"\pi", ")")
 _CLOSING = {"(": ")", "{": "}", "|": "|"}
+_ONE = Rounded(1.0)
 
 
 class _NotAFormula(Exception):
     pass
 
 
-def formula_value(text: str) -> float | None:
+def formula_value(text: str) -> Rounded | None:
     """The value of a formula; None for a text outside the grammar, or a value that is too large."""
     try:
-        value = _Parser(_TOKEN.findall(text.strip())).ratio()
+        return _Parser(_TOKEN.findall(text.strip())).ratio()
     except (_NotAFormula, ArithmeticError):
         return None
-    return value if math.isfinite(value) else None
-
-
-def is_close(one: float, other: float) -> bool:
-    """Whether two values are equal but for rounding in float64."""
-    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def _is_letter(token: str) -> bool:
@@ -62,10 +60,15 @@ def _is_number(token: str) -> bool:
     return token[:1].isascii() and (token[:1].isdigit() or token[:1] == ".")
 
 
-def _number(token: str) -> float:
-    if not _is_number(token) or token == "." or sum(map(str.isdigit, token)) > _MAX_DIGITS:
+def _number(token: str) -> Rounded:
+    num_digits = sum(map(str.isdigit, token))
+    if not _is_number(token) or token == "." or num_digits > _MAX_DIGITS:
         raise _NotAFormula
-    return float(token)
+    if token.isdigit():
+        return Rounded(float(token))
+    _, _, decimals = token.partition(".")
+    is_rounded = decimals.isdigit() and num_digits >= _ROUNDED_FROM_DIGITS
+    return Rounded(float(token), _HALF * 10.0 ** -len(decimals) if is_rounded else 0.0) * _ONE
 
 
 class _Parser:
@@ -77,7 +80,7 @@ class _Parser:
         self._nesting = 0
         self._in_exponent = False
 
-    def ratio(self) -> float:
+    def ratio(self) -> Rounded:
         value = self._sum()
         if self._take(":"):
             value /= self._sum()
@@ -97,14 +100,14 @@ class _Parser:
         if not self._take(token):
             raise _NotAFormula
 
-    def _sum(self) -> float:
+    def _sum(self) -> Rounded:
         value = self._product()
         while (sign := self._peek()) in ("+", "-"):
             self._at += 1
             value += self._product() if sign == "+" else -self._product()
         return value
 
-    def _product(self) -> float:
+    def _product(self) -> Rounded:
         value = self._signed()
         while True:
             if self._take(*_TIMES):
@@ -123,14 +126,15 @@ class _Parser:
             return previous in _BEFORE_DIGITS
         return token in _FACTOR_STARTS or (_is_letter(token) and not _is_letter(previous))
 
-    def _signed(self) -> float:
-        sign = 1
+    def _signed(self) -> Rounded:
+        is_negative = False
         while (token := self._peek()) in ("+", "-"):
-            sign = -sign if token == "-" else sign
+            is_negative ^= token == "-"
             self._at += 1
-        return sign * self._power()
+        value = self._power()
+        return -value if is_negative else value
 
-    def _power(self) -> float:
+    def _power(self) -> Rounded:
         base = self._atom()
         if not self._take("^"):
             return base
@@ -139,11 +143,11 @@ class _Parser:
         self._in_exponent = True
         exponent = self._argument()
         self._in_exponent = False
-        if abs(exponent) > _MAX_EXPONENT or (base < 0 and exponent != int(exponent)):
+        if abs(exponent.value) > _MAX_EXPONENT:
             raise _NotAFormula
-        return float(base**exponent)
+        return base**exponent
 
-    def _atom(self) -> float:
+    def _atom(self) -> Rounded:
         self._nesting += 1
         if self._nesting > _MAX_NESTING:
             raise _NotAFormula
@@ -153,39 +157,39 @@ class _Parser:
         self._nesting -= 1
         return value
 
-    def _value_from(self, token: str) -> float:
+    def _value_from(self, token: str) -> Rounded:
         if token in _CLOSING:
             value = self._sum()
             self._need(_CLOSING[token])
             return abs(value) if token == "|" else value
         if token == r"\pi":
-            return math.pi
+            return Rounded(math.pi) * _ONE
         if token == r"\sqrt":
             return self._root()
         if token == r"\frac":
             return self._argument() / self._argument()
         if _is_letter(token):
-            return 2 + math.sin(ord(token))
+            return Rounded(2 + math.sin(ord(token))) * _ONE
         return _number(token) + self._fraction_of_mixed(token)
 
-    def _argument(self) -> float:
+    def _argument(self) -> Rounded:
         r"""The argument of a command or an exponent: a group, a number or a symbol (`\sqrt 3`)."""
         if _is_number(self._peek()):
             self._at += 1
             return _number(self._tokens[self._at - 1])
         return self._atom()
 
-    def _root(self) -> float:
-        degree = 2.0
+    def _root(self) -> Rounded:
+        degree = Rounded(2.0)
         if self._take("["):
             degree = self._argument()
             self._need("]")
         radicand = self._argument()
-        if radicand < 0 or not 2 <= degree <= _MAX_EXPONENT:
+        if radicand.value < 0 or not 2 <= degree.value <= _MAX_EXPONENT:
             raise _NotAFormula
-        return math.sqrt(radicand) if degree == 2 else float(radicand ** (1 / degree))
+        return radicand ** (_ONE / degree)
 
-    def _fraction_of_mixed(self, whole: str) -> float:
+    def _fraction_of_mixed(self, whole: str) -> Rounded:
         """The 4/11 of a mixed number; 0 where the integer stands alone."""
         match self._tokens[self._at : self._at + 7]:
             case [r"\frac", "{", over, "}", "{", under, "}"]:
@@ -193,9 +197,9 @@ class _Parser:
             case [over, "/", under, *_]:
                 num_tokens = 3
             case _:
-                return 0.0
+                return Rounded(0.0)
         # an improper fraction is a factor, as in `3 \frac{7}{2}`
-        if not (whole.isdigit() and over.isdigit() and under.isdigit()) or _number(over) >= _number(under):
-            return 0.0
+        if not (whole.isdigit() and over.isdigit() and under.isdigit()) or int(over) >= int(under):
+            return Rounded(0.0)
         self._at += num_tokens
         return _number(over) / _number(under)

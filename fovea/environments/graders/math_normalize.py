@@ -72,6 +72,7 @@ _REWRITES = [
         (r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])", r"\\frac"),
         (r"\\surd(?![A-Za-z])|(?<![A-Za-z\\])sqrt(?![A-Za-z])", r"\\sqrt"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi"),
+        (r"\\%", "%"),
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
         (r" is (?:strictly )?less than ", " < "),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from decimal import Decimal
 from functools import lru_cache
 
 from fovea.environments.graders.math_normalize import INVISIBLE
@@ -68,7 +69,8 @@ def same_words(one: str, other: str) -> bool:
     if not one or not other:
         return False
     if _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other):
-        return one.endswith("%") == other.endswith("%") and float(one.rstrip("%")) == float(other.rstrip("%"))
+        # not as float64, in which serial numbers of 17 digits are equal
+        return one.endswith("%") == other.endswith("%") and Decimal(one.rstrip("%")) == Decimal(other.rstrip("%"))
     return bool(_forms(one) & _forms(other))
 
 
