@@ -97,9 +97,10 @@ class CaptionGrader:
         return Score(reward=reward, accuracy=reward, parts=parts)
 
     def references(self, task: Task) -> list[str]:
-        """All references of a task's image, the true answer first."""
+        """All references of a task's image, with repetitions, which a mean over references counts."""
         cell = self._reference_cell(task)
-        return list(dict.fromkeys([task.answer, *(captions_of(cell, task.id) if cell is not None else [])]))
+        captions = [] if cell is None else captions_of(cell, task.id)
+        return captions if task.answer in captions else [task.answer, *captions]
 
     def _reference_cell(self, task: Task) -> object:
         """The cell in the column of references; without such a column, an answer that is a list."""

@@ -133,8 +133,9 @@ def best_of(k: int, scores: Sequence[float]) -> float:
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"the best of {k} answers cannot be estimated from {n}; take k from 1 to {n}")
-    weighted = (score * math.comb(i, k - 1) for i, score in enumerate(sorted(scores)))
-    return sum(weighted) / math.comb(n, k)
+    # whole numbers are divided first: of a thousand answers they have more digits than a float
+    subsets = math.comb(n, k)
+    return math.fsum(score * (math.comb(i, k - 1) / subsets) for i, score in enumerate(sorted(scores)))
 
 
 def budgets(n: int) -> list[int]:

@@ -82,4 +82,5 @@ def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics])
     set_title(panel, title)
     tidy(panel)
     if len(keys) > 1:
-        panel.legend(frameon=False, fontsize=7)
+        for text in panel.legend(frameon=False, fontsize=7).get_texts():
+            text.set_parse_math(False)  # names of the user's parts, in which a $ begins no formula

@@ -140,6 +140,9 @@ def test_a_row_is_named_by_its_line_in_an_editor(make: Callable[[Path], str], tm
         (["a question"], "row 0 is of type str, not a mapping of columns to cells; write it as"),
         ({"n": [1, 2], "text": ["one"]}, "lists of equal length, but are: n 2, text 1; correct them"),
         ({"n": 1}, "lists of equal length, but are: n no list; correct them"),
+        ({"n": "text"}, "lists of equal length, but are: n no list; correct them"),
+        ({"n": {0: "one"}}, "lists of equal length, but are: n no list; correct them"),
+        ({"n": {"one", "two"}}, "lists of equal length, but are: n no list; correct them"),
         ([], "holds no rows"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
@@ -152,6 +155,15 @@ def test_an_object_that_holds_no_rows(source: object, problem: str, tmp_path: Pa
         opened(source, tmp_path)
     assert str(error.value).startswith("environment.train_files")
     assert "\n" not in str(error.value)
+
+
+def test_columns_of_pandas_are_read_by_place(tmp_path: Path) -> None:
+    """The labels of a shuffled or filtered frame are those of the rows that it was made from."""
+    frame = pd.DataFrame({"question": ["q0", "q1", "q2"], "answer": ["a0", "a1", "a2"]})
+    for chosen in (frame.iloc[[2, 0, 1]], frame[frame.question != "q1"]):
+        rows = opened({"question": chosen["question"], "answer": chosen["answer"].tolist()}, tmp_path)
+        pairs = [(rows[index]["question"], rows[index]["answer"]) for index in range(len(rows))]
+        assert pairs == [*zip(chosen["question"], chosen["answer"], strict=True)]
 
 
 def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

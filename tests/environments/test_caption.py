@@ -18,6 +18,7 @@ from fovea.config.run import CaptionEnvironment, Config, RewardModel
 from fovea.data.images import open_image
 from fovea.data.rows import RowAccess
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade
+from fovea.environments.graders.by_name import grader_of
 from fovea.environments.graders.cider import CiderD
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
@@ -75,6 +76,17 @@ def test_an_answer_that_is_a_list_is_all_references(tmp_path: Path) -> None:
     (task,) = environment.tasks("test")
     assert graders[0].references(task) == said
     assert [scored(graders, task, text).reward for text in said] == [1, 1]
+
+
+def test_a_reference_that_is_there_twice_counts_twice_in_a_run_and_in_a_file(tmp_path: Path) -> None:
+    """CIDEr-D is a mean over references; the authors' code drops none."""
+    said = [["a red car", "a red car", "a blue dog on the grass"], ["one cat"], ["two birds on a wire"]]
+    rows = [row("Describe it.", each) for each in said]
+    environment, graders = caption(settings_of(tmp_path, rows, metric_weights={"cider": 1}))
+    in_run = scored(graders, environment.tasks("test")[0], "a red car")
+    by_file = grader_of("caption", [{"truth": each} for each in said])("a red car", {"truth": said[0]}, "row 0")
+    assert in_run.parts["cider_d"] == by_file.parts["cider_d"] > 0
+    assert graders[0].references(environment.tasks("test")[0]) == said[0]
 
 
 def test_a_word_that_every_reference_has_tells_nothing(tmp_path: Path) -> None:

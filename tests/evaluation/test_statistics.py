@@ -123,6 +123,7 @@ def test_pass_at_k_by_hand() -> None:
     assert best_of(2, [0, 1, 0, 1, 0]) == pytest.approx(0.7)
     assert best_of(1, [0, 1, 0, 1, 0]) == pytest.approx(0.4)
     assert best_of(5, [0, 1, 0, 1, 0]) == best_of(4, [0, 1, 0, 1, 0]) == 1.0
+    assert best_of(512, [1.0] * 1030) == best_of(1024, [0.0] + [1.0] * 2047) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="the best of 6 answers cannot be estimated from 5"):
         best_of(6, [0] * 5)
 

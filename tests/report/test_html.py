@@ -239,6 +239,10 @@ def test_rows_given_by_python_code_are_named_as_files_of_the_run(tmp_path: Path)
 
 def test_curves_of_signal_parts_length_entropy_and_kl(tmp_path: Path) -> None:
     assert draw_panels([{"step": 1.0, "loss": 0.5}]) is None
+
+
+def test_names_of_parts_are_no_formulas() -> None:
+    assert draw_panels([{"step": 1.0, "reward/cost_$^$": 0.5, "reward/$\\frac$": 0.1}]) is not None
     rows = [
         {"step": float(n), "groups/without_signal_frac": 0.5, "entropy": 1.0, "kl/reference": 0.1, "reward/format": 1.0}
         | {"reward/distance_km": 3.0, "dev/reward": 0.5}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from os import PathLike
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
@@ -108,14 +108,21 @@ def _cells(source: object, name: str) -> _Cells:
 def _cells_of_columns(source: Mapping[Any, Any], name: str) -> _Cells:
     if any(is_dataset(value) for value in source.values()):
         raise DataError(f"{name}: a data set with the splits {listed([*map(str, source)])} was given; give one of them")
-    lengths = {key: len(cells) for key, cells in source.items() if hasattr(cells, "__len__")}
+    lengths = {key: len(cells) for key, cells in source.items() if _is_column(cells)}
     if len(lengths) < len(source) or len(set(lengths.values())) > 1:
         seen = listed([f"{key} {lengths.get(key, 'no list')}" for key in source])
         raise DataError(
             f"{name}: the columns of a mapping must be lists of equal length, but are: {seen}; correct them"
         )
-    cells = list(source.values())
-    return _Cells([*map(str, source)], next(iter(lengths.values()), 0), lambda place, row: cells[place][row])
+    # a pandas Series finds its cells by label, and those of a shuffled or filtered one are no places
+    columns = [cells.iloc if hasattr(cells, "iloc") else cells for cells in source.values()]
+    return _Cells([*map(str, source)], next(iter(lengths.values()), 0), lambda place, row: columns[place][row])
+
+
+def _is_column(cells: Any) -> bool:
+    """Whether its cells can be taken by place; those of a text are its characters."""
+    is_other = isinstance(cells, str | bytes | Mapping | Set)
+    return not is_other and hasattr(cells, "__len__") and hasattr(cells, "__getitem__")
 
 
 def _cells_of_rows(source: Sequence[Any], name: str) -> _Cells:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
 
 from fovea.environments.dataset_prompts import bad_row
 from fovea.environments.graders.vqa_words import spelled
+from fovea.errors import BadRowError
 
 LETTERS = string.ascii_uppercase
 _LETTER = r"(?:\(([A-Za-z])\)|\b([A-Za-z])(?=,?$|[.):]+(?:\s|$)|,?\s+(?:because|since)\b))"
@@ -17,11 +19,41 @@ _OTHER = re.compile(r"^(?:(?:or|and)\b|,)?\s*\(?(?:[A-Za-z]\)?(?:$|[.):,]|\s+(?:
 
 
 def options_of(cell: object, where: str) -> tuple[str, ...]:
-    """The texts of a row's options, in the order of their letters; BadRowError unless there are 2 to 26."""
-    texts = list(cell.values()) if isinstance(cell, Mapping) else cell
-    if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= len(LETTERS):
-        raise bad_row(where, f"the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts", "options")
-    return tuple(str(text).strip() for text in texts)
+    """The texts of a row's options, in the order of their letters.
+
+    Options without text at the end are dropped: a table has as many columns as its longest row. BadRowError unless 2
+    to 26 different ones are left.
+    """
+    texts = _by_letter(cell, where) if isinstance(cell, Mapping) else cell
+    if not isinstance(texts, list | tuple):
+        raise _not_options(cell, where)
+    options = [_text(text) for text in texts]
+    while options and not options[-1]:
+        options.pop()
+    if not 2 <= len(options) <= len(LETTERS):
+        raise _not_options(cell, where)
+    if not all(options) or len(set(options)) < len(options):
+        raise bad_row(where, f"of the options {str(options)[:60]} one is empty or there twice", "options")
+    return tuple(options)
+
+
+def _by_letter(cell: Mapping[object, object], where: str) -> list[object]:
+    """Options under their letters, in the order of these, as a table of any order of columns has them."""
+    by_letter = {str(key).strip("(). ").upper(): text for key, text in cell.items()}
+    letters = sorted(by_letter)
+    if letters != list(LETTERS[: len(cell)]):
+        problem = f"the options have the keys {str([*cell])[:60]}, not the letters from A on: give those, or a list"
+        raise bad_row(where, problem, "options")
+    return [by_letter[letter] for letter in letters]
+
+
+def _text(option: object) -> str:
+    is_missing = option is None or (isinstance(option, float) and math.isnan(option))
+    return "" if is_missing else str(option).strip()
+
+
+def _not_options(cell: object, where: str) -> BadRowError:
+    return bad_row(where, f"the options are {str(cell)[:60]!r}, not a list of 2 to {len(LETTERS)} texts", "options")
 
 
 def listed_options(options: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from fovea.environments.graders.vqa_answer import found_answer, same_short_answer, soft_accuracy
 from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter
-from fovea.environments.graders.vqa_words import spelled
+from fovea.environments.graders.vqa_words import same_words, spelled
 from fovea.environments.vqa import grade
 from fovea.errors import BadRowError
 from tests.grading import within_a_second
@@ -124,6 +125,31 @@ def test_options_of_a_row() -> None:
         with pytest.raises(BadRowError, match=r"row 1: the options are .* not a list of 2 to 26 texts") as caught:
             options_of(cell, "row 1")
         assert caught.value.reason == "options"
+
+
+def test_options_under_letters_are_in_the_order_of_these() -> None:
+    assert options_of({"B": "dog", "(a)": "cat"}, "row 1") == ("cat", "dog")
+    with pytest.raises(BadRowError, match=r"row 1: the options have the keys \['1', '2'\], not the letters from A on"):
+        options_of(
+            {"1": "cat", "2": "dog"}, "row 1"
+        )  # of which an answer `1` could be the first or, from 0, the second
+    with pytest.raises(BadRowError, match="the options have the keys"):
+        options_of({"A": "cat", "C": "dog"}, "row 1")
+
+
+def test_options_without_text_are_none() -> None:
+    assert options_of({"A": "cat", "B": "dog", "C": None, "D": None}, "row 1") == ("cat", "dog")
+    assert options_of(["cat", "dog", math.nan, " "], "row 1") == ("cat", "dog")
+    for cell in (["cat", None, "dog"], ["red", "red", "blue"], ["red", " red "]):
+        with pytest.raises(BadRowError, match="one is empty or there twice"):
+            options_of(cell, "row 1")
+    with pytest.raises(BadRowError, match="not a list of 2 to 26 texts"):
+        options_of(["cat", None, None], "row 1")
+
+
+def test_long_numbers_are_compared_digit_by_digit() -> None:
+    assert same_words("12345678901234567", "12345678901234567.0")
+    assert not same_words("12345678901234567", "12345678901234568")
 
 
 PIECES = st.sampled_from(
