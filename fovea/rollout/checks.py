@@ -9,10 +9,13 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from transformers import PretrainedConfig
 
 from fovea.errors import ConfigError, EngineError
 from fovea.types import Shape
 
+QWEN2_VL_MERGE = 2
+"""Patches on each side of a visual token, of which the Qwen2-VL of vLLM and SGLang has no setting."""
 NOT_PUSHED: Mapping[str, str] = {
     "qwen3_vl_moe": (
         "published checkpoints, from which engines start, have its experts' weights transposed to the trainer's, and "
@@ -29,6 +32,17 @@ def check_family(family: str, known: Collection[str], *, model: str, setting: st
         raise ConfigError(
             f"rollout.engine={setting}, but {model} is of family {family}, which Fovea cannot hand to {engine} (it can "
             f"{', '.join(known)}){why}; set rollout.engine=embedded"
+        )
+
+
+def check_merge(config: PretrainedConfig, *, model: str, setting: str, engine: str) -> None:
+    """Raise ConfigError for a Qwen2-VL whose patches vLLM and SGLang would merge otherwise than its config says."""
+    size = config.vision_config.spatial_merge_size
+    if config.model_type == "qwen2_vl" and size != QWEN2_VL_MERGE:
+        raise ConfigError(
+            f"rollout.engine={setting}, but {model} merges {size} x {size} patches into a visual token, and {engine} "
+            f"those of a Qwen2-VL {QWEN2_VL_MERGE} x {QWEN2_VL_MERGE}, whatever its config says; set "
+            "rollout.engine=embedded"
         )
 
 

@@ -17,7 +17,7 @@ from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family
+from fovea.rollout.checks import check_arguments, check_family, check_merge
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.engine_process import EngineProcess, Limits
 from fovea.rollout.sglang.engine import SglangEngine
@@ -77,6 +77,7 @@ def make_engine(
     config = AutoConfig.from_pretrained(model.path, **hub_options(model))
     _check_length(config, max_model_len)
     check_patches(config, model.name)
+    check_merge(config, model=model.name, setting=settings.name, engine="SGLang")
     device = pick_device(model.device)
     arguments = server_arguments(settings, model, max_model_len=max_model_len, seed=seed, device=device)
     on_cpu = device.type == "cpu"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -17,8 +18,9 @@ from fovea.config.backends import CPU_KV_CACHE_GIB
 from fovea.config.backends import VllmEngine as Settings
 from fovea.config.run import Model
 from fovea.errors import ConfigError, first_line, named
+from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family
+from fovea.rollout.checks import check_arguments, check_family, check_merge
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.vllm.adapter import VllmAdapter, room_for
 from fovea.rollout.vllm.engine import VllmEngine
@@ -57,6 +59,9 @@ def make_engine(settings: Settings, model: Model, processor: Processor, *, max_m
 def check_model(processor: Processor, model: Model, setting: str) -> None:
     """Raise ConfigError for a model whose images cannot be handed to vLLM; `setting` is the name of the engine."""
     check_family(processor.family.model_type, FAMILIES, model=model.name, setting=setting, engine="vLLM")
+    assert model.path is not None, "an engine serves a model from its folder"
+    config = AutoConfig.from_pretrained(model.path, **hub_options(model))
+    check_merge(config, model=model.name, setting=setting, engine="vLLM")
 
 
 @contextmanager

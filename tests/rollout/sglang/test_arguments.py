@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_patches_that_sglang_would_take_for_features_are_refused(tmp_path: Path)
         ConfigError, match=r"SGLang takes the patches of a Qwen2\.5-VL for features .* has patches of 8 x 8"
     ):
         start(tiny("qwen2_5_vl"), tmp_path / "model")
+
+
+def test_another_number_of_merged_patches_than_sglang_merges_is_refused(tmp_path: Path) -> None:
+    parts = tiny("qwen2_vl")
+    save_tiny(parts, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["spatial_merge_size"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"merges 4 x 4 patches into a visual token, and SGLang .* 2 x 2"):
+        make_engine(Settings(), Model(path=str(tmp_path)), parts.processor, max_model_len=100, seed=0)
 
 
 def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from fovea.config.backends import VllmEngine as Settings
 from fovea.config.run import Model
 from fovea.errors import ConfigError
+from fovea.models.tiny import save_tiny
 from fovea.rollout.vllm.arguments import check_model, engine_arguments
 from tests.tiny_models import tiny
 
@@ -42,3 +45,16 @@ def test_a_mixture_of_experts_is_refused_with_the_reason() -> None:
         ConfigError, match=r"qwen3_vl_moe, which Fovea cannot hand to vLLM .*experts' weights transposed"
     ):
         check_model(tiny("qwen3_vl_moe").processor, Model(path="x"), "vllm")
+
+
+def test_another_number_of_merged_patches_than_vllm_merges_is_refused(tmp_path: Path) -> None:
+    """As SmolVL's 4 x 4: vLLM would end by a bare AssertionError where it loads the merger."""
+    parts = tiny("qwen2_vl")
+    save_tiny(parts, tmp_path)
+    model = Model(path=str(tmp_path))
+    check_model(parts.processor, model, "vllm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["spatial_merge_size"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"vllm, but \S+ merges 4 x 4 patches into a visual token, and vLLM .* 2 x 2"):
+        check_model(parts.processor, model, "vllm")
