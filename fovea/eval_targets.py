@@ -122,7 +122,7 @@ def _settings_beside_rows(
 def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
     """The settings with files of these rows, which are there until the block ends, as those of the test split."""
     with (
-        rows_as_files(config.with_own_files, {"test": rows}) as written,
+        rows_as_files(config.with_own_files, {"test": rows}, arguments={"test": "rows"}) as written,
         TemporaryDirectory(prefix="fovea-rows-") as folder,
     ):
         for remark in written.remarks:

@@ -106,7 +106,17 @@ def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config
 
 
 def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
-    """Make the data order of training rows."""
+    """Make the data order of training rows; ConfigError for a curriculum that it cannot follow."""
+    order = _order(config, tasks)
+    tables = config.curriculum.level_weights
+    # each of them before the run begins, and not where a stage does
+    for table in tables if config.curriculum.enabled else tables[-1:]:
+        order.weigh_levels(table)
+    order.weigh_levels({})
+    return order
+
+
+def _order(config: Config, tasks: Sequence[Task]) -> RowOrder:
     if config.max_epochs is not None or not config.data.shuffle:
         return EpochOrder(len(tasks), seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.max_epochs)
     return Order(

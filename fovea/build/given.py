@@ -23,7 +23,7 @@ from fovea.errors import ConfigError, DataError
 from fovea.utils.files import atomic_file
 
 ARGUMENTS: Mapping[Split, str] = {"train": "rows", "dev": "dev_rows", "test": "test_rows"}
-"""Arguments that give the rows of a split."""
+"""Arguments that give the rows of a split to a trainer."""
 Frames: TypeAlias = Mapping[Split, InMemory]
 """Rows in memory by split."""
 
@@ -48,9 +48,12 @@ class WrittenRows:
 
 
 @contextmanager
-def rows_as_files(config: Config, frames: Frames | None) -> Iterator[WrittenRows]:
+def rows_as_files(
+    config: Config, frames: Frames | None, arguments: Mapping[Split, str] = ARGUMENTS
+) -> Iterator[WrittenRows]:
     """Write given rows to files and name these in the settings, in place of the files that were named there.
 
+    `arguments` are the names of those that gave the rows of a split, for errors.
     A file is named after its rows, so that settings are equal where rows are. It exists until the block ends, or is
     moved. Paths of images must not lead out of `data.image_root`; it is set to what holds them all where it is not set.
     """
@@ -63,7 +66,7 @@ def rows_as_files(config: Config, frames: Frames | None) -> Iterator[WrittenRows
     with TemporaryDirectory(prefix="given-", dir=cache) as scratch:
         files, changes, paths, remarks = dict[str, Path](), dict[str, tuple[str, ...]](), list[str](), list[str]()
         for split, frame in frames.items():
-            given = _given(config, settings, given_rows(frame, ARGUMENTS[split]), ARGUMENTS[split])
+            given = _given(config, settings, given_rows(frame, arguments[split]), arguments[split])
             file = Path(scratch) / split
             given.write(file)
             name = f"{given.argument}-{digest_of(file)}.parquet"

@@ -26,6 +26,8 @@ RECIPES: Mapping[str, str] = {
 }
 """The recipe that a workflow starts from, by `env_name`."""
 DEFAULT_ENVIRONMENT = "geospot"
+ABOUT_ROWS: Mapping[str, str] = {"curriculum.level_weights": "env_dataset"}
+"""Settings of a recipe whose errors are about the rows of an input: visual QA's curriculum names types of questions."""
 
 Inputs = TypeVar("Inputs", bound=Section)
 
@@ -129,7 +131,8 @@ def settings_of(inputs: Section, *apart: str) -> dict[str, object]:
     given = inputs.model_dump(include=inputs.model_fields_set - {"settings", *apart}, exclude_none=True)
     own = {key: value for name, value in given.items() for key in keys_of(name)}
     settings: dict[str, object] = inputs.model_dump()["settings"]
-    twice = next((name for name in given for key in keys_of(name) if key in settings), None)
+    named = inputs.model_dump(include=inputs.model_fields_set - {"settings"}, exclude_none=True)
+    twice = next((name for name in named for key in keys_of(name) if key in settings), None)
     if twice is not None:
         raise ConfigError(f"{twice}: settings has {keys_of(twice)[0]} beside it, which is the same; drop either")
     return own | settings
@@ -149,7 +152,8 @@ def errors_name_inputs(inputs: Section) -> Iterator[None]:
 
 def _is_about(message: str, name: str) -> bool:
     # a key without a dot, such as max_steps, stands in messages about others as well, but does not begin them
-    return any(message.startswith(f"{key}=") or ("." in key and key in message) for key in keys_of(name))
+    keys = (*keys_of(name), *(key for key, about in ABOUT_ROWS.items() if about == name))
+    return any(message.startswith(f"{key}=") or ("." in key and key in message) for key in keys)
 
 
 def _content(source: str) -> str:

@@ -161,6 +161,31 @@ def test_visual_qa_goes_through_its_curriculum(folder: Path) -> None:
     assert kinds[0] == set(), "the first stage asks one kind of question"
 
 
+def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_is_loaded(folder: Path) -> None:
+    rows = vqa_rows(folder).read_text().splitlines()
+    counting = [row for row in rows if json.loads(row)["type"] == "counting"]
+    Path("counting.jsonl").write_text("\n".join(counting * 3))
+    inputs = {
+        "env_name": "vqa",
+        "model_name": "model",
+        "env_dataset": "counting.jsonl",
+        "total_steps": 1,
+        "settings": SETTINGS | {"run_dir": "runs/counting", "data.on_bad_row": "skip"},
+    }
+    done = invoke("vlm-rl-training", **inputs)
+    assert done.exit_code == 2
+    assert "error: env_dataset: curriculum.level_weights weighs 'existence', but no row is of that level" in done.stderr
+    assert "loading the model" not in done.output
+    assert not Path("runs/counting").exists()
+    assert outputs("vlm-rl-training", **inputs, curriculum_enabled=False)["total_steps"] == 1
+
+
+def test_rows_that_are_named_twice_are_refused(folder: Path) -> None:
+    files = {"environment.train_files": ["other.csv"]}
+    done = invoke("vlm-rl-training", env_dataset="places.csv", settings=SETTINGS | files)
+    assert "env_dataset: settings has environment.train_files beside it, which is the same; drop either" in done.stderr
+
+
 def test_the_final_reward_is_the_mean_of_the_last_hundred_episodes() -> None:
     metrics = [{"step": float(step), "reward": float(step)} for step in range(1, 11)]
     assert final_reward(metrics, 16) == pytest.approx((16 * (10 + 9 + 8 + 7 + 6 + 5) + 4 * 4) / 100)
