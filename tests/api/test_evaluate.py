@@ -117,7 +117,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
         (lambda: fovea.export(run, "new", adapter_only=True), "trained no adapter"),
         (lambda: fovea.export("nowhere", "new"), "nowhere: neither a run"),
     ]
-    with pytest.raises(fovea.FoveaError, match="^rows holds no rows; give some"):  # not test_rows, which is a trainer's
+    with pytest.raises(fovea.FoveaError, match=r"^rows holds no rows; give some"):  # not test_rows
         fovea.evaluate("gold", rows=[], reward=score)
     Path("recipe.yaml").write_text("model: {tiny: {}}\n")
     for call, message in wrong:
