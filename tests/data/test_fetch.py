@@ -244,6 +244,15 @@ def test_what_has_come_once_is_kept(site: Site, tmp_path: Path) -> None:
     assert len(list((tmp_path / "images").iterdir())) == 1, "no room for another"
 
 
+def test_what_is_half_written_takes_no_room_in_the_cache(tmp_path: Path) -> None:
+    """Another process may rename it at any time, or have been killed over it."""
+    (tmp_path / ".0123.partial").write_bytes(bytes(9))
+    (tmp_path / ".4567.partial").symlink_to(tmp_path / "renamed")
+    kept = FetchedFiles(tmp_path, 10 / 2**30, lambda *_: bytes(5))
+    assert kept("https://a.org/b.png", WHERE) == bytes(5)
+    assert sum(file.name[0] != "." for file in tmp_path.iterdir()) == 1
+
+
 class FullDisk(io.BytesIO):
     def write(self, _: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
