@@ -156,6 +156,15 @@ def test_private_addresses_are_refused(host: str, site: Site) -> None:
         ("64:ff9b:1::5db8:d822", False),
         ("fec0::1", False),
         ("2002:7f00:1::", False),
+        ("::127.0.0.1", False),
+        ("::93.184.216.34", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("::ffff:0:93.184.216.34", False),
+        ("::ffff:93.184.216.34", True),
+        ("168.63.129.16", False),
+        ("168.63.129.17", True),
+        ("::ffff:168.63.129.16", False),
+        ("64:ff9b::a83f:8110", False),
     ],
 )
 def test_which_addresses_are_public(address: str, public: bool) -> None:
