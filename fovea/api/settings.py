@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from typing_extensions import TypedDict
 
-from fovea.config.base import Tree
+from fovea.config.base import Tree, check_depth
 from fovea.config.listing import listed, settings
 from fovea.errors import ConfigError
 
@@ -66,6 +66,7 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
                 raise ConfigError(
                     f"settings: {key!r:.60} is no name of a setting; write names as texts, such as 'seed'"
                 )
+            check_depth(value, f"settings: {key}")
             for path, leaf in _leaves(tuple(key.split(".")), value):
                 if path in found:
                     raise ConfigError(f"arguments: {'.'.join(path)} is given twice; give it once")

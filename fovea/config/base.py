@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_ar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from fovea.errors import ConfigError
 from fovea.utils.urls import http_parts
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ MayChange: TypeAlias = Annotated[T, MAY_CHANGE]
 """A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
 pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
 
+_DEEPEST = 50
+"""Mappings and lists within each other; settings of Fovea's own have four."""
 NAME = "name"
 """The field by which the section of a union, or a bundle, is chosen; a text in place of the section is short for it."""
 
@@ -144,6 +147,15 @@ def leaves(tree: Tree, path: str = "") -> Tree:
         is_section = isinstance(value, dict) and value
         found |= leaves(value, f"{path}{name}.") if is_section else {f"{path}{name}": value}
     return found
+
+
+def check_depth(value: object, where: str, depth: int = 0) -> None:
+    """ConfigError naming `where` for a value that holds itself, or nests deeper than settings do."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{where}: holds itself, or nests more than {_DEEPEST} deep, as no setting does; flatten it")
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for each in inside:
+        check_depth(each, where, depth + 1)
 
 
 def refuse(complaints: Iterable[str]) -> None:

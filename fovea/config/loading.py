@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from fovea.utils.shown_text import tree_without_secrets
 
 MOVED_AT_ONCE = 5
 """Moved settings that one message names; the config.yaml of an old run has some thirty."""
+_SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
+"""What else YAML reads as these values."""
 
 
 def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
@@ -184,6 +186,7 @@ class _Layers:
 
 def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
     """Set the values of a layer in the tree, section by section; ConfigError for a key that there is not."""
+    _check_texts(path, layer)
     try:
         layer = long_forms(section, layer)
     except ValueError as error:
@@ -203,6 +206,16 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
         else:
             into[name], chosen = _section_for(field, current if isinstance(current, dict) else {}, value, key)
             _merge(into[name], value, chosen, f"{key}.")
+
+
+def _check_texts(path: str, names: Iterable[object]) -> None:
+    """ConfigError for a name in a section that is no text, such as `on`, which YAML reads as true."""
+    where = f"{path[:-1]}: " if path else ""
+    for name in names:
+        if not isinstance(name, str):
+            spelled = _SPELLED.get(show(name))
+            read = f" ({spelled} are read as {show(name)})" if spelled else ""
+            raise ConfigError(f"{where}the key {show(name)}{read} is no text, as a setting's name is; put it in quotes")
 
 
 def _check_nested(path: str, name: str) -> None:

@@ -23,7 +23,8 @@ from fovea.errors import BadRowError
 from fovea.types import ImageRef
 
 # The smallest PNG has 67 bytes; no file name is that long without a point.
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
+# The blanks that {80,}+ takes are never given back to the \s* behind it: each could be tried there, in quadratic time.
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}+={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
 _DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
 _ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
 _SKIP = "or set data.on_bad_row=skip"

@@ -22,7 +22,7 @@ import httpx2
 from fovea import __version__
 from fovea.data.pinned_network import Deadline, PinnedNetwork
 from fovea.errors import BadRowError
-from fovea.utils.files import write_atomically
+from fovea.utils.files import complete_bytes, delete_abandoned, write_atomically
 
 _REDIRECTS = {301, 302, 303, 307, 308}
 _TRY_AGAIN = {429, 500, 502, 503, 504}
@@ -172,7 +172,7 @@ def _bad(where: str, problem: str, reason: str) -> BadRowError:
 
 
 class FetchedFiles:
-    """A cache on disk around `read(url, where)`, of at most `max_gib`.
+    """A cache on disk around `read(url, where)`, of at most `max_gib`; several processes may share its folder.
 
     An OSError of the disk is raised as it is, and not as a bad row: the row is as good as before.
     """
@@ -180,8 +180,9 @@ class FetchedFiles:
     # nothing is evicted: an image that was read once is the same in every epoch and after a resume
 
     def __init__(self, folder: Path, max_gib: float, read: Callable[[str, str], bytes]) -> None:
+        delete_abandoned(folder)
         self._folder = folder
-        self._left_bytes = max_gib * 2**30 - sum(file.stat().st_size for file in folder.glob("*"))
+        self._left_bytes = max_gib * 2**30 - complete_bytes(folder)
         self._read = read
 
     def __call__(self, url: str, where: str) -> bytes:

@@ -247,7 +247,7 @@ def _checked(
 ) -> Image.Image:
     """The image as RGB, unless it has too many pixels or needs a conversion that nobody asked for."""
     _check_pixels(*image.size, where, max_megapixels)
-    needed = _conversions(image, content)
+    needed = _conversions(image, content) | _turned(image)  # Pillow turns a TIFF as it loads it, and forgets that
     image.load()
     needed |= _turned(image)  # some formats say so at the end of the file
     for kind in sorted(needed - set(convert)):
@@ -286,8 +286,8 @@ def _bits_per_channel(image: Image.Image, content: bytes) -> int:
         return max(bits)
     if image.format == "PNG":
         return int.from_bytes(content[24:25])
-    if image.format == "PPM" and content[:2] in {b"P5", b"P6"}:
-        fields = re.sub(rb"#[^\n]*", b"", content[2:512]).split(None, 3)
+    if image.format == "PPM" and content[:2] in {b"P2", b"P3", b"P5", b"P6"}:
+        fields = re.sub(rb"#[^\r\n]*", b"", content[2:512]).split(None, 3)
         return int(fields[2]).bit_length()
     if image.format == "JPEG2000" and content:
         return (content[content.index(_JPEG2000_SIZES) + _JPEG2000_BITS] & 0x7F) + 1

@@ -21,6 +21,13 @@ from fovea.errors import BadRowError
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
 """Translated as each network chooses (RFC 8215), and public to Python before 3.13, as site-local addresses are."""
+_EMBEDDED = (
+    ipaddress.ip_network("::/96"),  # IPv4-compatible addresses (RFC 4291, 2.5.5.1), deprecated
+    ipaddress.ip_network("::ffff:0:0:0/96"),  # IPv4-translated addresses (RFC 2765, 2.1), for translators of a network
+)
+"""Some networks lead these to the IPv4 address inside; to Python they are public."""
+_AZURE_HOST = ipaddress.ip_address("168.63.129.16")
+"""The host of every virtual machine of Azure, reachable from nowhere else ("What is IP address 168.63.129.16?")."""
 
 
 class Deadline:
@@ -111,11 +118,11 @@ def is_public(address: str) -> bool:
     """Whether an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        if ip in _LOCAL_NAT64 or ip.is_site_local:
+        if ip in _LOCAL_NAT64 or ip.is_site_local or any(ip in network for network in _EMBEDDED):
             return False
         if ip in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if inner is not None:
             return is_public(str(inner))
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and ip != _AZURE_HOST

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
+
+_PARTIALS = ".*.partial"
+_ABANDONED_SECONDS = 24 * 3600
+"""Age of a temporary file of which no process still writes."""
 
 
 def json_number(value: float) -> float | None:
@@ -42,6 +47,26 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whose readers see the old content or the new one, never half of it."""
     with atomic_file(path) as partial:
         partial.write_bytes(content)
+
+
+def complete_bytes(folder: Path) -> int:
+    """Bytes of the files of a folder, in which other processes may be writing by `atomic_file`."""
+    return sum(map(_size, folder.glob("[!.]*")))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # deleted since it was listed
+        return 0
+
+
+def delete_abandoned(folder: Path) -> None:
+    """Delete the temporary files that killed processes left in a folder a day ago or earlier, as far as that can be."""
+    for partial in folder.glob(_PARTIALS):
+        with suppress(OSError):
+            if partial.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                partial.unlink()
 
 
 @contextmanager

@@ -11,7 +11,15 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError
 
-from fovea.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    check_depth,
+)
 from fovea.config.describe import describe
 from fovea.config.elsewhere import systems
 from fovea.config.recipes import CLOSE_ENOUGH
@@ -92,6 +100,13 @@ def read_inputs(record: type[Inputs], source: str) -> Inputs:
         given = json.loads(text, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} line {error.lineno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nests too deep for an object of inputs; flatten it") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{where}: a number is too long to be read ({reason}); write it shorter") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{where}: {show(given)} is no object of inputs; write {{"total_steps": 100}}')
     return checked(record, given)
@@ -100,6 +115,8 @@ def read_inputs(record: type[Inputs], source: str) -> Inputs:
 def checked(record: type[Inputs], given: Mapping[str, object]) -> Inputs:
     """The record of these inputs; ConfigError naming the first that is unknown, missing or of no fitting value."""
     check_names(record, given)
+    for name, value in given.items():
+        check_depth(value, name)
     try:
         return record.model_validate(dict(given), strict=True)
     except ValidationError as error:

@@ -320,6 +320,16 @@ def test_what_wrong_arguments_are_told(arguments: Mapping[str, Any], message: st
         fovea.GRPO(**{"model": {"tiny": {}}, **arguments})
 
 
+def test_a_mapping_that_holds_itself_is_told() -> None:
+    circle: dict[str, object] = {}
+    circle["train"] = [{"a": circle}]
+    told = r"settings: {}: holds itself, or nests more than 50 deep, as no setting does; flatten it"
+    with pytest.raises(fovea.FoveaError, match=told.format("train")):
+        fovea.GRPO(model={"tiny": {}}, settings=circle)
+    with pytest.raises(fovea.FoveaError, match=told.format("data")):
+        fovea.GRPO(model={"tiny": {}}, data=circle)
+
+
 @pytest.mark.parametrize("trainer", [fovea.GRPO, fovea.PPO])
 def test_a_run_of_nothing_is_told_what_to_give(trainer: type[fovea.GRPO | fovea.PPO]) -> None:
     """The command has a data set by default; a line of Python that forgets its rows must not train on that."""

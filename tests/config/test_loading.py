@@ -255,6 +255,16 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             ": train.backend: in files and mappings sections nest, without dots: train: {backend: ...}",
         ),
         ("rollout.top_pp: 1\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
+        ("train: {1: 2}\n", ": train: the key 1 is no text, as a setting's name is; put it in quotes"),
+        (
+            "train: {backend: {on: 2}}\n",
+            ": train.backend: the key true (on and yes are read as true) is no text, as a setting's name is; put it in "
+            "quotes",
+        ),
+        (
+            "off: 2\n",
+            ": the key false (off and no are read as false) is no text, as a setting's name is; put it in quotes",
+        ),
         ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
         (
             "model: {path: a}\nrollout:\n",
@@ -298,6 +308,12 @@ def test_settings_without_any_layer_are_told_what_is_missing() -> None:
     assert error_of([]) == (
         "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
     )
+
+
+@pytest.mark.parametrize("key", [1, True, None, 1.5, (1, 2)])
+def test_a_mapping_of_python_has_texts_as_keys_too(key: object) -> None:
+    with pytest.raises(ConfigError, match=r"^arguments: train: the key .* is no text, as a setting's name is"):
+        load_config([], [{"train": {key: 2}}])
 
 
 def test_bytes_that_are_no_text(recipe: Path) -> None:

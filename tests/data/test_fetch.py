@@ -156,6 +156,15 @@ def test_private_addresses_are_refused(host: str, site: Site) -> None:
         ("64:ff9b:1::5db8:d822", False),
         ("fec0::1", False),
         ("2002:7f00:1::", False),
+        ("::127.0.0.1", False),
+        ("::93.184.216.34", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("::ffff:0:93.184.216.34", False),
+        ("::ffff:93.184.216.34", True),
+        ("168.63.129.16", False),
+        ("168.63.129.17", True),
+        ("::ffff:168.63.129.16", False),
+        ("64:ff9b::a83f:8110", False),
     ],
 )
 def test_which_addresses_are_public(address: str, public: bool) -> None:
@@ -242,6 +251,15 @@ def test_what_has_come_once_is_kept(site: Site, tmp_path: Path) -> None:
     small = FetchedFiles(tmp_path / "images", len(png()) / 2**30, read)
     assert small(f"{site.url}/a.png?other", WHERE) == png()
     assert len(list((tmp_path / "images").iterdir())) == 1, "no room for another"
+
+
+def test_what_is_half_written_takes_no_room_in_the_cache(tmp_path: Path) -> None:
+    """Another process may rename it at any time, or have been killed over it."""
+    (tmp_path / ".0123.partial").write_bytes(bytes(9))
+    (tmp_path / ".4567.partial").symlink_to(tmp_path / "renamed")
+    kept = FetchedFiles(tmp_path, 10 / 2**30, lambda *_: bytes(5))
+    assert kept("https://a.org/b.png", WHERE) == bytes(5)
+    assert sum(file.name[0] != "." for file in tmp_path.iterdir()) == 1
 
 
 class FullDisk(io.BytesIO):

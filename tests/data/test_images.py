@@ -142,16 +142,18 @@ def test_exif_rotation_is_applied_once(orientation: int, kind: str) -> None:
     assert opened.size == ((5, 7) if orientation > 4 else (7, 5))
 
 
-def turned() -> bytes:
+def turned(kind: str) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(Image.fromarray(colours()), "JPEG", exif=exif)
+    return encoded(Image.fromarray(colours()), kind, exif=exif)
 
 
 def sixteen_bit_colours(kind: str) -> bytes:
     """Pillow writes none, and reads them as 8 bits: by hand, one red pixel."""
     if kind == "PPM":
         return b"P6 1 1 65535\n" + struct.pack(">3H", 65535, 0, 0)
+    if kind == "plain PPM":
+        return b"P3 # of\r1 1 65535\n65535 0 0\n"
     row = b"\0" + struct.pack(">3H", 65535, 0, 0)
 
     def chunk(name: bytes, data: bytes) -> bytes:
@@ -165,13 +167,14 @@ CONVERTIBLE = {
     "cmyk": [encoded(Image.new("CMYK", (8, 8)), "JPEG"), encoded(Image.new("CMYK", (8, 8)), "TIFF")],
     "16_bit": [
         *(encoded(Image.fromarray(np.zeros((4, 4), np.uint16)), kind) for kind in ("PNG", "TIFF", "JPEG2000")),
-        *(sixteen_bit_colours(kind) for kind in ("PNG", "PPM")),
+        *(sixteen_bit_colours(kind) for kind in ("PNG", "PPM", "plain PPM")),
+        b"P2 1 1 65535\n65535\n",
     ],
     "frames": [
         encoded(Image.new("RGB", (8, 8)), kind, save_all=True, append_images=[Image.new("RGB", (8, 8), (9, 9, 9))])
         for kind in ("GIF", "PNG", "WEBP", "TIFF")
     ],
-    "rotated": [turned()],
+    "rotated": [turned(kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF")],
 }
 
 
@@ -189,7 +192,7 @@ def test_what_needs_a_conversion_is_refused_until_it_is_asked_for(kind: Conversi
 
 
 def test_sixteen_bit_colours_become_eight() -> None:
-    for kind in ("PNG", "PPM"):
+    for kind in ("PNG", "PPM", "plain PPM"):
         assert values(open_bytes(sixteen_bit_colours(kind))).tolist() == [[[255, 0, 0]]]
 
 

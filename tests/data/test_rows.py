@@ -87,6 +87,19 @@ def test_cells_that_are_no_image(cell: object, tmp_path: Path) -> None:
         image_refs(cell, where="a.parquet row 2", folder=tmp_path)
 
 
+def test_a_text_that_is_almost_base64_is_decided_in_linear_time(tmp_path: Path) -> None:
+    """In quadratic time a MiB takes two hours."""
+    text = "A" * 80 + " " * (1 << 20)
+    (ref,) = image_refs(f"{text}!", where="w", folder=tmp_path)
+    assert ref.source == str(tmp_path / f"{text}!"), "a path"
+
+
+@pytest.mark.parametrize("end", ["AA", "A=", "==", "==\n ", "AA \n "])
+def test_base64_is_an_image_whatever_it_ends_in(end: str, tmp_path: Path) -> None:
+    (ref,) = image_refs("A" * 82 + end, where="w", folder=tmp_path)
+    assert isinstance(ref.source, bytes)
+
+
 def error_of(files: list[str], columns: tuple[tuple[str, str], ...] = ()) -> str:
     with pytest.raises(DataError) as error:
         open_rows(files, columns=columns)

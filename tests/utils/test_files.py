@@ -1,9 +1,11 @@
+import os
+import time
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from fovea.utils.files import atomic_file, atomic_folder, write_atomically
+from fovea.utils.files import atomic_file, atomic_folder, complete_bytes, delete_abandoned, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -39,6 +41,30 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
         first.write_bytes(b"first")
         second.write_bytes(b"second")
     assert (tmp_path / "a.txt").read_bytes() == b"first", "which left its block last"
+
+
+def test_what_another_process_is_writing_is_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"four")
+    with atomic_file(tmp_path / "b") as partial:
+        partial.write_bytes(b"half")
+        assert complete_bytes(tmp_path) == 4
+    assert complete_bytes(tmp_path) == 8
+    assert complete_bytes(tmp_path / "none") == 0
+
+
+def test_a_file_that_vanishes_while_they_are_counted_has_no_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"four")
+    (tmp_path / "b").symlink_to(tmp_path / "deleted")
+    assert complete_bytes(tmp_path) == 4
+
+
+def test_a_temporary_file_is_deleted_a_day_after_its_process_was_killed(tmp_path: Path) -> None:
+    for name, hours in ((".a.partial", 25), (".b.partial", 23), ("c", 25), (".d", 25)):
+        (tmp_path / name).write_bytes(b"half")
+        then = time.time() - hours * 3600
+        os.utime(tmp_path / name, (then, then))
+    delete_abandoned(tmp_path)
+    assert names(tmp_path) == [".b.partial", ".d", "c"]
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
 from fovea.environments.geospot.gazetteer import LatLon
 
 Axis: TypeAlias = Literal["lat", "lon"]
@@ -22,8 +24,9 @@ _MARKS = str.maketrans(
     {"º": "°", "˚": "°", "∘": "°", "’": "'", "′": "'", "`": "'", "´": "'", "‘": "'", "ʹ": "'", "″": '"'}
 )
 _MORE_MARKS = str.maketrans({"”": '"', "“": '"', "ʺ": '"', "˝": '"', "٫": ".", "·": ".", "，": ","})
-_NUMBER = r"\d{1,3}(?:[.,]\d{1,20})?"
-_SIXTIETHS = r"\d{1,2}(?:[.,]\d{1,20})?"
+_DECIMALS = 20
+_NUMBER = rf"\d{{1,3}}(?:[.,]\d{{1,{_DECIMALS}}})?"
+_SIXTIETHS = rf"\d{{1,2}}(?:[.,]\d{{1,{_DECIMALS}}})?"
 _HEMISPHERES: Mapping[str, tuple[Axis, int]] = {
     **dict.fromkeys(("n", "north", "norte", "nord"), ("lat", 1)),
     **dict.fromkeys(("s", "south", "sur", "sul", "sud", "süd"), ("lat", -1)),
@@ -73,6 +76,11 @@ def parse_point(text: str) -> LatLon | None:
     if first.axis == "lon" or second.axis == "lat" or abs(first.degrees) > 90 or abs(second.degrees) > 180:
         return None
     return LatLon(first.degrees, second.degrees)
+
+
+def degrees_text(degrees: float) -> str:
+    """Degrees with as many decimals as are read, and without an exponent, whose e would be east."""
+    return np.format_float_positional(degrees, precision=_DECIMALS, trim="-")
 
 
 def plain(text: str) -> str:

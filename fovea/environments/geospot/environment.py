@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from fovea.config.run import GeoSpotEnvironment
 from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
@@ -18,6 +16,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.dataset_prompts import bad_row
 from fovea.environments.file_splits import FileSplits
+from fovea.environments.geospot.coordinates import degrees_text
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, distance_parts, grade_answer, place_of
@@ -67,7 +66,7 @@ class GeoSpot(Environment):
         place = true_place(task.row, task.id, self._config)
         lines = {"City": place.city, "Region": place.region, "Country": self._country(task.row, place)}
         if place.at is not None:
-            lines |= {"Latitude": _degrees(place.at.lat), "Longitude": _degrees(place.at.lon)}
+            lines |= {"Latitude": degrees_text(place.at.lat), "Longitude": degrees_text(place.at.lon)}
         return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
 
     def _open(self, split: Split, sources: Sequence[str]) -> Rows:
@@ -140,8 +139,3 @@ def _facts(stage: GeoStage, weights: Mapping[str, float]) -> Mapping[str, float]
     """The figures of a stage for a log: its tolerance, and its weights scaled to sum to 1."""
     total = sum(weights[part] for part in stage.asks)
     return {"tolerance_km": stage.tolerance_km, **{f"weight_{part}": weights[part] / total for part in stage.asks}}
-
-
-def _degrees(value: float) -> str:
-    """Degrees with all digits and without an exponent."""
-    return np.format_float_positional(value, trim="-")

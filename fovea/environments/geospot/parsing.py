@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fovea.environments.geospot.coordinates import parse_degrees, parse_point, plain
+from fovea.environments.geospot.coordinates import degrees_text, parse_degrees, parse_point, plain
 from fovea.environments.geospot.countries import country_code
 from fovea.environments.geospot.gazetteer import LatLon
 
@@ -184,10 +184,14 @@ def _json_fields(found: object, depth: int = 0) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             yield from _json_fields(value, depth + 1)
         elif field is not None:
-            written = ", ".join(map(str, value[:3])) if isinstance(value, list) else str(value)
-            cleaned = _clean(written) if value is not None else None
+            text = ", ".join(map(_text, value[:3])) if isinstance(value, list) else _text(value)
+            cleaned = _clean(text) if value is not None else None
             if cleaned is not None:
                 yield field, cleaned
+
+
+def _text(value: object) -> str:
+    return degrees_text(value) if isinstance(value, float) else str(value)
 
 
 def _from_lines(text: str) -> Answer | None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.geospot.coordinates import parse_degrees, parse_point
+from fovea.environments.geospot.coordinates import degrees_text, parse_degrees, parse_point
 from fovea.environments.geospot.gazetteer import LatLon
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import grade
@@ -77,6 +77,23 @@ def test_forms_of_one_answer(text: str) -> None:
 )
 def test_no_sign_is_lost(degrees: str) -> None:
     assert parse_answer(f"City: Sydney\nCountry: Australia\n{degrees}").at == pytest.approx((-33.87, 151.21))
+
+
+@pytest.mark.parametrize("lon", ["-0.00005", "-5e-05", "-5E-5", '"-0.00005"'])
+@pytest.mark.parametrize("form", ['"lat": 51.47, "lon": {lon}', '"coordinates": [51.47, {lon}]'])
+def test_small_numbers_of_json_are_no_degrees_east(form: str, lon: str) -> None:
+    """Python writes them as -5e-05, where 5e is 5 degrees east."""
+    answer = parse_answer(f'{{"country": "UK", {form.format(lon=lon)}}}')
+    assert answer.at == LatLon(51.47, -0.00005)
+
+
+def test_a_large_number_of_json_is_no_coordinate() -> None:
+    assert parse_answer('{"country": "UK", "lat": 51.47, "lon": 1e22}').at is None
+
+
+@pytest.mark.parametrize("degrees", [-33.869722222222222, 0.1, 1e-5, -1.1102230246251565e-16, 1e-300, 0.0])
+def test_degrees_are_read_as_they_are_written(degrees: float) -> None:
+    assert parse_degrees(degrees_text(degrees), "lat") == pytest.approx(degrees, rel=0, abs=1e-20)
 
 
 def test_a_line_may_name_its_degrees() -> None:
