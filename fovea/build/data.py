@@ -108,9 +108,8 @@ def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config
 def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
     """Make the data order of training rows; ConfigError for a curriculum that it cannot follow."""
     order = _order(config, tasks)
-    tables = config.curriculum.level_weights
-    # each of them before the run begins, and not where a stage does
-    for table in tables if config.curriculum.enabled else tables[-1:]:
+    # all of them before the run begins, and not each where its stage does
+    for table in config.curriculum.tables_in_use:
         order.weigh_levels(table)
     order.weigh_levels({})
     return order

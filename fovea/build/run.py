@@ -17,7 +17,7 @@ from fovea.build.model import locate_model
 from fovea.build.outputs import make_profile, model_table, peak_tflops
 from fovea.build.policy import make_warmup
 from fovea.build.trackers import chosen_trackers, make_trackers
-from fovea.build.trial_score import try_reward
+from fovea.build.trial_score import remarks_on_answers, try_reward
 from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
@@ -72,6 +72,8 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
     try_reward(graded)
+    for remark in remarks_on_answers(graded):
+        progress.warn(remark)
     progress.stage("making the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 from fovea.build.environment import GradedEnvironment
+from fovea.data.readers.base import listed
 from fovea.environments.custom.grader import UserGrader
+from fovea.environments.dataset_tasks import ANSWER_KEYS
+from fovea.environments.rows import OwnRows
 from fovea.errors import DataError, UnscoredError
 from fovea.types import Task, Turn
 from fovea.utils.event_loop import wait_for
@@ -38,6 +42,21 @@ def _try(graded: GradedEnvironment) -> None:
     task, answer = found
     with suppress(UnscoredError):
         wait_for(grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=answer)]]))
+
+
+def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
+    """What is to be said of rows that have no column of true answers, of a mixture those of each part."""
+    for each in (*graded.parts.values(), graded):
+        if not isinstance(each.environment, OwnRows) or each.environment.answer_key is not None:
+            continue
+        found = _answered_row(each)
+        columns = [] if found is None else list(found[0].row)
+        if found is not None and not found[0].answer and not set(ANSWER_KEYS) & set(columns):
+            yield (
+                f"no column of the training rows is called {' or '.join(ANSWER_KEYS)}, so that task.answer is an empty "
+                f"text to the reward (the columns are {listed(columns)}); set environment.answer_key where one of them "
+                "holds the true answer"
+            )
 
 
 def _answered_row(graded: GradedEnvironment) -> tuple[Task, str] | None:

@@ -100,6 +100,17 @@ class Curriculum(Section):
     level_weights: tuple[dict[str, NonNegativeFloat], ...] = ()
     """Sampling weights of the difficulty levels, one table per stage (0: never; a level not named: 1)."""
 
+    @property
+    def tables_in_use(self) -> tuple[dict[str, float], ...]:
+        """Tables of the stages that a run goes through.
+
+        Without the curriculum that is the last one; one of ones, which weighs nothing, may then name levels that no row
+        has, so that a recipe's curriculum can be turned off for other rows.
+        """
+        if self.enabled:
+            return self.level_weights
+        return tuple(table for table in self.level_weights[-1:] if any(weight != 1 for weight in table.values()))
+
     @model_validator(mode="after")
     def _starts_rise(self) -> Curriculum:
         if self.starts is not None and any(later <= earlier for earlier, later in pairwise(self.starts)):

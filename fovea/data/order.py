@@ -168,12 +168,7 @@ class Order:
         """None: this order never ends."""
 
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
-        """Weight the levels of all later draws, relative to their share of the rows (default 1; 0 excludes a level).
-
-        The names in a table of ones are not looked up: it weighs nothing, and may name more levels than rows have.
-        """
-        if all(weight == 1 for weight in weights.values()):
-            weights = {}
+        """Weight the levels of all later draws, relative to their share of the rows (default 1; 0 excludes a level)."""
         levels = sorted({level for _, level in self._strata if level})
         if weights and not levels:
             raise ConfigError(f"{_LEVEL_SETTING} is set, but the rows have no levels; remove it")

@@ -63,8 +63,8 @@ class Curriculum:
     @property
     def level_weights(self) -> Mapping[str, float]:
         """The relative frequency of rows of each level; 1 for a level that is not named."""
-        tables = self._settings.level_weights
-        return tables[self._stage] if tables else {}
+        tables = self._settings.tables_in_use
+        return tables[self._stage if self._settings.enabled else -1] if tables else {}
 
     def begin_step(self, step: int) -> str | None:
         """Advance to the stage of a step (counted from 0), and return a line for the log if the stage changed."""

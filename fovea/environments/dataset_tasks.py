@@ -9,6 +9,7 @@ Where no setting names a column, it is the first of these that the row has.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -35,6 +36,7 @@ from fovea.types import Message, Task
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
 ANSWER_KEYS = ("answer", "reward_model")
 KIND = "all"
+_IMAGE_NAME = re.compile(r"data:image/.*|\S.*\.(?:png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
 
 Row: TypeAlias = Mapping[str, object]
 ReadAnswer: TypeAlias = Callable[[object, str], str]
@@ -82,6 +84,7 @@ class FileTasks:
         settings, source = self._settings, f"environment.{split}_files"
         rows = open_rows(sources, columns=settings.named_columns, setting=source, access=self._access)
         check_question(settings, rows.columns, source)
+        check_pictures(settings, rows, source)
         return rows
 
     def _image_columns(self, rows: Rows) -> list[str]:
@@ -152,6 +155,31 @@ def check_question(settings: FileEnvironment, columns: Sequence[str], source: st
             f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? The columns are "
             f"{listed(columns)}; set environment.prompt_key{nearest(PROMPT_KEYS, others)}"
         )
+
+
+def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
+    """Raise DataError where the images are in a column that no setting names, and not under one of their usual names.
+
+    Rows without any image are left alone. `source` is what gave the rows.
+    """
+    names = settings.image_names
+    if settings.names_images or set(names) & set(rows.columns) or not len(rows):
+        return
+    column = next((column for column, cell in rows[0].items() if _holds_image(cell)), None)
+    if column is not None:
+        raise DataError(
+            f"{source}: no column is called {' or '.join(names)}, but {column} holds images; set "
+            f"environment.image_key={column}, or environment.image_keys=[] to ask without them"
+        )
+
+
+def _holds_image(cell: object) -> bool:
+    """Whether a cell is an image, its file's name, or a list of those."""
+    if isinstance(cell, list | tuple) and cell:
+        return _holds_image(cell[0])
+    if isinstance(cell, Mapping):
+        return isinstance(cell.get("bytes"), bytes) or _holds_image(cell.get("path"))
+    return isinstance(cell, bytes) or (isinstance(cell, str) and _IMAGE_NAME.fullmatch(cell) is not None)
 
 
 def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row | None, source: str) -> None:

@@ -20,6 +20,7 @@ class OwnRows(Environment):
         """With `imitated`, for a warm-up, a row without an answer is a bad row."""
         self._files = FileTasks(config, access, read_answer=plain_answer if imitated else answer_or_none)
         self.graders: tuple[Grader, ...] = ()
+        self.answer_key = config.answer_key
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._files.tasks(split)

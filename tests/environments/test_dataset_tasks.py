@@ -129,6 +129,21 @@ def test_kinds_come_from_a_column() -> None:
     assert [task.kind for task in files.tasks("test")] == ["count", "colour", "all", "3"]
 
 
+@pytest.mark.parametrize(
+    "cell", ["pictures/one.PNG", "https://host/one.jpeg", {"bytes": b"x", "path": None}, ["one.webp"]]
+)
+def test_images_under_a_name_that_is_not_known_are_told(cell: object) -> None:
+    rows = [{"problem": "?", "answer": "1", "file_name": cell}]
+    with pytest.raises(DataError, match=r"no column is called images or image, but file_name holds images; set "):
+        tasks_of(rows).tasks("train")
+    assert tasks_of(rows, image_keys=()).tasks("train")[0].images == ()
+
+
+def test_rows_without_images_are_asked_without() -> None:
+    rows = [{"problem": "Which is larger, a.b or c?", "answer": "a.b", "source": "a web page", "n": 3, "url": None}]
+    assert tasks_of(rows).tasks("train")[0].images == ()
+
+
 def test_a_row_keeps_its_place_when_it_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"problem": "?", "answer": "{n}"}}\n' for n in range(5)))
     files = FileTasks(settings(train_files=(str(tmp_path / "a.jsonl"),), dev_share=0.2), RowAccess())
