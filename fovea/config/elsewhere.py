@@ -32,6 +32,8 @@ class Counterpart:
     """Its values, and ours for each; others have no counterpart."""
     special: Mapping[Any, Any] | None = None
     """Values that are others here; the rest are the same."""
+    type: str = ""
+    """What its value must be to be read, such as `text or null`; empty: anything, which is checked later."""
     rule: str = ""
     """Name of the function of the importer that reads it with others, or changes its unit."""
     none: str = ""

@@ -28,12 +28,16 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a key written twice, reads 1e-6 as a number, and leaves dates text."""
+    """safe_load that refuses a key written twice and a value in itself, reads 1e-6 as a number, leaves dates text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to say it)
         first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith(":timestamp")]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, stream: str | bytes) -> None:
+        super().__init__(stream)
+        self.deep_construct = True  # inner values at once, and no outer one that is still empty by an alias
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -132,6 +136,11 @@ def read_yaml(content: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nests too deep to be read; flatten it") from None
+    except (ValueError, LookupError, AttributeError) as error:  # as PyYAML reads 5,000 digits, or `!!bool abc`
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{where}: a value is not what its form or tag says ({reason}); correct it") from None
 
 
 def write_yaml(tree: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ def _evaluate(inner: str, key: str, lookup: Callable[[str], Any], variables: Col
         raise ConfigError(f"{key}: ${{{name}:...}} is a function that is not known here; write its value")
     try:
         return _FUNCTIONS[name](*(read_yaml(argument, key) for argument in arguments))
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, ArithmeticError) as error:
         raise ConfigError(f"{key}: ${{{inner}}} has no value ({error}); write its value") from None
 
 

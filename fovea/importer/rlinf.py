@@ -26,7 +26,7 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "
 
 def environment(theirs: Theirs) -> Iterator[Line | Left]:
     key = "reward.reward_type"
-    named, kind = theirs.environment, ENVIRONMENTS.get(theirs.value(key))
+    named, kind = theirs.environment, ENVIRONMENTS.get(str(theirs.value(key)))
     if named is not None and kind not in (None, named):
         raise theirs.refuse(key, f"this is environment.name={kind}, but --environment says {named}; leave that out")
     if named is None and kind is None:
@@ -36,7 +36,7 @@ def environment(theirs: Theirs) -> Iterator[Line | Left]:
 
 def reward_values(theirs: Theirs) -> Iterator[Line | Left]:
     """Rewards of right and wrong answers, each times a factor."""
-    scale, kind = "reward.reward_scale", theirs.value("reward.reward_type")
+    scale, kind = "reward.reward_scale", str(theirs.value("reward.reward_type"))
     if (theirs.environment or ENVIRONMENTS.get(kind)) != "geo3k":
         return
     for ours in ("reward_max_val", "reward_min_val"):
@@ -142,10 +142,7 @@ def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
-    kind = theirs.value(ADVANTAGE)
-    if kind not in ALGORITHMS:
-        raise theirs.refuse(ADVANTAGE, f"there is no such advantage here; set it to {', '.join(ALGORITHMS)}")
-    name, advantage = ALGORITHMS[kind]
+    name, advantage = theirs.one_of(ADVANTAGE, ALGORITHMS, "advantage")
     yield theirs.line("algorithm.name", name, ADVANTAGE)
     yield theirs.line("algorithm.advantage.name", advantage, ADVANTAGE)
     if name == "ppo":
@@ -192,11 +189,10 @@ def kl(theirs: Theirs) -> Iterator[Line | Left]:
     if not theirs.value(coef):
         yield theirs.line("algorithm.kl", None, coef)
         return
-    if theirs.value(kind) not in ESTIMATORS:
-        raise theirs.refuse(kind, f"there is no such estimator here; set it to {', '.join(ESTIMATORS)}")
+    estimator = theirs.one_of(kind, ESTIMATORS, "estimator")
     yield theirs.line("algorithm.kl.name", "loss", coef)
     yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
-    yield theirs.line("algorithm.kl.estimator", ESTIMATORS[theirs.value(kind)], kind)
+    yield theirs.line("algorithm.kl.estimator", estimator, kind)
 
 
 def importance(theirs: Theirs) -> Iterator[Line | Left]:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from fovea.config.elsewhere import Counterpart, System
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.importer.given import Given, Unread
 from fovea.importer.interpolation import resolve
+
+T = TypeVar("T")
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: value in (True, False),  # 0 and 1 too
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "positive integer": lambda value: _TYPES["integer"](value) and value > 0,
+    "number": lambda value: isinstance(value, float) or _TYPES["integer"](value),
+    "text": lambda value: isinstance(value, str),
+    "list of texts": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+}
+"""Types of values in elsewhere.yaml, which names them one `or` another."""
 
 TRACKERS = {"mlflow": "log.mlflow_experiment", "swanlab": "log.swanlab_project", "wandb": "log.wandb_project"}
 """Trackers by their names in the others' lists of loggers: the setting that names their project."""
@@ -42,6 +54,14 @@ class Left:
     """Whether the recipe lacks something by that."""
 
 
+class Unusable(Exception):
+    """A given value of a type that is not the setting's: whatever is made of it is left out."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.left = Left(key=key, reason=reason, matters=True)
+
+
 Rule: TypeAlias = Callable[["Theirs"], Iterator[Line | Left]]
 """Makes settings of several of the other system's together."""
 
@@ -58,14 +78,31 @@ class Theirs:
     def value(self, key: str) -> Any:
         """The value of a key, references replaced, or its default; None where it is null or has neither.
 
-        ConfigError for a value that cannot be known.
+        ConfigError for a value that cannot be known, Unusable for one of another type than the setting's.
         """
+        return self._value(key, ())
+
+    def _value(self, key: str, through: tuple[str, ...]) -> Any:
+        """The value of a key to which references lead through others."""
+        if key in through:
+            circle = " -> ".join([*through[through.index(key) :], key])
+            raise ConfigError(f"{circle}: these settings refer to each other in a circle; write the value of one")
         given, known = self.given.get(key), self.system.find(key)
         if given is None:
             return known.default if known is not None and known.theirs == key else None
         if isinstance(given.value, Unread):
             raise ConfigError(f"{given.where}: {given.text}: {given.value.reason}; add {key}=VALUE behind the file")
-        return resolve(given.value, key, self.value)
+        value = resolve(given.value, key, lambda other: self._value(other, (*through, key)))
+        if known is not None and known.type and not any(_TYPES[each](value) for each in known.type.split(" or ")):
+            raise Unusable(key, f"{show(value)} is no {known.type}")
+        return value
+
+    def one_of(self, key: str, ours: Mapping[str, T], kind: str) -> T:
+        """What the value of a key is here; ConfigError for one that is nothing here, without which is no recipe."""
+        value = self.value(key)
+        if not isinstance(value, str) or value not in ours:
+            raise self.refuse(key, f"there is no such {kind} here; set it to {', '.join(ours)}")
+        return ours[value]
 
     def is_given(self, *keys: str) -> bool:
         return any(key in self.given for key in keys)
@@ -107,12 +144,12 @@ def plain(theirs: Theirs, setting: Counterpart) -> Iterator[Line | Left]:
     elif theirs.is_given(key) or setting.has_default:
         value = theirs.value(key)
         if setting.values is not None and value is not None:
-            if value not in setting.values:
+            if value not in list(setting.values):  # a list, which no mapping has as a key, is not in it either
                 allowed = ", ".join(map(show, setting.values))
                 yield from theirs.left(key, f"only {allowed} have a counterpart in {setting.ours[0]}")
                 return
             value = setting.values[value]
-        if setting.special is not None and value in setting.special:
+        if setting.special is not None and value in list(setting.special):
             value = setting.special[value]
         for ours in setting.ours if value is not None else ():
             yield theirs.line(ours, value, key)

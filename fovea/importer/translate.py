@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fovea.config.elsewhere import System
+from fovea.config.elsewhere import Counterpart, System
 from fovea.config.listing import settings
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.importer import rlinf, verl
 from fovea.importer.given import Given
-from fovea.importer.theirs import EnvironmentName, Left, Line, Rule, Theirs, plain
+from fovea.importer.theirs import EnvironmentName, Left, Line, Rule, Theirs, Unusable, plain
 
 RULES: Mapping[str, Mapping[str, Rule]] = {"verl": verl.RULES, "rlinf": rlinf.RULES}
 
@@ -38,7 +38,7 @@ def translate(system: System, given: Mapping[str, Given], environment: Environme
     theirs = Theirs(system=system, given=given, environment=environment)
     found = list(_found(theirs))
     lines = tuple(_one_for_each_key(each for each in found if isinstance(each, Line)))
-    left = [each for each in found if isinstance(each, Left)]
+    left = list(dict.fromkeys(each for each in found if isinstance(each, Left)))
     told = {key for line in lines for key in line.read} | {each.key for each in left}
     silent = [key for key in given if key not in told and system.find(key) is not None]
     left += [Left(key=key, reason="without effect beside the other settings", matters=False) for key in silent]
@@ -59,10 +59,22 @@ def _found(theirs: Theirs) -> Iterator[Line | Left]:
     done = set()
     for setting in theirs.system.settings:
         if not setting.rule:
-            yield from plain(theirs, setting)
+            yield from _usable(plain(theirs, setting), theirs, setting)
         elif setting.rule not in done:
             done.add(setting.rule)
-            yield from RULES[theirs.system.name][setting.rule](theirs)
+            yield from _usable(RULES[theirs.system.name][setting.rule](theirs), theirs, setting)
+
+
+def _usable(made: Iterator[Line | Left], theirs: Theirs, setting: Counterpart) -> list[Line | Left]:
+    """What is made of a setting and those of its rule; with an unusable value among them, that all are left out."""
+    try:
+        return list(made)
+    except Unusable as error:
+        bad = error.left
+        found = {key: theirs.system.find(key) for key in theirs.given if setting.rule and key != bad.key}
+        others = [key for key, each in found.items() if each is not None and each.rule == setting.rule]
+        reason = f"read together with {bad.key}, which cannot be used"
+        return [bad, *(Left(key=key, reason=reason, matters=True) for key in others)]
 
 
 def _one_for_each_key(lines: Iterable[Line]) -> Iterator[Line]:

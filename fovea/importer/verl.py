@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from fovea.config.type_text import show
 from fovea.importer.theirs import TRACKERS, Left, Line, Rule, Theirs
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
@@ -56,9 +57,12 @@ def bad_rows(theirs: Theirs) -> Iterator[Line | Left]:
 
 def reward(theirs: Theirs) -> Iterator[Line | Left]:
     path, name = "custom_reward_function.path", "custom_reward_function.name"
-    if theirs.value(path) is not None:
+    file = theirs.value(path)
+    if isinstance(file, str):
         why = "the function's arguments are others here (docs/own.md)"
-        yield theirs.line("reward", f"{theirs.value(path)}:{theirs.value(name)}", path, name, why=why)
+        yield theirs.line("reward", f"{file}:{theirs.value(name)}", path, name, why=why)
+    elif file is not None:
+        yield from theirs.left(path, f"{show(file)} is no file")
 
 
 def overlong(theirs: Theirs) -> Iterator[Line | Left]:
@@ -133,9 +137,7 @@ def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
 
 def clip(theirs: Theirs) -> Iterator[Line | Left]:
     mode = f"{ACTOR}.policy_loss.loss_mode"
-    loss = LOSSES.get(theirs.value(mode))
-    if loss is None:
-        raise theirs.refuse(mode, f"there is no such loss here; set it to {', '.join(LOSSES)}")
+    loss = theirs.one_of(mode, LOSSES, "loss")
     yield theirs.line("algorithm.loss.name", loss, mode)
     if loss == "sapo":
         for ours, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
@@ -161,10 +163,7 @@ def _clip_bounds(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
-    estimator = theirs.value(ESTIMATOR)
-    if estimator not in ALGORITHMS:
-        raise theirs.refuse(ESTIMATOR, f"there is no such advantage here; set it to {', '.join(ALGORITHMS)}")
-    name, advantage = ALGORITHMS[estimator]
+    name, advantage = theirs.one_of(ESTIMATOR, ALGORITHMS, "advantage")
     read: tuple[str, ...] = (ESTIMATOR,)
     if advantage == "grpo" and theirs.value(BY_DEVIATION) is False:
         name, advantage, read = "dr_grpo", "dr_grpo", (ESTIMATOR, BY_DEVIATION)
@@ -219,14 +218,14 @@ def _kl_in_loss(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
         return
     yield theirs.line("algorithm.kl.name", "loss", switch)
     yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
-    yield theirs.line("algorithm.kl.estimator", _estimator(theirs, kind, IN_THE_LOSS), kind)
+    yield theirs.line("algorithm.kl.estimator", theirs.one_of(kind, IN_THE_LOSS, "estimator"), kind)
 
 
 def _kl_in_reward(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
     place = "algorithm.kl_ctrl"
     yield theirs.line("algorithm.kl.name", "reward", switch)
     yield theirs.line("algorithm.kl.coef", theirs.value(f"{place}.kl_coef"), f"{place}.kl_coef")
-    estimator = _estimator(theirs, "algorithm.kl_penalty", IN_THE_REWARD)
+    estimator = theirs.one_of("algorithm.kl_penalty", IN_THE_REWARD, "estimator")
     yield theirs.line("algorithm.kl.estimator", estimator, "algorithm.kl_penalty")
     if theirs.value(f"{place}.type") == "adaptive":
         target, horizon = f"{place}.target_kl", f"{place}.horizon"
@@ -234,12 +233,6 @@ def _kl_in_reward(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.kl.controller.horizon_samples", theirs.value(horizon), horizon)
     else:
         yield theirs.line("algorithm.kl.controller", None, f"{place}.type")
-
-
-def _estimator(theirs: Theirs, key: str, ours: Mapping[str, str]) -> str:
-    if theirs.value(key) not in ours:
-        raise theirs.refuse(key, f"there is no such estimator here; set it to {', '.join(ours)}")
-    return ours[theirs.value(key)]
 
 
 def importance(theirs: Theirs) -> Iterator[Line | Left]:
@@ -307,12 +300,9 @@ def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("run_dir", f"checkpoints/{theirs.value(project)}/{theirs.value(name)}", project, name)
     elif not theirs.is_given(mode):
         return  # a new folder for each run, in which there is nothing to resume
-    if theirs.value(mode) == "resume_path":
-        yield theirs.line("resume", theirs.value(path), mode, path)
-    elif theirs.value(mode) in RESUME:
-        yield theirs.line("resume", RESUME[theirs.value(mode)], mode)
-    else:
-        raise theirs.refuse(mode, f"there is no such mode here; set it to {', '.join(RESUME)} or resume_path")
+    read = (mode, path) if theirs.value(mode) == "resume_path" else (mode,)
+    resume = theirs.one_of(mode, {**RESUME, "resume_path": theirs.value(path)}, "mode")
+    yield theirs.line("resume", resume, *read)
 
 
 def loggers(theirs: Theirs) -> Iterator[Line | Left]:

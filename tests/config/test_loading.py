@@ -234,6 +234,14 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             " line 1: not valid YAML: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/name:os.system'",
         ),
+        ("a: &a\n  b: *a\n", " line 1: not valid YAML: found unconstructable recursive node"),
+        (f"a: {'[' * 3000}", ": nests too deep to be read; flatten it"),
+        ("seed: !!bool abc\n", ": a value is not what its form or tag says ('abc'); correct it"),
+        (
+            f"seed: {'1' * 5000}\n",
+            ": a value is not what its form or tag says (Exceeds the limit (4300 digits) for integer string "
+            "conversion: value has 5000 digits); correct it",
+        ),
         ("", ": a recipe is a mapping of settings, but it is empty; write lines such as `seed: 0`"),
         ("- a\n", ': a recipe is a mapping of settings, but it holds ["a"]; write lines such as `seed: 0`'),
         ("rollout: {top_pp: 1}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
