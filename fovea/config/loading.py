@@ -14,6 +14,7 @@ A layer is one recipe or one override; later layers win:
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from fovea.utils.shown_text import tree_without_secrets
 
 MOVED_AT_ONCE = 5
 """Moved settings that one message names; the config.yaml of an old run has some thirty."""
+_PARTS = "environment.parts"
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
 """What else YAML reads as these values."""
 
@@ -142,6 +144,7 @@ class _Layers:
 
     def config(self) -> Config:
         self._one_model_source()
+        self._no_part_by_a_slip()
         try:
             return Config.model_validate(self.values, strict=True)
         except ValidationError as error:
@@ -157,6 +160,19 @@ class _Layers:
             raise ConfigError(
                 f"{last[1]}: {new} is set, but {first[1]} sets {old} and a run has one model; add {old}=null"
             )
+
+    def _no_part_by_a_slip(self) -> None:
+        """ConfigError for a part that a later layer adds without an environment: `parts.colour.share` for `colours`."""
+        parts_of = [_parts(layer) for _, layer in self.layers]
+        first = next((parts for parts in parts_of if parts), ())
+        for (source, _), parts in zip(self.layers, parts_of, strict=True):
+            # a name with . or / is refused with the reason when the settings are checked
+            for name in (name for name in parts if name not in first and not set(name) & {".", "/"}):
+                chosen = f"{_PARTS}.{name}.environment.{NAME}"
+                if not any(_has(layer, chosen) for _, layer in self.layers):
+                    near = difflib.get_close_matches(name, first, n=1)
+                    meant = f"; did you mean {_PARTS}.{near[0]}?" if near else ""
+                    raise ConfigError(f"{source}: {_PARTS}.{name}: no such part; {chosen} would add one{meant}")
 
     def _explain(self, error: ValidationError) -> str:
         details = error.errors(include_url=False)[0]
@@ -254,6 +270,14 @@ def _choices_first(override: Tree) -> int:
     choices = {setting.key for setting in describe() if setting.key.endswith(f".{NAME}")}
     depths = (f"{part}.{choice}".count(".") for choice in choices if choice in (inner, f"{inner}.{NAME}"))
     return next(depths, len(choices))
+
+
+def _parts(layer: Tree) -> Sequence[str]:
+    """The names of the parts of a mixture in a layer."""
+    found: Any = layer
+    for name in _PARTS.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return list(found) if isinstance(found, dict) else []
 
 
 def _has(layer: Tree, key: str) -> bool:

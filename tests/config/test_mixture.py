@@ -43,6 +43,16 @@ def test_parts_have_the_settings_of_any_environment(tmp_path: Path) -> None:
     assert load_config([tmp_path / "all.yaml"], []) == config
 
 
+def test_an_override_may_add_a_part(tmp_path: Path) -> None:
+    for override in (
+        "environment.parts.more.environment=shapes",
+        "environment.parts.more={environment: {name: shapes}}",
+    ):
+        added = load(tmp_path, override, "environment.parts.more.share=4").environment
+        assert isinstance(added, MixtureEnvironment)
+        assert added.parts.by_name["more"].share == 4
+
+
 def test_short_forms_of_parts(tmp_path: Path) -> None:
     # the choice of an environment comes before its settings, wherever it is written
     files = [f"{SCENES}.environment.{split}_files=[x]" for split in ("train", "test")]
@@ -68,6 +78,14 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
         (f"{SCENES}.environment=vqa", r"scenes\.environment\.train_files: must be set; allowed: list of text"),
         (f"{SCENES}.environment=mixture", r'environment\.name: "mixture" does not fit; allowed: shapes \|'),
         (f"{SCENES}.environment={{level: [1, 1]}}", r"environment\.parts\.scenes: environment\.level=\[1, 1\] names"),
+        (
+            "environment.parts.scene.share=2",
+            r"parts\.scene: no such part; .*\.name would add one; did you mean .*\.scenes\?",
+        ),
+        (
+            "environment.parts.other.environment.level=2",
+            r"parts\.other: no such part; .*\.environment\.name would add one",
+        ),
         (f"{GEOMETRY}.share=0", r"geometry\.share: 0 does not fit; allowed: number > 0"),
         ("environment.parts={a/b: {}}", r"'a/b' does not fit in the names"),
         ("environment.parts=null", r"environment\.parts: null does not fit"),
