@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -25,7 +26,12 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     said = [output["text"] for output in shown if output.get("name") == "stderr"]
     # tqdm, which transformers imports, misses a package for bars
     assert [text for text in said if "IProgress not found" not in text] == []
-    assert (tmp_path / "runs").is_dir()
+    for summary in (tmp_path / "runs").glob("*/summary.json"):
+        accuracy = json.loads(summary.read_text())["accuracy"]
+        assert accuracy["final"] > accuracy["before"], "a reader would see a run that does not learn"
+        assert accuracy["final"] > accuracy["warmup"] or name == "look_at_a_run", (
+            "its few steps of RL only show the page"
+        )
     for cell in done.cells:
         if cell.cell_type == "code" and "trainer.train()" in cell.source:
             check_progress(cell.outputs)
