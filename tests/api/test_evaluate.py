@@ -149,3 +149,17 @@ class AsksThem(BanditEnvironment):
 def test_rows_of_one_id_are_refused() -> None:
     with pytest.raises(fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row of a split an"):
         fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
+
+
+def test_an_object_that_is_no_target_is_told() -> None:
+    trainer = fovea.GRPO(recipe="shapes")
+    told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call {0}\(\)"
+    with pytest.raises(fovea.FoveaError, match=told.format("evaluate")):
+        fovea.evaluate(trainer)  # type: ignore[arg-type]
+    with pytest.raises(fovea.FoveaError, match=told.format("export")):
+        fovea.export(trainer, "out")  # type: ignore[arg-type]
+
+
+def test_an_evaluation_takes_one_recipe() -> None:
+    with pytest.raises(fovea.FoveaError, match=r"recipe names 2 recipes, of which fovea\.evaluate takes one; give"):
+        fovea.evaluate("gold", recipe=["shapes", "tiny"])  # type: ignore[arg-type]
