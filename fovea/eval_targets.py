@@ -336,7 +336,10 @@ def _say_left_out(unscored: Sequence[str], say: Say) -> None:
 
 def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
     repeated = [name for name, count in Counter(row.id for row in answered).items() if count > 1]
-    assert not repeated, f"ids of tasks are unique in a split, but {repeated[0]} comes twice"
+    if repeated:
+        raise DataError(
+            f"two rows of the split have the id {repeated[0]!r}; give every row of a split an id of its own"
+        )
     return {row.id: row for row in answered}
 
 
@@ -351,11 +354,11 @@ async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> Target
         answer_of = partial(_constant, target.text)
     source = _source(eval_set, _NoRenderer())
     unscored = list[str]()
-    greedy = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
+    answers = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
     _say_left_out(unscored, say)
     return TargetAnswers(
         name=target.name,
-        greedy=greedy,
+        greedy=_by_id(answers),
         skipped=dict(source.bad_rows),
         unscored=tuple(unscored),
         is_model=False,

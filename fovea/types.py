@@ -23,6 +23,7 @@ Shape: TypeAlias = tuple[int, ...]
 Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """Hugging Face parameter names and full tensors, produced one by one."""
 
+Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length"]
 Metrics: TypeAlias = dict[str, float]
 
@@ -58,7 +59,7 @@ class Task:
 class Message:
     """One chat message; text and images in the order in which the model reads them."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Role
     parts: tuple[str | ImageRef, ...]
 
 

@@ -151,3 +151,16 @@ def test_a_reward_that_fails_ends_the_run_by_name() -> None:
     run = build(load_config([], [*SMALL, *SHAPES, "reward=fails.py:score"]))
     with pytest.raises(ScoreError, match=r"^test/\d+: fails\.py:score returned nan, which is not finite; fix it"):
         train(run)
+
+
+def test_a_run_that_fails_in_its_first_step_can_be_corrected_and_started_again() -> None:
+    """Its trial call passes: the row that fails is another one."""
+    broken = "def score(task, text, images):\n    return 1 if task.id == 'train/0' else task.anwser\n"
+    Path("mine.py").write_text(broken, encoding="utf-8")
+    settings = load_config([], [*SMALL, *SHAPES, "reward=mine.py:score", "evaluate.before_training=false"])
+    with pytest.raises(ScoreError, match=r"^train/\d: mine\.py:score raised AttributeError"):
+        train(build(settings))
+    assert not Path("run").exists()
+    Path("mine.py").write_text(broken.replace("task.anwser", "0.5"), encoding="utf-8")
+    train(build(settings))
+    assert len(metrics()) == 2

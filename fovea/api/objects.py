@@ -46,4 +46,9 @@ def model_settings(model: str | os.PathLike[str] | Mapping[str, object] | None) 
     """The settings of a model that is given as its path or hub id, or as the section `model`."""
     if model is None:
         return {}
+    if not isinstance(model, str | os.PathLike | Mapping):
+        raise ConfigError(
+            f"model is an object of type {type(model).__name__}, and a run loads its model itself; give a path or hub "
+            "id (save a model in memory first: save_pretrained(folder), and that of its processor), or settings"
+        )
     return {"model": dict(model)} if isinstance(model, Mapping) else {"model": {"path": os.fspath(model), "tiny": None}}

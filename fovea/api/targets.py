@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 
 from fovea.api.objects import RewardArgument, code_settings, given_code
+from fovea.api.recipes import Recipe, recipe_files
 from fovea.api.rows import ASKED
 from fovea.api.runs import TrainedRun
 from fovea.api.settings import overrides_of
-from fovea.config.recipes import find_recipe
 from fovea.data.rows import InMemory
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
@@ -38,7 +38,7 @@ def restored_threads() -> Iterator[None]:
 
 def evaluate(  # noqa: PLR0913 (each is an option of the command)
     *targets: Target,
-    recipe: str | os.PathLike[str] | None = None,
+    recipe: Recipe | None = None,
     split: Split = "test",
     rows: InMemory | None = None,
     reward: RewardArgument = None,
@@ -70,9 +70,9 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
     made = {} if rows is None else ASKED
     with restored_threads():
         return evaluate_targets(
-            [_word(target) for target in targets],
+            [_word(target, "evaluate") for target in targets],
             overrides_of(*named, made),
-            recipe=None if recipe is None else find_recipe(recipe),
+            recipe=_one_recipe(recipe),
             split=split,
             output_files=OutputFiles(json_file=_path(json_file), html_file=_path(html_file)),
             trust=trust,
@@ -97,11 +97,30 @@ def export(
     FoveaError.
     """
     overrides = overrides_of(settings or {})
-    return export_model(Path(_word(source)), Path(folder), adapter_only=adapter_only, overrides=overrides, trust=trust)
+    return export_model(
+        Path(_word(source, "export")), Path(folder), adapter_only=adapter_only, overrides=overrides, trust=trust
+    )
 
 
-def _word(target: Target) -> str:
-    return str(target.folder) if isinstance(target, TrainedRun) else os.fspath(target)
+def _one_recipe(recipe: Recipe | None) -> Path | None:
+    files = recipe_files(recipe)
+    if len(files) > 1:
+        raise ConfigError(
+            f"recipe names {len(files)} recipes, of which fovea.evaluate takes one; give the others as settings={{...}}"
+        )
+    return files[0] if files else None
+
+
+def _word(target: Target, function: str) -> str:
+    if isinstance(target, TrainedRun):
+        return str(target.folder)
+    if not isinstance(target, str | os.PathLike):
+        raise ConfigError(
+            f"fovea.{function} is given an object of type {type(target).__name__}; give the run that train() returned, "
+            f"or a folder or name as text; of a trainer call {function}() itself, and save a model in memory first "
+            "(save_pretrained)"
+        )
+    return os.fspath(target)
 
 
 def _path(file: str | os.PathLike[str] | None) -> Path | None:

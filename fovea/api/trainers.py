@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
 from fovea import loop, loop_async
 from fovea.api.objects import RewardArgument, code_settings, given_code, model_settings
+from fovea.api.recipes import Recipe, recipe_files
 from fovea.api.rows import RowsArguments
 from fovea.api.runs import TrainedRun, load_run
 from fovea.api.settings import Settings, is_set, overrides_of
@@ -20,7 +21,6 @@ from fovea.build.given import check_takes_rows
 from fovea.build.run import build
 from fovea.build.workers import serve_driver
 from fovea.config.loading import environment_of, load_run_config
-from fovea.config.recipes import find_recipe
 from fovea.config.run import Config
 from fovea.data.rows import InMemory
 from fovea.environments.base import Split
@@ -30,8 +30,6 @@ from fovea.exporting.export import Exported, check_empty
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
 from fovea.utils.launch import is_worker
-
-Recipe: TypeAlias = str | os.PathLike[str]
 
 
 class Trainer:
@@ -47,7 +45,7 @@ class Trainer:
         self,
         *,
         model: str | os.PathLike[str] | Mapping[str, object] | None = None,
-        recipe: Recipe | None = None,
+        recipe: Recipe | Sequence[Recipe] | None = None,
         environment: Any = None,
         rows: InMemory | None = None,
         test_rows: InMemory | None = None,
@@ -59,7 +57,8 @@ class Trainer:
         """Describe a run.
 
         * `model`: a path or hub id, or the section `model` of a recipe, such as `{"tiny": {}}`.
-        * `recipe`: a YAML file to start from, or a name that `fovea recipes` lists; the arguments win over it.
+        * `recipe`: a YAML file to start from, a name that `fovea recipes` lists, or a list of these, of which later
+          ones win; the arguments win over all.
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
         * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings or a mapping of columns, to train on.
           With a reward of your own the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
@@ -74,17 +73,17 @@ class Trainer:
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
         rows_given.check()
         others = (described, further, more)
-        grader = _grader(rows, recipe, reward, others)
+        self._recipes = recipe_files(recipe)
+        grader = _grader(rows, self._recipes, reward, others)
         self._frames = rows_given.frames
         self._code = given_code(environment, reward)
-        self._recipes = [] if recipe is None else [find_recipe(recipe)]
         if rows is not None:
             check_takes_rows(environment_of(self._recipes, overrides_of(*others, grader)))
         made = {**rows_given.settings(*others), **grader}
         self._overrides = [*self._algorithm(), *overrides_of(described, further, more, made)]
         self._folder: Path | None = None
         self.config: Config = self._checked(load_run_config(self._recipes, self._overrides))
-        if rows is None and recipe is None and not is_set("environment", *others):
+        if rows is None and not self._recipes and not is_set("environment", *others):
             raise ConfigError(
                 f"fovea.{self._name} is given nothing to train on; give rows=frame and reward=function, an environment "
                 "such as environment='shapes' (docs/environments.md), or a recipe such as recipe='shapes' "
@@ -194,11 +193,11 @@ def _run_steps(run: Run) -> None:
 
 
 def _grader(
-    rows: InMemory | None, recipe: Recipe | None, reward: RewardArgument, others: tuple[Mapping[str, object], ...]
+    rows: InMemory | None, recipes: Sequence[Path], reward: RewardArgument, others: tuple[Mapping[str, object], ...]
 ) -> dict[str, object]:
     """The environment of rows for which none is named."""
     named = is_set("environment.name", *others) or any(isinstance(each.get("environment"), str) for each in others)
-    if rows is None or recipe is not None or named:
+    if rows is None or recipes or named:
         return {}
     if reward is None and not is_set("reward", *others):
         raise ConfigError(

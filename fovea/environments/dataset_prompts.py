@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from fovea.environments.graders.math_answer import last_boxed
 from fovea.errors import BadRowError
-from fovea.types import ImageRef, Message, Task
+from fovea.types import ImageRef, Message, Role, Task
 
 IMAGE_MARK = "<image>"
 _NATIVE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 """The place of an image as Qwen's chat templates write it; some data sets hold rendered prompts."""
 _MAX_BITS = 1024  # of an integer in float64; Python refuses to write out much larger ones
-Role: TypeAlias = Literal["system", "user", "assistant"]
 Texts: TypeAlias = list[tuple[Role, str]]
 """Roles and texts of messages, before their images are put in."""
 

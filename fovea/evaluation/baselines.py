@@ -51,13 +51,13 @@ async def baseline_answers(
     answer_of: Callable[[Task], str],
     *,
     unscored: list[str] | None = None,
-) -> dict[str, AnsweredRow]:
+) -> list[AnsweredRow]:
     """The answers of `answer_of` to each of the first `size` rows, scored as a model's would be.
 
     A row with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised.
     """
     size = min(size or len(source), len(source))
-    found: dict[str, AnsweredRow] = {}
+    found: list[AnsweredRow] = []
     for start in range(0, size, _ROWS_PER_CHUNK):
         tasks = _tasks(source, range(start, min(start + _ROWS_PER_CHUNK, size)))
         answers = await _scored(environment, grading, [(task, answer_of(task)) for task in tasks.values()])
@@ -67,9 +67,7 @@ async def baseline_answers(
                     raise answer
                 unscored.append(str(answer))
             else:
-                found[task.id] = AnsweredRow(
-                    id=task.id, index=index, kind=task.kind, truth=task.answer, answers=(answer,)
-                )
+                found.append(AnsweredRow(id=task.id, index=index, kind=task.kind, truth=task.answer, answers=(answer,)))
     return found
 
 

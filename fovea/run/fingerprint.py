@@ -59,8 +59,8 @@ def check_unchanged(before: Fingerprint, now: Fingerprint, *, allow: bool, say: 
     refused = [] if allow else [change for change in changed if not change.is_patch]
     if refused:
         raise DataError(
-            f"this run would go on with other inputs than it has read so far: {_listed(refused)}; set them back, or "
-            "set resume_changed=allow to go on with what is there now"
+            f"this run would go on with other inputs than it has read so far: {_listed(refused)}; set them back, "
+            "set resume_changed=allow to go on with what is there now, or start anew in another run_dir"
         )
     if changed:
         say(f"other inputs than before the resume: {_listed(changed)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -14,13 +15,23 @@ from fovea.config.loading import config_of, dump_config
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR
 from fovea.environments.custom.loading import FROM_PYTHON
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, DataError, ScoreError
 from fovea.report.about import CONFIG_FILE
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
-from fovea.run.run_dir import delete_unless_begun, has_checkpoint, make_folder, newest_step
+from fovea.run.run_dir import (
+    delete_unless_begun,
+    has_a_time,
+    has_checkpoint,
+    has_taken_no_step,
+    make_folder,
+    newest_step,
+)
 from fovea.utils.files import write_atomically
 from fovea.utils.shown_text import tree_without_secrets
+
+ERRORS_OF_THE_USER = (ConfigError, DataError, ScoreError)
+"""Errors after which something is corrected and the run started anew: in settings, rows or a reward."""
 
 
 @contextmanager
@@ -28,7 +39,8 @@ def open_run_folder(config: Config) -> Iterator[Config]:
     """Make the folder of `run_dir`, hold its lock and write the settings; ConfigError when it holds another run.
 
     Gives the settings with the folder that a pattern in `run_dir` became. A folder holds a run from its first
-    checkpoint on: a start that failed earlier can be repeated, and the folder that it has made goes with it.
+    checkpoint on: a start that failed earlier can be repeated, and the folder that it has made goes with it. So it does
+    where an error of the user's ends the run in its first step, unless there was a warm-up.
     """
     with ExitStack() as held:
         try:
@@ -36,7 +48,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
             config = config.model_copy(update={"run_dir": str(folder)})
             held.enter_context(locked(folder))
             if is_new:
-                held.callback(delete_unless_begun, folder)
+                held.push(partial(_delete_after, folder, config))
             check_run(folder, config)
             write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
         except OSError as error:
@@ -46,12 +58,23 @@ def open_run_folder(config: Config) -> Iterator[Config]:
         yield config
 
 
+def _delete_after(folder: Path, config: Config, _type: object, error: BaseException | None, _traceback: object) -> None:
+    """Delete the folder that a run has made for itself, where it leaves nothing that a new start would not make again.
+
+    A folder of one run's own, by a time in its name, is in nobody's way; nor is it deleted when `latest` leads to it.
+    """
+    may_go = isinstance(error, ERRORS_OF_THE_USER) and config.warmup is None and not has_a_time(folder)
+    delete_unless_begun(folder, start_is_worth_keeping=not may_go)
+
+
 def check_run(folder: Path, config: Config) -> None:
     """ConfigError unless the folder holds no run, or the one that is to be resumed."""
     checkpoint = config.resume_from
     run = folder if checkpoint is None else run_of(checkpoint)
     if has_checkpoint(folder) and (config.resume == "never" or run.resolve() != folder.resolve()):
-        raise ConfigError(f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir")
+        raise ConfigError(
+            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir{_if_new(folder)}"
+        )
     if not has_checkpoint(run):
         return
     saved = run / CONFIG_FILE
@@ -64,6 +87,13 @@ def check_run(folder: Path, config: Config) -> None:
             f"max_steps={config.max_steps}, but the run in {run} has taken {step} steps, so nothing is left to train; "
             "set a larger max_steps, or use it as it is (fovea eval, fovea export)"
         )
+
+
+def _if_new(folder: Path) -> str:
+    """What else to do about a run whose first step failed, and whose rows or code have been corrected since."""
+    if not has_taken_no_step(folder):
+        return ""
+    return "; it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
 
 
 def run_of(checkpoint: Path) -> Path:

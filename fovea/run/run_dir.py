@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from fovea.config.run import NAME, TIME, Config
 from fovea.errors import ConfigError
+from fovea.metrics.jsonl import METRICS_FILE
 from fovea.run.microbatches import MICROBATCHES_FILE
 
 LATEST = "latest"
@@ -57,14 +58,24 @@ def filled(config: Config, time: str = TIME) -> str:
     return config.run_dir.replace(NAME, config.environment.name).replace(TIME, time)
 
 
-def delete_unless_begun(folder: Path) -> None:
-    """Delete the folder of a run that has ended before its first checkpoint."""
+def delete_unless_begun(folder: Path, *, start_is_worth_keeping: bool = True) -> None:
+    """Delete the folder of a run that has ended before its first checkpoint, or before its first step.
+
+    The latter where `start_is_worth_keeping` is false: the checkpoint of step 0 then holds what is there without it.
+    """
+    has_begun = has_checkpoint(folder) and (start_is_worth_keeping or not has_taken_no_step(folder))
     # lists of what was wrong are kept: messages refer to them
-    lists = set(folder.glob("*.jsonl")) - {folder / "metrics.jsonl"}
+    lists = set(folder.glob("*.jsonl")) - {folder / METRICS_FILE}
     # and so is the size of micro-batches for the next attempt: memory may run out before the first checkpoint
-    if not has_checkpoint(folder) and not lists and not (folder / MICROBATCHES_FILE).exists():
+    if not has_begun and not lists and not (folder / MICROBATCHES_FILE).exists():
         # what cannot be deleted must not take the place of the error that ended the run
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_taken_no_step(folder: Path) -> bool:
+    """Whether the run in a folder has no checkpoint but that of step 0, and no metrics of a step."""
+    metrics = folder / METRICS_FILE
+    return newest_step(folder) == 0 and not (metrics.exists() and metrics.stat().st_size)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -78,11 +89,16 @@ def newest_step(folder: Path) -> int:
     return max((int(name) for name in names if name.isdecimal()), default=-1)
 
 
+def has_a_time(folder: Path) -> bool:
+    """Whether the name of a folder ends in a time, so that it is one run's own and `latest` may lead to it."""
+    return _ENDS_IN_TIME.search(folder.name) is not None
+
+
 def link_latest(folder: Path) -> None:
     """Let `latest` beside a folder whose name ends in a time lead to it; other folders are left alone."""
     folder = folder.resolve()
     link = folder.with_name(LATEST)
-    if not _ENDS_IN_TIME.search(folder.name) or (link.exists() and not link.is_symlink()):
+    if not has_a_time(folder) or (link.exists() and not link.is_symlink()):
         return
     with suppress(OSError):  # a file system without links
         new = link.with_name(f".{uuid4().hex}.partial")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
@@ -92,7 +92,8 @@ class BackgroundLoop:
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine on that loop; awaited from another loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._started()))
+        ended = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._started())
+        return (await asyncio.wrap_future(ended)).result()
 
     def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine on that loop; blocks the calling thread until then."""
@@ -117,6 +118,20 @@ class BackgroundLoop:
             self._loop = asyncio.new_event_loop()
             Thread(target=_run_until_stopped, args=(self._loop,), name=self._name, daemon=True).start()
         return self._loop
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """The result or the error of a coroutine, as a future that is done.
+
+    An error that comes while the waiting side is cancelled would be the task's own, which nobody is left to take:
+    asyncio prints it with its traceback.
+    """
+    outcome: Future[Result] = Future()
+    try:
+        outcome.set_result(await coroutine)
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

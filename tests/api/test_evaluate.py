@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 import fovea
 from tests.api.small import PHOTOS, SETTINGS, rows, score
+from tests.fakes import BanditEnvironment
 
 FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "DataFrame": pd.DataFrame,
@@ -125,3 +126,40 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
             call()
         assert message in str(error.value)
         assert "--" not in str(error.value)
+
+
+class OfOneId(Sequence[fovea.Task]):
+    """Rows that are made on access, and are found to have one id when they are asked."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return fovea.Task(id="x", question="Which?", answer=range(3)[index] * "a")
+
+
+class AsksThem(BanditEnvironment):
+    def tasks(self, split: str) -> Any:
+        return OfOneId()
+
+    def score(self, task: fovea.Task, turns: Sequence[Any]) -> float:
+        return 1.0
+
+
+def test_rows_of_one_id_are_refused() -> None:
+    with pytest.raises(fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row of a split an"):
+        fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
+
+
+def test_an_object_that_is_no_target_is_told() -> None:
+    trainer = fovea.GRPO(recipe="shapes")
+    told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call {0}\(\)"
+    with pytest.raises(fovea.FoveaError, match=told.format("evaluate")):
+        fovea.evaluate(trainer)  # type: ignore[arg-type]
+    with pytest.raises(fovea.FoveaError, match=told.format("export")):
+        fovea.export(trainer, "out")  # type: ignore[arg-type]
+
+
+def test_an_evaluation_takes_one_recipe() -> None:
+    with pytest.raises(fovea.FoveaError, match=r"recipe names 2 recipes, of which fovea\.evaluate takes one; give"):
+        fovea.evaluate("gold", recipe=["shapes", "tiny"])  # type: ignore[arg-type]

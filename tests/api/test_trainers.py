@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import fovea
 from fovea.api.settings import Settings
 from fovea.cli.main import app
+from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.types import ImageRef, Message, Score, Task
 from tests.api.small import SETTINGS
@@ -291,6 +292,14 @@ def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
     assert (model.path, model.tiny) == ("folder", None)
 
 
+def test_of_several_recipes_later_ones_win() -> None:
+    Path("small.yaml").write_text("max_steps: 7\nwarmup: null\n")
+    config = fovea.GRPO(recipe=["shapes", Path("small.yaml")], seed=3).config
+    assert (config.environment.name, config.max_steps, config.warmup, config.seed) == ("shapes", 7, None, 3)
+    done = CliRunner().invoke(app, ["config", "shapes", "small.yaml", "seed=3"])
+    assert yaml.safe_load(done.output) == yaml.safe_load(dump_config(config))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -313,6 +322,16 @@ def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
         ),
         ({"rows": [{"image": b""}], "environment": "a.py:C"}, r"rows are given, but environment\.name=own takes none"),
         ({"test_rows": [{"image": b""}]}, r"no rows to train on; give rows, too"),
+        (
+            {"model": torch.nn.Linear(1, 1)},
+            r"^model is an object of type Linear, .*; give a path or hub id \(save a model in memory first: save_pre",
+        ),
+        (
+            {"recipe": {"seed": 1}},
+            r"^recipe is given an object of type dict; give a YAML file, a name that `fovea recip",
+        ),
+        ({"recipe": ["shapes", 3]}, r"^recipe is given an object of type int; give a YAML file, "),
+        ({"recipe": []}, r"is given nothing to train on; give rows"),
     ],
 )
 def test_what_wrong_arguments_are_told(arguments: Mapping[str, Any], message: str) -> None:

@@ -97,7 +97,7 @@ def test_the_majority_is_by_kind() -> None:
     assert (say(test[0]), say(test[1])) == ("b", "c")
     assert say(Task(id="x", question="a", answer="a", kind="new")) == "c"
     found = wait_for(baseline_answers(environment, graded(environment), source_of(test), None, say))
-    right = {row.index for row in found.values() if row.answers[0].accuracy == 1}
+    right = {row.index for row in found if row.answers[0].accuracy == 1}
     # test rows ask a b c d in turn, the kinds 0 1 0 1: b stands at odd rows only, c at even ones
     assert right == set()
     with pytest.raises(DataError, match="no training row can be read"):
@@ -108,8 +108,8 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
     environment = BanditEnvironment()
     source = source_of(Gaps(environment.tasks("test")))
     found = wait_for(baseline_answers(environment, graded(environment), source, 9, environment.target))
-    assert sorted(row.index for row in found.values()) == [1, 2, 4, 5, 7, 8]
-    assert {row.answers[0].accuracy for row in found.values()} == {1.0}
+    assert sorted(row.index for row in found) == [1, 2, 4, 5, 7, 8]
+    assert {row.answers[0].accuracy for row in found} == {1.0}
     assert source.bad_rows[3] == "row 3 is empty"
 
 
@@ -154,7 +154,7 @@ def test_a_baseline_is_scored_by_as_many_calls_as_a_rollout() -> None:
     found = wait_for(
         baseline_answers(environment, waiting(), source_of(environment.tasks("test")), 8, environment.target)
     )
-    assert [row.index for row in found.values()] == list(range(8))
+    assert [row.index for row in found] == list(range(8))
     with pytest.raises(ScoreError, match=r"^test/0: waits raised RuntimeError: away"):
         wait_for(
             baseline_answers(

@@ -116,7 +116,7 @@ def test_what_changed_is_named_and_may_be_allowed(
     shutil.copytree(begun, folder)
     monkeypatch.chdir(folder)
     change(folder)
-    with pytest.raises(DataError, match=rf"{named}.*resume_changed=allow to go on with what is there now"):
+    with pytest.raises(DataError, match=rf"{named}.*resume_changed=allow to go on with what is there now, or start"):
         build(settings(resume="auto"))
     build(settings(resume="auto", resume_changed="allow")).held.close()
 

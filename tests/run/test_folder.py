@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fovea.config.describe import describe
 from fovea.config.run import Config
-from fovea.errors import ConfigError, MicrobatchMemoryError
+from fovea.errors import ConfigError, DataError, MicrobatchMemoryError, ScoreError, TrainError
 from fovea.run.folder import open_run_folder
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.run_dir import link_latest
@@ -47,6 +49,54 @@ def test_a_folder_that_was_made_for_a_failed_start_goes_with_it(tmp_path: Path) 
     with open_run_folder(config(run_dir=str(tmp_path / "runs" / "kept"))):
         (tmp_path / "runs" / "kept" / "bad_rows.jsonl").touch()
     assert (tmp_path / "runs" / "kept").is_dir(), "the message of the failure refers to the list"
+
+
+def fails(folder: Path, error: BaseException, metrics: str = "", **settings: object) -> None:
+    with suppress(type(error)), open_run_folder(config(run_dir=str(folder), **settings)):
+        (folder / "checkpoints" / "step-0").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(metrics)
+        raise error
+
+
+def test_a_folder_goes_with_an_error_of_the_user_in_the_first_step(tmp_path: Path) -> None:
+    for error in (ScoreError("train/3: boom"), DataError("train/3: bad"), ConfigError("out of range")):
+        fails(tmp_path / "run", error)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "settings"),
+    [
+        (ScoreError("boom"), {"warmup": {}}),
+        (TrainError("not finite"), {}),
+        (KeyboardInterrupt(), {}),
+        (AssertionError("a bug"), {}),
+    ],
+)
+def test_a_folder_stays_with_a_warm_up_and_after_other_errors(
+    error: BaseException, settings: Mapping[str, object], tmp_path: Path
+) -> None:
+    fails(tmp_path / "run", error, **settings)
+    assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
+
+
+def test_a_folder_stays_that_was_there_before_or_has_a_time_or_a_step(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for name in ("old", "own-20261122-100000"):
+        fails(tmp_path / name, ScoreError("boom"))
+        assert (tmp_path / name).is_dir()
+    fails(tmp_path / "later", ScoreError("boom in step 2"), metrics='{"step": 1}\n')
+    assert (tmp_path / "later").is_dir()
+
+
+def test_a_run_that_has_taken_no_step_names_the_way_out(tmp_path: Path) -> None:
+    folder = holds_a_run(tmp_path / "run")
+    way = r"; it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder$"
+    with pytest.raises(ConfigError, match=rf"already holds a run; set resume=auto .*{way}"):
+        start(folder, config())
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"or another run_dir$"):
+        start(folder, config())
 
 
 def test_a_size_of_micro_batches_outlives_a_start_that_ran_out_of_memory(tmp_path: Path) -> None:

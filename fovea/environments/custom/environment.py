@@ -8,6 +8,13 @@ from typing import Any
 
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stages
+from fovea.environments.custom.checks import (
+    check_answer,
+    check_demonstration,
+    check_messages,
+    check_task,
+    check_tasks,
+)
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.threads import CallThreads
 from fovea.errors import DataError, named, raised
@@ -27,39 +34,42 @@ class UserEnvironment(Environment):
     def tasks(self, split: Split) -> Sequence[Task]:
         with self._named("tasks", split):
             tasks: Sequence[Task] = self._user.tasks(split)
-            first = tasks[0] if len(tasks) else None
-        if first is None:
-            raise DataError(f"{self._name}.tasks({split!r}) holds no rows; return some for every split")
-        if not isinstance(first, Task):
-            raise DataError(f"{self._name}.tasks({split!r}) holds {first!r:.60}; return a list of fovea.types.Task")
+            check_tasks(tasks, f"{self._name}.tasks({split!r})")
         return tasks
 
     def prompt(self, task: Task) -> Sequence[Message]:
+        check_task(task, f"{self._name}.tasks")  # it may have been made on access
         with self._named("prompt", task.id):
             messages: Sequence[Message] = self._user.prompt(task)
-            return messages
+            check_messages(messages, self._method("prompt", task.id))
+        return messages
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         with self._named("reply", task.id):
             messages = self._reply(task, turns)
-            if messages is not None and not all(isinstance(message, Message) for message in messages):
-                raise TypeError("it returned something other than a list of fovea.types.Message or None")
-            return messages
+            if messages is not None:
+                check_messages(messages, self._method("reply", task.id), ", or None to end the episode")
+        return messages
 
     def target(self, task: Task) -> str:
         with self._named("target", task.id):
             answer: str = self._user.target(task)
-            return answer
+            check_answer(answer, self._method("target", task.id))
+        return answer
 
     def demonstration(self, task: Task) -> Sequence[str]:
         if not hasattr(self._user, "demonstration"):
             return (self.target(task),)
         with self._named("demonstration", task.id):
             answers: Sequence[str] = self._user.demonstration(task)
-            return answers
+            check_demonstration(answers, self._method("demonstration", task.id), self.max_turns)
+        return answers
 
     def _named(self, method: str, where: str) -> AbstractContextManager[None]:
-        return named(lambda error: DataError(f"{where}: {self._name}.{method} {raised(error)}; fix it"))
+        return named(lambda error: DataError(f"{self._method(method, where)} {raised(error)}; fix it"))
+
+    def _method(self, method: str, where: str) -> str:
+        return f"{where}: {self._name}.{method}"
 
 
 def user_graders(user: Any, stages: Stages, name: str) -> tuple[UserGrader, ...]:

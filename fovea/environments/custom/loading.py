@@ -6,9 +6,7 @@ It is trusted: importing runs the code at its top level. Relative paths start at
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, TypeAlias
 from PIL.Image import Image
 
 from fovea.config.run import OwnEnvironment
+from fovea.environments.custom.importing import import_file
 from fovea.errors import ConfigError, FoveaError, raised, result_or_error
 from fovea.types import Task
 
@@ -141,15 +140,10 @@ def name_of(given: object) -> str:
 
 
 def _imported(path: Path, setting: str) -> ModuleType:
-    name = f"fovea_own_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, f"{path} ends in .py"
-    assert spec.loader is not None, f"{path} ends in .py"
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[name] = module  # data classes look their module up there
-    _, error = result_or_error(lambda: loader.exec_module(module))
+    module, error = result_or_error(lambda: import_file(path))
     if error is not None:
         raise ConfigError(f"{setting}: {path} cannot be imported: it {raised(error)}; fix it") from error
+    assert isinstance(module, ModuleType), path
     return module
 
 

@@ -348,7 +348,7 @@ def test_what_a_class_does_wrong_is_named() -> None:
         environment.target(TASK)
     with pytest.raises(DataError, match=r"^mine\.py:C\.tasks\('train'\) holds no rows; return some"):
         environment.tasks("train")
-    with pytest.raises(DataError, match=r"holds 'no task'; return a list of fovea\.types\.Task"):
+    with pytest.raises(DataError, match=r"holds 'no task' \(of type str\); return a list of fovea\.types\.Task"):
         environment.tasks("dev")
     with pytest.raises(
         ScoreError, match=r"^train/0: Failing\.score raised RuntimeError: no score at .*\.py:\d+; fix it"

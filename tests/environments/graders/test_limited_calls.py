@@ -1,15 +1,21 @@
-"""Whose timeout it is: of the limits, or of a connection that the grader holds."""
+"""Whose timeout it is, of the limits or of a connection that the grader holds; and errors that come together."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Sequence
+from dataclasses import replace
+from threading import Event
 
 import pytest
 
+from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.errors import ScoreError
 from fovea.types import Score, Task, Turn
+from fovea.utils.event_loop import gather_or_cancel, wait_for
 from tests.grading import score_in_run
 
 TASK = Task(id="t", question="What colour?", answer="red", kind="colour")
@@ -32,3 +38,43 @@ def test_a_timeout_that_a_grader_raises_is_not_taken_for_that_of_its_limits() ->
     with pytest.raises(ScoreError, match="mine raised TimeoutError: the socket timed out; fix it"):
         score_in_run(grading, TASK, "red")
     assert grader.num_calls == 1
+
+
+class RaisesTwice:
+    """A grader that raises for two tasks: for the second when the run has the error of the first, and cancels it."""
+
+    def __init__(self) -> None:
+        self.first_raised, self.second_runs, self.second_may_raise = Event(), Event(), Event()
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        if turns[-1].text == "slow":
+            await asyncio.sleep(60)
+        if task.id == "second":
+            while not self.first_raised.is_set():
+                await asyncio.sleep(0.001)
+            self.second_runs.set()
+            self.second_may_raise.wait(30)  # holds up the loop of the calls: the cancellation arrives with the error
+        raise NoScoreError(f"raised ValueError: {task.id}")
+
+
+def test_of_two_rewards_that_raise_the_second_prints_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    grader = RaisesTwice()
+    grading = Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine", calls_at_once=4)))
+    answers = [[Turn(messages=(), text=text)] for text in ("red", "slow")]
+
+    async def scored(name: str) -> None:
+        try:
+            await grading.scores(replace(TASK, id=name), answers)
+        except ScoreError:
+            grader.first_raised.set()
+            grader.second_runs.wait(30)
+            raise
+
+    with pytest.raises(ScoreError, match=r"^first: mine raised ValueError: first; fix it"):
+        wait_for(gather_or_cancel(map(scored, ("first", "second"))))
+    grader.second_may_raise.set()
+    assert isinstance(grading.calls, LimitedCalls)
+    grading.calls.loop.wait(asyncio.sleep(0.1))  # the second call has ended
+    gc.collect()
+    assert caplog.messages == []
+    grading.close()
