@@ -21,7 +21,7 @@ from fovea.report.about import write_versions
 from fovea.report.html import write_report
 from fovea.report.images import png_bytes, write_image
 from fovea.report.panels import draw_panels
-from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, SampleRecord
+from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord
 from fovea.report.samples import sample_steps, write_samples
 from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
@@ -337,3 +337,19 @@ def test_the_policy_alone_stops_a_script(tmp_path: Path) -> None:
     report = write_report(fill(tmp_path / "run", "x"))
     report.write_text(report.read_text().replace("<body>", f"<body>{ATTACKS[0]}{ATTACKS[1]}"))
     assert look(report, tmp_path / "profile")[0] == "run · Fovea report"
+
+
+def test_all_turns_of_an_answer_are_in_the_page(tmp_path: Path) -> None:
+    """Of six images that the environment adds, the first four are embedded; that of the prompt stands there once."""
+    prompt, *added = (write_image(tmp_path, png_bytes(Image.new("RGB", (48, 48), (shade, 0, 0)))) for shade in range(7))
+    images = tuple(RecordedImage(name=name) for name in (prompt, *added))
+    reply = RecordedMessage(role="user", parts=(*images, f"And now? {ATTACK}"))
+    turns = (RecordedTurn(text="look"), RecordedTurn(messages=(reply,), text=""))
+    score = SampledAnswer(text="", reward=1.0, accuracy=1.0)
+    first = replace(record("Dark or light?", prompt), answers=(RecordedAnswer(score=score, turns=turns),))
+    write_samples(tmp_path, 1, [first])
+    page = Page(write_report(tmp_path))
+    assert f"look user [image 1 of the prompt] {'[another image, which `fovea view` shows] ' * 2}And now?" in page.text
+    assert "(nothing) reward 1 , accuracy 1" in page.text
+    assert len(page.attributes("img")) == 1 + 4
+    assert "<script>" not in page.source.split("</style>")[1]
