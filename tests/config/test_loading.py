@@ -214,6 +214,21 @@ def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> 
     )
 
 
+def test_what_another_environment_lacks_names_what_its_choice_dropped(recipe: Path) -> None:
+    recipe.write_text(
+        "model: {tiny: {}}\nenvironment: {name: vqa, train_files: [a.jsonl], test_share: 0.1}\n", encoding="utf-8"
+    )
+    chosen = "environment.name=caption dropped what recipes/small.yaml had set there"
+    assert error_of([recipe], "environment.name=caption") == (
+        f'command line: environment.train_files: must be set; {chosen} (environment.train_files=["a.jsonl"], '
+        "environment.test_share=0.1): give again what is to stay"
+    )
+    assert error_of([recipe], "environment.name=caption", "environment.train_files=[a.jsonl]") == (
+        "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 for a "
+        f"share of the training rows; {chosen} (environment.test_share=0.1): give again what is to stay"
+    )
+
+
 @pytest.mark.parametrize("override", ["model.tiny={}", "model.tiny.num_layers=2"])
 def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> None:
     recipe.write_text("model: {path: folder}\n", encoding="utf-8")
