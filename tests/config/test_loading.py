@@ -164,9 +164,22 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
         ("run_dir=", "run_dir: null does not fit; allowed: text"),
         (
+            "run_dir=yes",
+            "run_dir: true does not fit; allowed: text; yes, no, on and off are read as true and false, as YAML has "
+            "them; as text write '\"yes\"'",
+        ),
+        (
             "resume=yes",
-            "resume: true does not fit; allowed: never | auto or text; yes, no, on and off are read as true and false, "
-            "as YAML has them; as text write '\"yes\"'",
+            "resume: true does not fit; allowed: never | auto or text; true is resume=auto here",
+        ),
+        (
+            "resume=false",
+            "resume: false does not fit; allowed: never | auto or text; false is resume=never here",
+        ),
+        (
+            "peft_config.r=8",
+            "peft_config.r: no such setting; TRL's peft_config is model.lora here (r is rank, lora_alpha alpha, "
+            "lora_dropout dropout, target_modules targets)",
         ),
         ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
         ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and <= 1"),
