@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,19 @@ import typer
 
 from fovea.errors import FoveaError
 from fovea.utils.shown_text import printable, without_secrets
+
+_ARGUMENT = re.compile(r"(?<![\w.])(?:(trust)=True|(recipe|api_key_env)=([\w./-]+))")
+"""An argument of a Python function, as errors name it that both the functions and the commands have."""
+
+
+def with_options(text: str) -> str:
+    """The text with options of the command line, as `--recipe FILE`, in place of arguments of Python functions."""
+    return _ARGUMENT.sub(_option, text)
+
+
+def _option(argument: re.Match[str]) -> str:
+    flag, name, value = argument.groups()
+    return f"--{flag}" if flag else f"--{name.replace('_', '-')} {value}"
 
 
 @contextmanager
@@ -20,7 +34,7 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except FoveaError as error:
         if debug:
             traceback.print_exc()
-        line = printable(without_secrets(" ".join(str(error).split())))
+        line = printable(without_secrets(with_options(" ".join(str(error).split()))))
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(error.exit_code) from None
     except OSError as error:  # a full disk, a folder without permission

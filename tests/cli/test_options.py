@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli import main as cli
+from fovea.cli.errors import with_options
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
@@ -213,3 +214,24 @@ def test_quiet_prints_results_only(tmp_path: Path) -> None:
     result = fovea("data", "vqa", "--rows", "10", "--out", str(out), "--quiet")
     assert result.stdout.split() == [str(out / "train.parquet"), str(out / "test.parquet")]
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["majority"], "give a recipe that does (--recipe FILE, or a name such as geo3k)"),
+        (["geo3k"], "geo3k: a recipe, no target; give --recipe geo3k beside a target"),
+        (["http://127.0.0.1:9?key=x"], "a key comes from --api-key-env VARIABLE"),
+        (["http://127.0.0.1:9", "--recipe", "shapes", "--api-key-env", "NO_KEY"], "--api-key-env NO_KEY, but there is"),
+    ],
+)
+def test_errors_of_functions_name_the_options_of_commands(words: list[str], told: str) -> None:
+    result = fovea("eval", *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_settings_and_texts_that_look_like_arguments_stay() -> None:
+    kept = "rollout.engine.api_key_env=KEY, trust=true and model.recipe=x"
+    assert with_options(kept) == kept
+    assert with_options("add trust=True, if the run is your own") == "add --trust, if the run is your own"
