@@ -20,15 +20,17 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Groups with signal, share": ("groups/with_signal_frac",),
     "Tokens per answer": ("response_tokens_mean",),
     "Entropy, nats": ("entropy",),
-    "KL, nats": ("kl/reference", "kl/reward", "rollout_train_kl"),
+    "KL to the reference, nats": ("kl/reference", "kl/reward"),
+    "KL of engine and trainer, nats": ("rollout_train_kl",),
 }
+ROUNDING_NATS = 1e-9
+"""A KL of engine and trainer that is smaller throughout is float32's rounding, not a curve."""
 
 
 def draw_panels(metrics: Sequence[Metrics]) -> bytes | None:
     """The panels as a PNG file; None where no metric for any of them was written."""
     rows = [_with_signal(row) for row in metrics]
-    panels = {title: [key for key in keys if _has(rows, key)] for title, keys in {**_parts(rows), **PANELS}.items()}
-    panels = {title: keys for title, keys in panels.items() if keys}
+    panels = panels_of(rows)
     if not panels:
         return None
     lines = -(-len(panels) // 2)
@@ -42,6 +44,12 @@ def draw_panels(metrics: Sequence[Metrics]) -> bytes | None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def panels_of(rows: Sequence[Metrics]) -> dict[str, list[str]]:
+    """The panels by title, each with the metrics that it draws; those without any are left out."""
+    panels = {title: [key for key in keys if _has(rows, key)] for title, keys in {**_parts(rows), **PANELS}.items()}
+    return {title: keys for title, keys in panels.items() if keys}
 
 
 def _parts(rows: Sequence[Metrics]) -> dict[str, tuple[str, ...]]:
@@ -66,7 +74,9 @@ def _with_signal(row: Metrics) -> Metrics:
 
 
 def _has(rows: Sequence[Metrics], key: str) -> bool:
-    return any(key in row for row in rows)
+    values = [row[key] for row in rows if key in row]
+    # not below: what is not finite is no rounding
+    return any(not abs(value) < ROUNDING_NATS for value in values) if key == "rollout_train_kl" else bool(values)
 
 
 def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics]) -> None:

@@ -20,7 +20,7 @@ from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.about import write_versions
 from fovea.report.html import write_report
 from fovea.report.images import png_bytes, write_image
-from fovea.report.panels import draw_panels
+from fovea.report.panels import draw_panels, panels_of
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord
 from fovea.report.samples import sample_steps, write_samples
 from fovea.report.summary import Summary, write_summary
@@ -251,6 +251,16 @@ def test_names_of_parts_are_no_formulas() -> None:
     drawn = draw_panels(rows)
     assert drawn is not None
     assert Image.open(io.BytesIO(drawn)).width > 800
+
+
+def test_the_kl_of_engine_and_trainer_is_no_kl_to_the_reference() -> None:
+    """Rounding, which every run has, is not drawn."""
+    rounding, real = ([{"step": 1.0, "rollout_train_kl": value}] for value in (3e-14, 1e-4))
+    reference = [{"step": 1.0, "kl/reference": 0.0, "kl/reward": 0.1}]
+    assert panels_of(rounding) == {}
+    assert panels_of([*rounding, *real]) == {"KL of engine and trainer, nats": ["rollout_train_kl"]}
+    assert panels_of([{"step": 1.0, "rollout_train_kl": math.nan}]) != {}
+    assert panels_of(reference) == {"KL to the reference, nats": ["kl/reference", "kl/reward"]}
 
 
 def test_rewards_parts_and_image_types_have_intervals(tmp_path: Path) -> None:
