@@ -20,7 +20,7 @@ from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.about import write_versions
 from fovea.report.html import write_report
 from fovea.report.images import png_bytes, write_image
-from fovea.report.panels import draw_panels, panels_of
+from fovea.report.panels import draw_panels, panels_of, part_colours
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord
 from fovea.report.samples import sample_steps, write_samples
 from fovea.report.summary import Summary, write_summary
@@ -251,6 +251,11 @@ def test_names_of_parts_are_no_formulas() -> None:
     drawn = draw_panels(rows)
     assert drawn is not None
     assert Image.open(io.BytesIO(drawn)).width > 800
+
+
+def test_a_part_has_one_colour_while_training_and_on_dev() -> None:
+    rows = [{"step": 1.0, "reward/answer": 0.5, "reward/format": 0.5, "dev/reward": 0.5, "dev/reward/format": 1.0}]
+    assert part_colours(panels_of(rows)) == {"answer": "C0", "format": "C1"}
 
 
 def test_the_kl_of_engine_and_trainer_is_no_kl_to_the_reference() -> None:
