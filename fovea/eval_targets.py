@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,7 @@ def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
         else:
             config = _settings_beside_rows(targets, recipe, overrides, trust=trust)
             config = stack.enter_context(_asking(rows, config, say))
+        wait_for(check_servers(targets, config))
         eval_set = EvalSet.of(config, split, given)
         stack.enter_context(closing(eval_set.grading))
         results = compare(targets, eval_set, overrides, say, trust=trust)
@@ -272,17 +273,29 @@ def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
     )
 
 
-async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> TargetAnswers:
-    """The answers of a server, which must answer before any row is read."""
-    server = JsonServer(target.url, server_bounds(eval_set.config), bearer(target.api_key_env, "api_key_env"))
+async def check_servers(targets: Sequence[Target], config: Config) -> None:
+    """ConfigError where a server does not answer: before any row is read, and not after hours with other targets."""
+    for target in targets:
+        if isinstance(target, ServerTarget):
+            async with _model_of(target, config):
+                pass
+
+
+@asynccontextmanager
+async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatModel]:
+    """The model of a server, with a connection that ends with the block."""
+    server = JsonServer(target.url, server_bounds(config), bearer(target.api_key_env, "api_key_env"))
     try:
-        model = await ChatModel.of(server, target.model)
-        evaluator = make_server_evaluator(
-            eval_set.config, model, eval_set.environment, eval_set.grading, eval_set.open_image
-        )
-        return await _ask_model(target.name, evaluator, _source(eval_set, EmptyPrompts()), eval_set, say)
+        yield await ChatModel.of(server, target.model)
     finally:
         await server.close()
+
+
+async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> TargetAnswers:
+    config = eval_set.config
+    async with _model_of(target, config) as model:
+        evaluator = make_server_evaluator(config, model, eval_set.environment, eval_set.grading, eval_set.open_image)
+        return await _ask_model(target.name, evaluator, _source(eval_set, EmptyPrompts()), eval_set, say)
 
 
 async def _ask_model(

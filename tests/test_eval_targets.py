@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from fovea.config.recipes import shipped_recipe
 from fovea.config.run import Config
-from fovea.eval_targets import EvalSet
+from fovea.errors import ConfigError
+from fovea.eval_targets import EvalSet, OutputFiles, evaluate_targets
+from fovea.utils import http_json
 from tests.bad_files import encoded, picture
 from tests.data.web import served
 
@@ -29,3 +34,16 @@ def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) ->
         images = [rows.open_image(rows.tasks[0].images[0]) for _ in range(2)]
     assert [image.mode for image in images] == ["RGB", "RGB"]
     assert site.asked == ["/printed.jpg"], "a run keeps what a URL has sent"
+
+
+def test_servers_are_asked_before_any_row_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> EvalSet:
+        raise AssertionError("rows were read first")
+
+    monkeypatch.setattr(http_json, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(EvalSet, "of", read)
+    targets = ["gold", "http://127.0.0.1:9"]
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9: no OpenAI-compatible server answers there"):
+        evaluate_targets(
+            targets, [], recipe=shipped_recipe("shapes"), split="test", output_files=OutputFiles(), quiet=True
+        )

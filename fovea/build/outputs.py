@@ -40,7 +40,9 @@ def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float |
 
 def model_table(name: str, facts: ModelFacts) -> Table:
     """Table of trainable and total parameters of each part of the model."""
-    title = Text(f"{name} on {facts.device}, {torch.get_num_threads()} threads")  # a name is text, not markup
+    threads = torch.get_num_threads()
+    # a name is text, not markup
+    title = Text(f"{name} on {facts.device}, {threads} thread{'' if threads == 1 else 's'}")
     table = Table(title=title, title_justify="left")
     for header in ("part", "trainable", "total"):
         table.add_column(header, justify="left" if header == "part" else "right")

@@ -74,7 +74,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     try_reward(graded)
     for remark in remarks_on_answers(graded):
         progress.warn(remark)
-    progress.stage("making the model")
+    progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
     processor = load_processor(model)

@@ -119,13 +119,13 @@ def parse_target(word: str) -> Target:
         return _folder_target(word, folder)
     if folder.expanduser().is_file():
         raise ConfigError(
-            f"{word}: a file, no folder; name the folder of the run or model, and a recipe by the option of that name"
+            f"{word}: a file, no folder; name the folder of the run or model, and a recipe as recipe=FILE"
         )
     path, _, revision = word.partition("@")
     if is_hub_id(path):
         return ModelTarget(name=word, path=path, revision=revision or None)
     if word in shipped_recipes():
-        raise ConfigError(f"{word}: a recipe, no target; give it by the option recipe, beside a target")
+        raise ConfigError(f"{word}: a recipe, no target; give recipe={word} beside a target")
     near = near_folder(folder.expanduser())
     fix = (
         f"did you mean {near}?"
@@ -142,7 +142,7 @@ def _server_target(word: str) -> ServerTarget:
     if parts is None or parts.username is not None or parts.query:
         raise ConfigError(
             f"{without_secrets(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL; a key comes "
-            "from --api-key-env"
+            "from api_key_env=VARIABLE"
         )
     url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
     return ServerTarget(name=word, url=url, model=parts.fragment or None)
@@ -211,7 +211,7 @@ def shared_settings(
     sources = [file for target in targets if (file := settings_file(target)) is not None]
     if not sources:
         raise ConfigError(
-            "no target says which rows to ask; give a recipe that does (the option recipe, such as geo3k), or rows "
+            "no target says which rows to ask; give a recipe that does (recipe=FILE, or a name such as geo3k), or rows "
             "from Python"
         )
     configs = [load_config([file], overrides) for file in sources]
@@ -219,7 +219,7 @@ def shared_settings(
         if (_environment(config), config.reward) != (_environment(configs[0]), configs[0].reward):
             raise ConfigError(
                 f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); "
-                "give a recipe, to say which rows all targets are asked"
+                "give a recipe (recipe=FILE) that says which rows all targets are asked"
             )
     check_trust(configs[0], sources[0], overrides, trust=trust)
     run = next((target.run for target in targets if isinstance(target, CheckpointTarget)), None)
@@ -336,7 +336,7 @@ def open_checkpoint(
     if trains_with_megatron(config) and not trust:
         raise ConfigError(
             f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can run "
-            "code when it is read; trust it, by the option of that name, if the run is your own"
+            "code when it is read; add trust=True, if the run is your own"
         )
     model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
     processor = load_processor(model)

@@ -29,8 +29,7 @@ def check_trust(config: Config, file: Path, overrides: Sequence[Override], *, tr
         if key not in keys_of(overrides):
             raise ConfigError(
                 f"{file} {refused}, and what a folder says runs no code, sends no row or key to a judge and opens no "
-                "private network here; trust it, by the option of that name, if the folder is your own, or set "
-                f"{instead}"
+                f"private network here; add trust=True, if the folder is your own, or set {instead}"
             )
 
 

@@ -17,7 +17,10 @@ from fovea.config.environments import Gradable
 def grade(
     env: Annotated[Gradable, typer.Argument(metavar="ENV", help="geo3k, vqa, caption, geospot or shapes.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help="Rows with `prediction` (the whole completion) and `truth`.")
+        Path,
+        typer.Argument(
+            metavar="FILE.jsonl", help="Rows with `prediction` (the whole completion) and `truth`; - is stdin."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -34,6 +37,7 @@ def grade(
     with one_line_errors(debug=debug):
         from fovea.evaluation.grade_file import check_files, grade_file
 
+        file = Path("/dev/stdin") if str(file) == "-" else file
         check_files(env, file, out)
         if out is None:
             summary = grade_file(env, file, lambda line: typer.echo(line, nl=False))

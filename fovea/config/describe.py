@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from fovea.config.elsewhere import hint_for, hint_for_last_name, hint_for_section
+from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
 from fovea.config.listing import Setting, is_at_or_below, joined, listed, settings
 from fovea.config.recipes import CLOSE_ENOUGH, read_yaml
 from fovea.config.run import Config
@@ -41,7 +41,9 @@ def unknown_key(key: str) -> str:
     if having:
         return f"{key}: a setting of {joined(having)} only; drop it, or add {having[0]}"
     in_no_section = inner.partition(".")[0] not in Config.model_fields
-    told = moved_key(key) or hint_for(key) or (hint_for_section(key) if in_no_section else None)
+    told = moved_key(key) or hint_for(key)
+    if in_no_section:
+        told = told or hint_for_section(key) or hint_for_first_name(key)
     known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))
     return told or _with_near_keys(key, known)
 

@@ -137,6 +137,13 @@ def hint_for_section(key: str) -> str | None:
     return _message(key, found) if found else None
 
 
+def hint_for_first_name(key: str) -> str | None:
+    """What the setting of another system is here that a key names a field of; None for other keys."""
+    first, _, field = key.partition(".")
+    found = [(system, each) for system, each in _all() if field and each.theirs == first]
+    return _message(key, found) if found else None
+
+
 def _section_of_another_system(key: str) -> str | None:
     titles = dict.fromkeys(system.title for system, each in _all() if each.theirs.startswith(f"{key}."))
     if not titles or any(each.theirs == key for _, each in _all()):

@@ -55,6 +55,15 @@ def allowed_at(key: str, choices: Collection[str]) -> str:
     return next((setting.type for setting in fitting if setting.key == key), GROUP)
 
 
+def has_setting(choice: str, key: str) -> bool:
+    """Whether a member of a union, written as its choice (`environment.name=geo3k`), has a setting of this key."""
+    (part, inner), key = listed(choice), listed(key)[1]
+    return any(
+        setting.key == key and (not variants or (inner if part else choice) in variants)
+        for setting, variants in settings().items()
+    )
+
+
 @cache
 def settings() -> dict[Setting, list[str]]:
     """Every setting, with the members of a union that have it where not all do: some share a setting."""

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
 from fovea.config.describe import describe, full_key, moved_key, unknown_key
-from fovea.config.listing import allowed_at, is_at_or_below, listed, settings
+from fovea.config.listing import allowed_at, has_setting, is_at_or_below, listed, settings
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER
@@ -184,11 +184,29 @@ class _Layers:
         where = f"{' and '.join(sources)}: " if sources else ""
         part, _ = listed(key)
         if details["type"] == "value_error":
-            return f"{where}{f'{part}: ' if part else ''}{details['ctx']['error']}"
+            return f"{where}{f'{part}: ' if part else ''}{details['ctx']['error']}{self._dropped_below(key)}"
         allowed = allowed_at(key, {f"{name}={chosen}" for name, chosen in leaves(self.values).items()})
         if is_missing:
-            return f"{where}{key}: must be set; allowed: {allowed}"
+            dropped = self._dropped_below(key.rpartition(".")[0])
+            return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
+
+    def _dropped_below(self, section: str) -> str:
+        """What of a section earlier layers set and a later choice of another member dropped, to be given again."""
+        kept = leaves(self.values)
+        name = f"{section}.{NAME}"
+        choice = f"{name}={kept.get(name)}"
+        dropped = {
+            key: (value, source)
+            for source, layer in self.layers
+            for key, value in leaves(layer).items()
+            if key.startswith(f"{section}.") and key not in kept and has_setting(choice, key)
+        }
+        if not dropped:
+            return ""
+        sources = " and ".join(dict.fromkeys(source for _, source in dropped.values()))
+        words = ", ".join(f"{key}={show(value)}" for key, (value, _) in dropped.items())
+        return f"; {choice} dropped what {sources} had set there ({words}): give again what is to stay"
 
     def _sources_at(self, key: str) -> list[tuple[int, str]]:
         """The layers that set this key or one below it; where none did, those of the section around it."""

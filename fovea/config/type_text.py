@@ -59,6 +59,10 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+_RESUME = {True: "auto", False: "never"}
+"""What `resume` is where another system has a truth value."""
+
+
 def hint(key: str, value: object, allowed: str) -> str:
     """What to write instead, where the value tells what was meant."""
     if allowed.startswith(GROUP):
@@ -67,7 +71,8 @@ def hint(key: str, value: object, allowed: str) -> str:
     if allowed.startswith("list") and isinstance(value, str):
         return f"; write [{value}]"
     if isinstance(value, bool) and "text" in allowed:
-        return "; yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
+        spelled = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
+        return f"; {f'{show(value)} is resume={_RESUME[value]} here' if key == 'resume' else spelled}"
     if allowed.startswith("text") and isinstance(value, int | float):
         return f"; to give it as text write '\"{show(value)}\"'"
     if isinstance(value, str) and value.strip("+-").replace(".", "", 1).isdigit():

@@ -213,12 +213,22 @@ class _Opener:
         except ModuleNotFoundError as error:
             if error.name != "datasets":
                 raise
+            self._check_split(Path(name).expanduser(), split)
             raise MissingExtraError(
                 f"{self.setting}: {name} is read with the package datasets, which is not installed; pip install "
                 "'fovea-rl[hub]', or name the files in it"
             ) from error
         table: Table = hub.open_dataset(name, split, self.setting)
         return table
+
+    def _check_split(self, folder: Path, split: str | None) -> None:
+        """DataError where the tables of a folder's splits are there, and not the one that is named."""
+        splits = [each.parent.name for each in sorted(folder.glob("*/metadata.*")) if metadata_of(each.parent)]
+        if split and splits:
+            listed = ", ".join(dict.fromkeys(splits))
+            raise DataError(
+                f"{self.setting}: {folder}: no split {split!r}; its splits are {listed}; write {folder}@{splits[0]}"
+            )
 
     def _remote(self, url: str) -> Table:
         _check_format(url, self.setting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fovea.types import Episode, FinishReason
+from fovea.types import Episode, FinishReason, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,8 @@ class SampledAnswer:
     parts: Mapping[str, float] = field(default_factory=dict)
     image_parts: tuple[Mapping[str, float], ...] = ()
     finish: FinishReason = "stop"
+    turns: tuple[tuple[str, str], ...] = ()
+    """Role and text of every message after the prompt, in an episode of several turns; else none."""
 
 
 def sampled_answer(episode: Episode) -> SampledAnswer:
@@ -29,4 +31,24 @@ def sampled_answer(episode: Episode) -> SampledAnswer:
         parts=episode.score.parts,
         image_parts=episode.score.image_parts,
         finish=episode.last.finish,
+        turns=_turns(episode) if len(episode.turns) > 1 else (),
     )
+
+
+def turns_to_json(answer: SampledAnswer) -> dict[str, list[dict[str, str]]]:
+    """The turns of an answer as chat messages under the key `turns`; empty for an answer of one turn."""
+    return {"turns": [{"role": role, "content": text} for role, text in answer.turns]} if answer.turns else {}
+
+
+def _turns(episode: Episode) -> tuple[tuple[str, str], ...]:
+    first, *later = episode.turns
+    said = [("assistant", first.text)]
+    for turn in later:
+        said += [(message.role, _text(message)) for message in turn.messages]
+        said.append(("assistant", turn.text))
+    return tuple(said)
+
+
+def _text(message: Message) -> str:
+    """The text of a message, in which [image] stands for an image."""
+    return " ".join(part if isinstance(part, str) else "[image]" for part in message.parts)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fovea.evaluation.answer import turns_to_json
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.utils.files import json_number, write_atomically
 
@@ -31,4 +32,5 @@ def _to_json(row: AnsweredRow) -> dict[str, object]:
         "accuracy": json_number(answer.accuracy),
         "parts": {name: json_number(value) for name, value in answer.parts.items()},
         "finish": answer.finish,
+        **turns_to_json(answer),
     }

@@ -57,7 +57,7 @@ class ChatModel:
         except (CallError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"{server.url}: no OpenAI-compatible server answers there ({error}); start it (fovea serve), or "
-                "correct the address, or the key (api_key_env)"
+                "correct the address, or the key (api_key_env=VARIABLE)"
             ) from error
         if name is None and len(names) == 1:
             return ChatModel(server, names[0])

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.answer import SampledAnswer, turns_to_json
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics
 from fovea.utils.files import json_number, write_atomically
 
@@ -56,6 +56,7 @@ def _answer(answer: SampledAnswer) -> dict[str, Any]:
         "parts": dict(answer.parts),
         "image_parts": list(map(dict, answer.image_parts)),
         "finish": answer.finish,
+        **turns_to_json(answer),
     }
 
 

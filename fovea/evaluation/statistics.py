@@ -169,7 +169,8 @@ def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
     z2 = Z_95**2
     centre = (fraction + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(fraction * (1 - fraction) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # of 0 and of n successes one bound is 0 and 1, which rounding misses by 1e-18
+    return 0.0 if fraction == 0 else max(0.0, centre - half), 1.0 if fraction == 1 else min(1.0, centre + half)
 
 
 def format_interval(interval: tuple[float, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from fovea.config.elsewhere import System, systems
@@ -16,6 +17,8 @@ from fovea.importer.shell import Word, words_of
 
 IMPORTED = ("verl", "rlinf")
 """The systems whose settings can be imported."""
+SHOWN_COUNTERPARTS = 4
+"""Settings that the error for a file of another system names."""
 _SETTING = re.compile(
     r"(?P<sign>\+\+|\+|~)?(?P<key>--config-\w+|[A-Za-z_]\w*(?:\.[\w@/,-]+)+)=(?P<value>.*)", re.DOTALL
 )
@@ -49,14 +52,28 @@ def system_of(given: Iterable[str], name: str | None) -> System:
     if name is not None:
         return systems()[name]
     keys = list(given)
-    known = {each: sum(systems()[each].find(key) is not None for key in keys) for each in IMPORTED}
-    first, second = sorted(known, key=lambda each: -known[each])[:2]
+    known = {each: sum(system.find(key) is not None for key in keys) for each, system in systems().items()}
+    of_all = max(known, key=lambda each: known[each])
+    first, second = sorted(IMPORTED, key=lambda each: -known[each])[:2]
+    if known[of_all] > known[first]:
+        raise _not_imported(systems()[of_all], known[of_all], keys)
     if known[first] == known[second]:
         raise ConfigError(
             f"{known[first]} of {len(keys)} settings are known of {first} and as many of {second}; say which it is "
             f"with --system {first} or --system {second}"
         )
     return systems()[first]
+
+
+def _not_imported(system: System, num_known: int, keys: Sequence[str]) -> ConfigError:
+    """The error for settings of a system that is in the table, but whose files are not read."""
+    found = ((key, system.find(key)) for key in keys)
+    renamed = (f"{key} is {each.ours[0]}" for key, each in found if each is not None and each.ours and not each.note)
+    told = ", ".join(islice(renamed, SHOWN_COUNTERPARTS))
+    return ConfigError(
+        f"{num_known} of {len(keys)} settings are those of {system.title}, whose files are not read, only verl's and "
+        f"RLinf's; write a recipe by the table in docs/from-{system.name}.md{f' ({told})' if told else ''}"
+    )
 
 
 def _by_key(settings: Iterable[Given]) -> dict[str, Given]:

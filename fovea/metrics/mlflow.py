@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from fovea.errors import ConfigError, MissingExtraError
@@ -18,6 +19,7 @@ from fovea.metrics.tracker import TrackedSample, plain_name, readable
 try:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
+    from mlflow.exceptions import MlflowException
 except ModuleNotFoundError as error:
     raise MissingExtraError(
         f"log.mlflow_experiment is set, but {error.name} is not installed; pip install 'fovea-rl[mlflow]', or set "
@@ -39,7 +41,7 @@ class MlflowTracker:
 
     def __init__(self, *, experiment: str, run_name: str, run_id: str, goes_on: bool) -> None:
         """Find or create the run; ConfigError for one that `goes_on` but is not there."""
-        self._client = MlflowClient()
+        self._client = _client()
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
         runs = self._client.search_runs([experiment_id], filter_string=f"tags.{RUN_TAG} = '{run_id}'")
@@ -74,6 +76,19 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _client() -> MlflowClient:
+    """The client of the store that MLFLOW_TRACKING_URI names; MissingExtraError for a database without its package."""
+    try:
+        return MlflowClient()
+    except MlflowException as error:
+        if find_spec("sqlalchemy"):
+            raise
+        raise MissingExtraError(
+            "log.mlflow_experiment is set, but sqlalchemy, which MLflow's own database needs, is not installed; pip "
+            "install 'fovea-rl[mlflow]', or set MLFLOW_TRACKING_URI to a server"
+        ) from error
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:

@@ -25,6 +25,7 @@ from fovea.report.figure_rows import figure_rows
 from fovea.report.images import read_image
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_samples, sample_steps
+from fovea.report.shown_turns import ShownTurn, shown_turns
 from fovea.report.summary import Stage, SummaryJson, accuracy_at, by_type_at, read_summary
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
@@ -72,6 +73,8 @@ class ShownRecord:
 
     record: SampleRecord
     images: tuple[bytes | None, ...]
+    turns: tuple[tuple[ShownTurn, ...], ...]
+    """The turns of each answer that is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,6 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
         "phases": _phase_totals(metrics),
         "machine": _machine_stats(metrics),
         "samples": _sample_steps(run_dir),
-        "max_answers": MAX_ANSWERS,
         "config": config,
     }
 
@@ -229,7 +231,11 @@ def _sample_steps(run_dir: Path) -> list[SampleStep]:
 
 
 def _shown(run_dir: Path, record: SampleRecord) -> ShownRecord:
-    return ShownRecord(record=record, images=tuple(read_image(run_dir, image.name) for image in record.images))
+    return ShownRecord(
+        record=record,
+        images=tuple(read_image(run_dir, image.name) for image in record.images),
+        turns=tuple(shown_turns(run_dir, record, answer) for answer in record.answers[:MAX_ANSWERS]),
+    )
 
 
 def _values(metrics: Sequence[Mapping[str, float]], key: str) -> list[float]:

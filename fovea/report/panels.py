@@ -4,44 +4,71 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fovea.report.curve import last_step, running_mean, set_title, tidy
+from fovea.report.curve import TEXT_COLOUR, last_step, running_mean, set_title, tidy
 
 MAX_LINES = 8
 """Lines in one panel; a reward function of the user's may have many parts."""
 Metrics = Mapping[str, float]
 
+PARTS = ("Parts of the reward", "On dev: reward and parts")
+"""Titles of the panels in which a part of the reward has one colour."""
+REWARD_LINE: Mapping[str, Any] = {"color": TEXT_COLOUR, "linestyle": (0, (2, 4)), "markersize": 2, "zorder": 3}
+"""Dashed and on top: a reward of one part alone lies on that part's line."""
+
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Groups with signal, share": ("groups/with_signal_frac",),
     "Tokens per answer": ("response_tokens_mean",),
     "Entropy, nats": ("entropy",),
-    "KL, nats": ("kl/reference", "kl/reward", "rollout_train_kl"),
+    "KL to the reference, nats": ("kl/reference", "kl/reward"),
+    "KL of engine and trainer, nats": ("rollout_train_kl",),
 }
+ROUNDING_NATS = 1e-9
+"""A KL of engine and trainer that is smaller throughout is float32's rounding, not a curve."""
 
 
 def draw_panels(metrics: Sequence[Metrics]) -> bytes | None:
     """The panels as a PNG file; None where no metric for any of them was written."""
     rows = [_with_signal(row) for row in metrics]
-    panels = {title: [key for key in keys if _has(rows, key)] for title, keys in {**_parts(rows), **PANELS}.items()}
-    panels = {title: keys for title, keys in panels.items() if keys}
+    panels = panels_of(rows)
     if not panels:
         return None
     lines = -(-len(panels) // 2)
     figure = Figure(figsize=(8.4, 0.4 + 2.1 * lines), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(lines, 2, squeeze=False).flat
-    for panel, (title, keys) in zip(axes, panels.items(), strict=False):
-        _draw(panel, title, keys, rows)
+    colours = part_colours(panels)
+    for place, (panel, (title, keys)) in enumerate(zip(axes, panels.items(), strict=False)):
+        _draw(panel, title, keys, rows, colours)
+        if place + 2 >= len(panels):
+            panel.set_xlabel("step", color=TEXT_COLOUR, fontsize=9)
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def panels_of(rows: Sequence[Metrics]) -> dict[str, list[str]]:
+    """The panels by title, each with the metrics that it draws; those without any are left out."""
+    panels = {title: [key for key in keys if _has(rows, key)] for title, keys in {**_parts(rows), **PANELS}.items()}
+    return {title: keys for title, keys in panels.items() if keys}
+
+
+def part_colours(panels: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """A colour for each part of the reward, the same while training and on dev; the reward itself has none of these."""
+    names = dict.fromkeys(_name(key) for title in PARTS for key in panels.get(title, ()))
+    return {name: f"C{place % 10}" for place, name in enumerate(name for name in names if name != "reward")}
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("dev/").removeprefix("reward/")
 
 
 def _parts(rows: Sequence[Metrics]) -> dict[str, tuple[str, ...]]:
@@ -50,8 +77,7 @@ def _parts(rows: Sequence[Metrics]) -> dict[str, tuple[str, ...]]:
     training = [key for key in named if key.startswith("reward/") and key.count("/") == 1]
     dev = [key for key in named if key.startswith("dev/reward")]
     return {
-        "Parts of the reward": _without_km(training),
-        "On dev: reward and parts": _without_km(dev),
+        **dict(zip(PARTS, (_without_km(training), _without_km(dev)), strict=True)),
         "Distance, km": tuple(key for key in (*training, *dev) if key.endswith("_km") and "within" not in key),
     }
 
@@ -66,21 +92,29 @@ def _with_signal(row: Metrics) -> Metrics:
 
 
 def _has(rows: Sequence[Metrics], key: str) -> bool:
-    return any(key in row for row in rows)
+    values = [row[key] for row in rows if key in row]
+    # not below: what is not finite is no rounding
+    return any(not abs(value) < ROUNDING_NATS for value in values) if key == "rollout_train_kl" else bool(values)
 
 
-def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics]) -> None:
-    for key in keys:
+def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics], colours: Mapping[str, str]) -> None:
+    for place, key in enumerate(keys):
         steps, values = np.array([(row["step"], row[key]) for row in rows if key in row], dtype=np.float64).T
         window = int(np.clip(len(values) // 25, 1, 50))
-        label = key.removeprefix("dev/").removeprefix("reward/")
+        colour = colours.get(_name(key), f"C{place}") if title in PARTS else f"C{place}"
+        line = REWARD_LINE if key == "dev/reward" else {"color": colour, "markersize": 3.5}
         marker = "o" if len(values) < 30 else None
         mean = running_mean(values, window)
         # the newest value lies on the edge of the plot
-        panel.plot(steps, mean, linewidth=1.5, marker=marker, markersize=2.5, clip_on=marker is None, label=label)
+        panel.plot(steps, mean, **line, linewidth=1.6, marker=marker, clip_on=marker is None, label=_label(key, title))
     panel.set_xlim(0, last_step(rows))
     set_title(panel, title)
     tidy(panel)
     if len(keys) > 1:
         for text in panel.legend(frameon=False, fontsize=7).get_texts():
             text.set_parse_math(False)  # names of the user's parts, in which a $ begins no formula
+
+
+def _label(key: str, title: str) -> str:
+    """The name of a line; a panel of training and dev together tells them apart."""
+    return _name(key) if title in PARTS or not key.startswith("dev/") else f"{_name(key)} on dev"

@@ -23,6 +23,8 @@ from time import perf_counter
 from types import FrameType
 from typing import NoReturn
 
+SAVED = "the run is saved"
+"""What KeyboardInterrupt tells of a run that has ended by its own account."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,10 +47,10 @@ class Stop:
         return f"max_hours={self.max_hours:g} are over" if over else ""
 
     def end(self) -> NoReturn:
-        """End the run: KeyboardInterrupt for SIGINT, else SystemExit, with code 0 where the time is over."""
+        """End a saved run: KeyboardInterrupt for SIGINT, else SystemExit, with code 0 where the time is over."""
         if self.received is None:
             raise SystemExit(0)
-        _end(self.received)
+        _end(self.received, SAVED)
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
@@ -88,10 +90,10 @@ def ending_signals(stop: Stop) -> Iterator[Stop]:
             signal.signal(each, handler)
 
 
-def _end(by: signal.Signals) -> NoReturn:
+def _end(by: signal.Signals, *told: str) -> NoReturn:
     # of all exceptions, asyncio lets only these two pass from every place
     if by is signal.SIGINT:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*told)
     raise SystemExit(128 + by)
 
 

@@ -109,7 +109,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
         (lambda: fovea.evaluate("majority"), "no target says which rows to ask; give a recipe that does"),
         (lambda: fovea.evaluate("gold", rows=rows(3), environment=PHOTOS), "grades no answers; set reward to"),
         (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, and rows"),
-        (lambda: fovea.evaluate("run"), "trust it, by the option of that name"),
+        (lambda: fovea.evaluate("run"), "add trust=True, if the folder is your own"),
         (
             lambda: fovea.evaluate("http://127.0.0.1:9#x", recipe="recipe.yaml", api_key_env="NO_KEY"),
             "api_key_env=NO_KEY",

@@ -13,6 +13,7 @@ from fovea.build import liger
 from fovea.build.kernel_notes import liger_note
 from fovea.build.liger import runs_liger
 from fovea.build.model import _corpus, _liger_kernels, locate_model, open_vlm
+from fovea.build.outputs import model_table
 from fovea.build.run import build
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
@@ -22,6 +23,7 @@ from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
+from fovea.train.base import ModelFacts
 from fovea.types import Task
 from fovea.utils.event_loop import wait_for
 
@@ -219,3 +221,10 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
     run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
     rates = run.policy.worker._set_rates()  # type: ignore[attr-defined]
     assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})
+
+
+@pytest.mark.parametrize(("num", "said"), [(1, "tiny on cpu, 1 thread"), (2, "tiny on cpu, 2 threads")])
+def test_the_table_of_a_model_counts_its_threads(num: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num)
+    facts = ModelFacts(device="cpu", device_name=None, parameters=())
+    assert str(model_table("tiny", facts).title) == said

@@ -103,7 +103,7 @@ def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.Monke
     for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
         with pytest.raises(ConfigError, match=rf"^{word}: a file, no folder; name the folder of the run or model"):
             parse_target(word)
-    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, no target; give it by the option recipe"):
+    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, no target; give recipe=geo3k beside a target"):
         parse_target("geo3k")
 
 
@@ -144,7 +144,7 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {tiny: {}}\nseed: 9\n")
     assert shared_settings(both, recipe, []).seed == 9
-    with pytest.raises(ConfigError, match=r"which rows to ask; give a recipe that does \(the option recipe,"):
+    with pytest.raises(ConfigError, match=r"which rows to ask; give a recipe that does \(recipe=FILE,"):
         shared_settings(targets[:1], None, [])
 
 

@@ -24,6 +24,7 @@ from fovea.cli.words import OPTIONS
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError
+from fovea.run.signals import Stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,6 +171,14 @@ def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -
     result = fovea("train", recipe)
     assert result.exit_code == 130
     assert result.stderr == "stopped by Ctrl-C; resume=auto continues from the last checkpoint, if there is one\n"
+
+
+def test_ctrl_c_on_a_run_that_has_saved_itself_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_and_stop(config: Config) -> None:
+        Stop(received=signal.SIGINT).end()
+
+    stand_in(monkeypatch, save_and_stop)
+    assert fovea("train", recipe).stderr == "stopped by Ctrl-C; the run is saved\n"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli import main as cli
+from fovea.cli.errors import with_options
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
@@ -65,6 +67,58 @@ def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
     (tmp_path / "runs" / "first" / "config.yaml").touch()
     assert completed("fovea view ru", tmp_path) == ["runs/first"]
     assert completed("fovea eval runs/first --recipe geo3k_", tmp_path) == ["geo3k_qwen2_5_vl_7b"]
+
+
+def test_a_shell_puts_no_space_behind_the_equals_sign_of_a_setting() -> None:
+    """Neither bash nor zsh does where several words are left; bash asks for a value behind `key`, `=`."""
+    assert completed("fovea train shapes rollout.max_new_t") == [
+        "rollout.max_new_tokens=",
+        "rollout.max_new_tokens=512",
+    ]
+    assert completed("fovea train model.pa") == ["model.path=", "model.path=null"]
+    assert completed("fovea train algorithm.name = grp") == ["grpo"]
+    assert completed("fovea train algorithm.name =")[:2] == ["grpo", "dr_grpo"]
+    assert completed("fovea train algorithm.name=gr") == ["algorithm.name=grpo"]
+    assert completed("fovea config log.progress=") == ["log.progress=true", "log.progress=false"]
+    assert completed("fovea train shapes rollout.max_new_tokens =") == []
+
+
+def test_bash_completes_a_setting_up_to_its_equals_sign(tmp_path: Path) -> None:
+    """By readline, in a shell with the script of `--show-completion`."""
+    code = "import sys; from fovea.cli.main import main; main()"
+    (tmp_path / "fovea").write_text(f"#!{sys.executable}\n{code}\n")
+    (tmp_path / "fovea").chmod(0o755)
+    script = subprocess.run(
+        [tmp_path / "fovea", "--show-completion", "bash"],
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    shown = "fovea() { printf '<%s>' \"$@\"; }"
+    (tmp_path / "rc").write_text(f"PATH={tmp_path}:$PATH\nPS1='ready '\n{script}\n{shown}\n")
+    typed = b"fovea train rollout.max_new_t\t8 algorithm.name=gr\t; exit\n"
+    assert "<train><rollout.max_new_tokens=8><algorithm.name=grpo>" in typed_into_bash(tmp_path / "rc", typed)
+
+
+def typed_into_bash(startup: Path, typed: bytes) -> str:
+    """What an interactive bash shows, on a terminal of its own, of keys that are typed at its first prompt."""
+    ours, its = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    command = ["bash", "--noprofile", "--rcfile", str(startup), "-i"]
+    shell = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
+    os.close(its)
+    shown = b""
+    try:
+        while not shown.endswith(b"ready "):
+            shown += os.read(ours, 4096)
+        os.write(ours, typed)
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:  # the terminal is gone with the shell
+        shell.wait()
+    os.close(ours)
+    return shown.decode()
 
 
 def test_the_script_for_a_shell_is_printed() -> None:
@@ -160,3 +214,24 @@ def test_quiet_prints_results_only(tmp_path: Path) -> None:
     result = fovea("data", "vqa", "--rows", "10", "--out", str(out), "--quiet")
     assert result.stdout.split() == [str(out / "train.parquet"), str(out / "test.parquet")]
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["majority"], "give a recipe that does (--recipe FILE, or a name such as geo3k)"),
+        (["geo3k"], "geo3k: a recipe, no target; give --recipe geo3k beside a target"),
+        (["http://127.0.0.1:9?key=x"], "a key comes from --api-key-env VARIABLE"),
+        (["http://127.0.0.1:9", "--recipe", "shapes", "--api-key-env", "NO_KEY"], "--api-key-env NO_KEY, but there is"),
+    ],
+)
+def test_errors_of_functions_name_the_options_of_commands(words: list[str], told: str) -> None:
+    result = fovea("eval", *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_settings_and_texts_that_look_like_arguments_stay() -> None:
+    kept = "rollout.engine.api_key_env=KEY, trust=true and model.recipe=x"
+    assert with_options(kept) == kept
+    assert with_options("add trust=True, if the run is your own") == "add --trust, if the run is your own"

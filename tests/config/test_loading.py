@@ -164,9 +164,22 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
         ("run_dir=", "run_dir: null does not fit; allowed: text"),
         (
+            "run_dir=yes",
+            "run_dir: true does not fit; allowed: text; yes, no, on and off are read as true and false, as YAML has "
+            "them; as text write '\"yes\"'",
+        ),
+        (
             "resume=yes",
-            "resume: true does not fit; allowed: never | auto or text; yes, no, on and off are read as true and false, "
-            "as YAML has them; as text write '\"yes\"'",
+            "resume: true does not fit; allowed: never | auto or text; true is resume=auto here",
+        ),
+        (
+            "resume=false",
+            "resume: false does not fit; allowed: never | auto or text; false is resume=never here",
+        ),
+        (
+            "peft_config.r=8",
+            "peft_config.r: no such setting; TRL's peft_config is model.lora here (r is rank, lora_alpha alpha, "
+            "lora_dropout dropout, target_modules targets)",
         ),
         ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
         ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and <= 1"),
@@ -211,6 +224,21 @@ def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> 
     assert message == (
         "command line: environment.level: a setting of environment.name=shapes | shapes_zoom only; drop it, or add "
         "environment.name=shapes"
+    )
+
+
+def test_what_another_environment_lacks_names_what_its_choice_dropped(recipe: Path) -> None:
+    recipe.write_text(
+        "model: {tiny: {}}\nenvironment: {name: vqa, train_files: [a.jsonl], test_share: 0.1}\n", encoding="utf-8"
+    )
+    chosen = "environment.name=caption dropped what recipes/small.yaml had set there"
+    assert error_of([recipe], "environment.name=caption") == (
+        f'command line: environment.train_files: must be set; {chosen} (environment.train_files=["a.jsonl"], '
+        "environment.test_share=0.1): give again what is to stay"
+    )
+    assert error_of([recipe], "environment.name=caption", "environment.train_files=[a.jsonl]") == (
+        "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 for a "
+        f"share of the training rows; {chosen} (environment.test_share=0.1): give again what is to stay"
     )
 
 

@@ -478,3 +478,11 @@ def test_what_is_no_image_of_the_row(cell: object, reason: str, tmp_path: Path) 
         image_refs(cell, where="rows.csv row 1", folder=tmp_path)
     assert error.value.reason == reason
     assert str(error.value).startswith("rows.csv row 1, image 1: ")
+
+
+def test_a_list_in_a_file_of_lines_is_told(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    for indent in (None, 2):
+        rows.write_text(json.dumps([{"a": 1}, {"a": 2}], indent=indent), encoding="utf-8")
+        with pytest.raises(DataError, match=r"rows\.jsonl is a JSON list; name it rows\.json, or write one object a"):
+            opened(str(rows), tmp_path)

@@ -1,4 +1,4 @@
-"""Parquet rows: the values as written, where they stand, and one line for what is wrong with a file."""
+"""Rows of files: the values as written, where they stand, and one line for what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from fovea.cli.data import app as data_app
 from fovea.data.readers.parquet import GroupCache
 from fovea.data.rows import MADE, RowAccess, image_refs, open_rows
-from fovea.errors import BadRowError, DataError
+from fovea.errors import BadRowError, DataError, MissingExtraError
 
 
 def written(path: Path, num_rows: int, *, first: int = 0, rows_per_group: int = 4) -> str:
@@ -163,3 +163,17 @@ def test_damaged_row_group(tmp_path: Path) -> None:
         rows[3]
     with pytest.raises(DataError, match=r"a.parquet cannot be decoded .* copy or write it again"):
         list(rows.column("text"))
+
+
+def test_a_split_that_a_folder_lacks_is_told_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
+
+    monkeypatch.setattr("fovea.data.rows._hub", missing)
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "metadata.csv").write_text("file_name,label\na.png,red\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"no split 'val'; its splits are test, train; write .*@test"):
+        open_rows([f"{tmp_path}@val"])
+    with pytest.raises(MissingExtraError, match="fovea-rl"):
+        open_rows([str(tmp_path)])

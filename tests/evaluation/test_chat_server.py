@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fovea.build.targets import ServerTarget, parse_target, parse_targets
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError
+from fovea.evaluation.answers_file import write_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.types import ImageRef, Message, Sampling, Task, Turn
@@ -163,6 +165,19 @@ def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Cal
     assert [part["type"] for part in second[2]["content"]] == ["text", "image_url"]
     assert np.array_equal(pixels(first[0]["content"][0]), TwoTurns.pictures[0])
     assert np.array_equal(pixels(second[2]["content"][1]), TwoTurns.pictures[1])
+
+
+def test_the_file_of_answers_has_all_turns_of_a_conversation(started: Callable[..., Endpoint], tmp_path: Path) -> None:
+    rows = ask(started(says("closer"), says("a")), TwoTurns(), size=1)
+    write_answers(tmp_path, "test-final", [*rows, *ask(started(says("a")), BanditEnvironment(), size=1)])
+    two, one = map(json.loads, (tmp_path / "answers" / "test-final.jsonl").read_text().splitlines())
+    assert two["answer"] == "a"
+    assert two["turns"] == [
+        {"role": "assistant", "content": "closer"},
+        {"role": "user", "content": "And here? [image]"},
+        {"role": "assistant", "content": "a"},
+    ]
+    assert "turns" not in one
 
 
 def test_the_key_comes_from_the_environment(started: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,3 +204,25 @@ def test_it_starts_without_torch(tmp_path: Path) -> None:
         "sys.exit(result.exit_code or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+ROW = b'{"prediction": "\\\\boxed{4}", "truth": "4"}\n'
+COMMAND = [sys.executable, "-m", "fovea", "grade", "geo3k"]
+
+
+def test_a_reader_that_has_read_enough_ends_the_command_quietly(tmp_path: Path) -> None:
+    """As `| head -1` does; the rows are more than a pipe holds."""
+    (tmp_path / "answers.jsonl").write_bytes(ROW * 3000)
+    command = subprocess.Popen([*COMMAND, tmp_path / "answers.jsonl"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout is not None
+    assert command.stderr is not None
+    assert json.loads(command.stdout.readline())["score"] == 1.0
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    command.stderr.close()
+    assert command.wait() == 1
+
+
+def test_a_dash_is_stdin() -> None:
+    done = subprocess.run([*COMMAND, "-"], input=ROW, capture_output=True, check=True)
+    assert json.loads(done.stdout)["score"] == 1.0

@@ -17,10 +17,12 @@ from fovea.evaluation.statistics import (
     budgets,
     estimate,
     majority,
+    mean_estimate,
     paired_difference,
     vote,
     wilson_interval,
 )
+from fovea.evaluation.tables import mean_text
 
 
 def said(*texts: str, accuracy: float = 0.0) -> list[SampledAnswer]:
@@ -63,6 +65,13 @@ def test_an_estimate_of_shares_and_of_equal_values_is_wilsons(values: list[float
     found, mean = estimate(values), sum(values) / len(values)
     assert found.mean == pytest.approx(mean)
     assert (found.low, found.high) == pytest.approx(wilson_interval(mean, len(values)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 150, 800, 1319])
+def test_a_bound_of_none_or_all_is_exact(n: int) -> None:
+    assert wilson_interval(0.0, n)[0] == 0.0
+    assert wilson_interval(1.0, n)[1] == 1.0
+    assert mean_text(mean_estimate([0.0] * n)).startswith("0 [0, ")
 
 
 def test_an_estimate_of_partial_credits_by_hand() -> None:

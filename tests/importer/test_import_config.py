@@ -240,3 +240,15 @@ def test_a_config_that_is_not_there_is_listed(run: Path) -> None:
     recipe = imported("run.sh", *GEO3K)
     assert "#   --config-name: its settings stand in a YAML file, which is not in --config-path; name that" in recipe
     assert "#   --config-dir: its settings stand in YAML files that are not there" in recipe
+
+
+def test_settings_of_trl_are_told_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trl.yaml").write_text(
+        "model_name_or_path: m\nnum_generations: 8\nmax_completion_length: 64\nunheard_of: 1\n", encoding="utf-8"
+    )
+    assert error_of("trl.yaml") == (
+        "error: 3 of 4 settings are those of TRL, whose files are not read, only verl's and RLinf's; write a recipe by "
+        "the table in docs/from-trl.md (model_name_or_path is model.path, num_generations is "
+        "rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
+    )

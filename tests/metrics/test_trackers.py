@@ -462,3 +462,15 @@ def test_without_a_key_the_fix_is_one_line(name: str, tmp_path: Path) -> None:
     )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("one line: ")]
     assert re.match(rf"one line: log\.{name}_project=demo: .*{name.upper()}_MODE=offline", line)
+
+
+def test_a_database_of_mlflow_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("fovea.metrics.mlflow")
+
+    def fail() -> None:
+        raise module.MlflowException("Model registry functionality is unavailable; got unsupported URI 'sqlite:'")
+
+    monkeypatch.setattr(module, "MlflowClient", fail)
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    with pytest.raises(MissingExtraError, match=r"sqlalchemy, .* is not installed; pip install 'fovea-rl\[mlflow\]'"):
+        log_steps("mlflow", [1])

@@ -19,12 +19,13 @@ RED = Image.new("RGB", (48, 48), (200, 30, 30))
 
 
 def answers_of(target: str, rights: list[float], text: str = "said", is_model: bool = True) -> TargetAnswers:
+    turns = (("assistant", "closer"), ("user", f"{text} again"), ("assistant", text))
     greedy = {
         f"test/{i}": AnsweredRow(
             id=f"test/{i}",
             index=i,
             kind="k",
-            answers=(SampledAnswer(text=text, reward=x, accuracy=x, parts={text: x}),),
+            answers=(SampledAnswer(text=text, reward=x, accuracy=x, parts={text: x}, turns=turns),),
         )
         for i, x in enumerate(rights)
     }
@@ -57,6 +58,7 @@ def test_figures_and_pictures(tmp_path: Path) -> None:
     page = write(tmp_path / "page", "How many?")
     assert "How many? two 50.0 [15, 85] 4 0 +0.0 [-75.0, +75.0] 1 1" in page.text
     assert "lost by shuffling" in page.text
+    assert "closer user How many? again How many?" in page.text
     assert "pass@1" in page.text
     assert "Misses of all models 1 of 4 rows; 1 shown" in page.text
     assert "Rows on which the models differ 2 of 4 rows; 2 shown" in page.text

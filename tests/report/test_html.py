@@ -20,8 +20,8 @@ from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.about import write_versions
 from fovea.report.html import write_report
 from fovea.report.images import png_bytes, write_image
-from fovea.report.panels import draw_panels
-from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, SampleRecord
+from fovea.report.panels import draw_panels, panels_of, part_colours
+from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord
 from fovea.report.samples import sample_steps, write_samples
 from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
@@ -253,6 +253,21 @@ def test_names_of_parts_are_no_formulas() -> None:
     assert Image.open(io.BytesIO(drawn)).width > 800
 
 
+def test_a_part_has_one_colour_while_training_and_on_dev() -> None:
+    rows = [{"step": 1.0, "reward/answer": 0.5, "reward/format": 0.5, "dev/reward": 0.5, "dev/reward/format": 1.0}]
+    assert part_colours(panels_of(rows)) == {"answer": "C0", "format": "C1"}
+
+
+def test_the_kl_of_engine_and_trainer_is_no_kl_to_the_reference() -> None:
+    """Rounding, which every run has, is not drawn."""
+    rounding, real = ([{"step": 1.0, "rollout_train_kl": value}] for value in (3e-14, 1e-4))
+    reference = [{"step": 1.0, "kl/reference": 0.0, "kl/reward": 0.1}]
+    assert panels_of(rounding) == {}
+    assert panels_of([*rounding, *real]) == {"KL of engine and trainer, nats": ["rollout_train_kl"]}
+    assert panels_of([{"step": 1.0, "rollout_train_kl": math.nan}]) != {}
+    assert panels_of(reference) == {"KL to the reference, nats": ["kl/reference", "kl/reward"]}
+
+
 def test_rewards_parts_and_image_types_have_intervals(tmp_path: Path) -> None:
     final = replace(FINAL, rewards=(0.5,) * 10 + (1.0,) * 10, parts={ATTACK: (0.0, 1.0)}, by_image_type={"map": (1.0,)})
     write_summary(tmp_path / "summary.json", replace(SUMMARY, final=final))
@@ -337,3 +352,19 @@ def test_the_policy_alone_stops_a_script(tmp_path: Path) -> None:
     report = write_report(fill(tmp_path / "run", "x"))
     report.write_text(report.read_text().replace("<body>", f"<body>{ATTACKS[0]}{ATTACKS[1]}"))
     assert look(report, tmp_path / "profile")[0] == "run · Fovea report"
+
+
+def test_all_turns_of_an_answer_are_in_the_page(tmp_path: Path) -> None:
+    """Of six images that the environment adds, the first four are embedded; that of the prompt stands there once."""
+    prompt, *added = (write_image(tmp_path, png_bytes(Image.new("RGB", (48, 48), (shade, 0, 0)))) for shade in range(7))
+    images = tuple(RecordedImage(name=name) for name in (prompt, *added))
+    reply = RecordedMessage(role="user", parts=(*images, f"And now? {ATTACK}"))
+    turns = (RecordedTurn(text="look"), RecordedTurn(messages=(reply,), text=""))
+    score = SampledAnswer(text="", reward=1.0, accuracy=1.0)
+    first = replace(record("Dark or light?", prompt), answers=(RecordedAnswer(score=score, turns=turns),))
+    write_samples(tmp_path, 1, [first])
+    page = Page(write_report(tmp_path))
+    assert f"look user [image 1 of the prompt] {'[another image, which `fovea view` shows] ' * 2}And now?" in page.text
+    assert "(nothing) reward 1 , accuracy 1" in page.text
+    assert len(page.attributes("img")) == 1 + 4
+    assert "<script>" not in page.source.split("</style>")[1]

@@ -312,6 +312,8 @@ def test_a_long_list_has_elements_for_the_rows_in_view(browser: Browser, tmp_pat
     with served(folder) as address:
         open_page(browser, f"{address}#samples", GROUP)
         assert text_of(browser, ".columns nav p") == "300 of 300 groups"
+        assert text_of(browser, ".columns nav p + p") == "… has truncated answers"
+        assert text_of(browser, ".list .heads") == "steptypemean reward"
         assert browser.evaluate("document.querySelectorAll('.list li').length") < 60
         box = "document.querySelector('.list a[aria-current]').getBoundingClientRect()"
         frame = "document.querySelector('.list').getBoundingClientRect()"
@@ -365,7 +367,8 @@ def test_images_after_the_prompt_have_their_own_numbers_and_marks(browser: Brows
     closer = RecordedTurn(messages=(RecordedMessage(role="user", parts=(shown, "and", shown)),), text="three")
     marks = tuple(Mark(image=image, xy=(0.5, 0.5), label=f"on {image}") for image in (3, 2, 3))
     answer = replace(answer, turns=(*answer.turns[:1], closer), marks=marks)
-    write_samples(folder, 1, [replace(sample, answers=(answer,))])
+    unmarked = replace(answer, turns=answer.turns[:1], marks=())
+    write_samples(folder, 1, [replace(sample, answers=(answer, unmarked))])
     with served(folder) as address:
         open_page(
             browser, f"{address}#samples?step=1&group=0", "document.querySelectorAll('.answer .shot').length === 2"
@@ -375,6 +378,8 @@ def test_images_after_the_prompt_have_their_own_numbers_and_marks(browser: Brows
             ["Image 2", "#1 on 2"],
             ["Image 3", "#1 on 3", "#1 on 3"],
         ]
+        coloured = "[...document.querySelectorAll('.number')].map((number) => number.className)"
+        assert browser.evaluate(coloured) == ["number hue0", "number"], "a colour stands for marks"
 
 
 def test_the_page_shown_is_marked_for_screen_readers_and_a_poll_leaves_nothing_behind(

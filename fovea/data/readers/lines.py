@@ -81,7 +81,11 @@ class ByteRangeTable:
 def json_lines(path: Path, setting: str) -> ByteRangeTable:
     """Open a file of one JSON object per line; empty lines are no rows."""
     _check_utf8(path, setting)
-    return ByteRangeTable(path, _line_ranges(_mapped(path)), _json_object)
+    content = _mapped(path)
+    table = ByteRangeTable(path, _line_ranges(content), _json_object)
+    if not table.columns and content[:_HEAD_BYTES].removeprefix(_BOM).lstrip().startswith(b"["):
+        raise DataError(f"{setting}: {path} is a JSON list; name it {path.stem}.json, or write one object a line")
+    return table
 
 
 def json_array(path: Path, setting: str) -> ByteRangeTable:

@@ -46,7 +46,7 @@ function scoreLine(answer, number, turns) {
   const advantage = least === most ? signed(least) : `${signed(least)} to ${signed(most)}`;
   const parts = [...Object.entries(answer.parts), ...answer.image_parts.flatMap((of, place) => Object.entries(of).map(([name, value]) => [`image ${place + 1} ${name}`, value]))];
   return element("p", { class: "score" },
-    element("span", { class: `number hue${number % 6}` }, `#${number + 1}`),
+    element("span", { class: answer.marks.length ? `number hue${number % 6}` : "number" }, `#${number + 1}`),
     element("span", {}, "reward ", element("strong", {}, shown(answer.reward))),
     element("span", {}, `accuracy ${shown(answer.accuracy)}`),
     advantages.length ? element("span", { class: least < 0 ? "negative" : most > 0 ? "positive" : "soft" }, `advantage ${advantage}`) : null,

@@ -4,10 +4,11 @@ import { element } from "./dom.js";
 
 const BESIDE = 8; // rows above and below those in view, so that scrolling meets drawn ones
 
-/** The list; `show(rows, chosen)` takes its rows and the place of the chosen one (-1: none), `content(row)` draws one. */
-export function longList(label, { address, content }) {
+/** The list below its heads; `show(rows, chosen)` takes its rows and the place of the chosen one (-1: none), `content(row)` draws one. */
+export function longList(label, { address, content, heads }) {
   const lines = element("ol", { "aria-label": label });
-  const root = element("div", { class: "list", scroll: () => draw() }, lines);
+  const head = element("div", { class: "heads" }, heads); // it stays in view, over the rows that pass below it
+  const root = element("div", { class: "list", scroll: () => draw() }, head, lines);
   let [rows, chosen, shownAt] = [[], -1, -1];
 
   function show(newRows, newChosen) {
@@ -21,9 +22,9 @@ export function longList(label, { address, content }) {
   }
 
   function scrollTo(place) {
-    const [top, height] = [place * rowHeight(), rowHeight()];
-    const isInView = top >= root.scrollTop && top + height <= root.scrollTop + root.clientHeight;
-    if (!isInView) root.scrollTop = top - (root.clientHeight - height) / 2;
+    const [top, height, room] = [place * rowHeight(), rowHeight(), root.clientHeight - head.offsetHeight];
+    const isInView = top >= root.scrollTop && top + height <= root.scrollTop + room;
+    if (!isInView) root.scrollTop = top - (room - height) / 2;
   }
 
   function draw() {

@@ -19,11 +19,13 @@ export function samplesPage() {
   const follow = element("input", { type: "checkbox", change: () => (follow.checked ? goTo("samples", { step: null, group: null }) : move(0)) });
   const rowsOfRun = element("label", {}, "rows of ", runChoice);
   bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, element("label", {}, follow, " follow the newest"));
-  const list = longList("Groups", { address: addressOf, content: listed });
+  const heads = ["step", "type", "mean reward"].map((text) => element("span", {}, text));
+  const list = longList("Groups", { address: addressOf, content: listed, heads });
   const count = element("p", { class: "soft" });
+  const truncation = element("p", { class: "soft" }, element("span", { class: "truncated" }, "…"), " has truncated answers");
   const shownGroups = element("div", { class: "side-by-side" });
   const root = element("section", { class: "page samples" }, bar.root,
-    element("div", { class: "columns" }, element("nav", { "aria-label": "Groups" }, count, list.root), shownGroups));
+    element("div", { class: "columns" }, element("nav", { "aria-label": "Groups" }, count, truncation, list.root), shownGroups));
   const indexes = [];
   const early = new Map(); // the newest step of each run, by path, which arrives while the index is read
   let runs = [];
@@ -61,6 +63,7 @@ export function samplesPage() {
     [runChoice.value, heatChoice.value, follow.checked] = [run, heat, !parameters.has("step")];
     count.textContent = `${whole(passing.length)} of ${whole(rows.length)} groups`;
     list.show(passing, chosen);
+    truncation.hidden = !passing.some((row) => row.truncated);
     const wanted = chosen < 0 ? [] : sides(run, passing[chosen]);
     const key = JSON.stringify([heat, rows.length > 0, wanted]);
     if (key === drawn) return; // a poll leaves what is being read as it is
