@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,16 +13,19 @@ from fovea.build.data import make_opener, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.interpreter import find_interpreter
 from fovea.build.trackers import chosen_trackers
-from fovea.build.trial_score import try_reward
+from fovea.build.trial_score import MAX_ROWS_TRIED, try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
 from fovea.config.run import Config
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
+from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.errors import ModelError
+from fovea.evaluation.chat_server import EmptyPrompts
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.run.folder import check_run
 from fovea.run.run_dir import filled, has_checkpoint
+from fovea.types import Prompt, Task
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 INDEX_FILE = "model.safetensors.index.json"
@@ -91,13 +95,33 @@ def _rows(config: Config, graded: GradedEnvironment, split: Split) -> str:
     """The number of rows of a split, and the length of its first prompt where there is a tokenizer already."""
     environment = graded.environment
     tasks = environment.tasks(split)
-    first = environment.prompt(tasks[0])
-    if config.model.path is None:
-        return f"{split}: {len(tasks):,} rows"
+    rows = f"{split}: {len(tasks):,} rows"
+    num_tried = min(len(tasks), MAX_ROWS_TRIED)
+    first = _first_prompt(config, environment, tasks, num_tried)
+    if first is None and num_tried:
+        return f"{rows}; none of the first {num_tried} can be used, and data.on_bad_row=skip leaves them out"
+    if first is None or config.model.path is None:
+        return rows
+    return f"{rows}; the first prompt has {first.num_tokens:,} tokens, images included"
+
+
+def _first_prompt(config: Config, environment: Environment, tasks: Sequence[Task], num_tried: int) -> Prompt | None:
+    """The prompt of the first row of these that can be used, empty without a tokenizer yet; None where none can."""
     limits = {"min_pixels": config.model.min_pixels, "max_pixels": config.model.max_pixels}
-    renderer = Renderer(load_processor(config.model), make_opener(config.data, Path(config.run_dir)), **limits)
-    prompt = renderer.prompt(first, where=tasks[0].id)
-    return f"{split}: {len(tasks):,} rows; the first prompt has {prompt.num_tokens:,} tokens, images included"
+    renderer: RendersPrompts = EmptyPrompts()
+    if config.model.path is not None:
+        opener = make_opener(config.data, Path(config.run_dir))
+        renderer = Renderer(load_processor(config.model), opener, **limits)
+    source = PromptSource(
+        tasks,
+        environment,
+        renderer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_bad_row=config.data.on_bad_row,
+        cache_gib=0.0,
+    )
+    found = (source.get(index) for index in range(num_tried))
+    return next((row.prompt for row in found if row is not None), None)
 
 
 def _steps(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -172,6 +173,28 @@ def test_a_dry_run_fails_where_the_run_would(
     result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, *words, "--dry-run")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_dry_run_passes_where_the_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split without rows that nothing reads, and first rows that are bad and skipped."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(task, text, images):\n    return 0.0\n")
+    asked = [f"q{index}" for index in range(20)]
+    Path("rows.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in ["", *asked]))
+    Path("empty.jsonl").write_text((json.dumps({"question": ""}) + "\n") * 2)
+    Path("own.yaml").write_text(
+        "model: {tiny: {}}\nreward: mine.py:score\ndata: {on_bad_row: skip}\nenvironment: {name: rows, "
+        "train_files: [rows.jsonl], test_files: [empty.jsonl], image_keys: [], dev_share: 0}\n"
+    )
+    result = fovea("train", "own.yaml", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1:4] == [
+        "train: 21 rows",
+        "dev: 0 rows",
+        "test: 2 rows; none of the first 2 can be used, and data.on_bad_row=skip leaves them out",
+    ]
+    stopping = fovea("train", "own.yaml", "data.on_bad_row=error", "--dry-run")
+    assert "rows.jsonl line 1: the prompt is empty" in stopping.stderr
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
