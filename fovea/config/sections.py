@@ -18,6 +18,7 @@ from fovea.config.base import (
 )
 
 Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
+DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Data(Section):
@@ -90,7 +91,7 @@ class Train(Section):
     backend: BackendConfig = Field(default_factory=TorchBackend)
     learning_rate: MayChange[PositiveFloat] = 1e-6
     """Peak learning rate of AdamW."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     adam_eps: PositiveFloat = 1e-8
     """Term that AdamW adds to its denominator."""

@@ -182,7 +182,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
             "lora_dropout dropout, target_modules targets)",
         ),
         ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
-        ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and <= 1"),
+        ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and < 1"),
         ("data.kind_weights.shape=-1", "data.kind_weights.shape: -1 does not fit; allowed: number > 0"),
         (
             "data.kind_weights=3",
@@ -453,7 +453,7 @@ def test_every_setting_is_described() -> None:
         ("model.lora", "group of settings or null", "null"),
         ("model.lora.rank", "integer >= 1", "16"),
         ("model.dtype", "float32 | bfloat16", "float32"),
-        ("train.betas", "list of 2, each number >= 0 and <= 1", "[0.9, 0.95]"),
+        ("train.betas", "list of 2, each number >= 0 and < 1", "[0.9, 0.95]"),
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
