@@ -76,7 +76,9 @@ def _model_rewards(
 
 def _scorer(settings: RewardModel) -> ScoresAnswers:
     """A scorer that reads images where the folder's model does, else one of text."""
-    return VisionRewardScorer(settings) if _model_type(Path(settings.path)) in FAMILIES else RewardScorer(settings)
+    if _model_type(Path(settings.path)) in FAMILIES:
+        return VisionRewardScorer(settings)
+    return RewardScorer(settings, "model_reward.reward_model")
 
 
 def _model_type(folder: Path) -> object:

@@ -231,7 +231,8 @@ class Judge(Section):
     @model_validator(mode="after")
     def _prompt_has_an_answer(self) -> Judge:
         if "{answer}" not in self.prompt:
-            raise ValueError("environment.judge.prompt has no {answer}, so that there is nothing to judge; put it in")
+            # of captions, of a share of the reward or of a second opinion
+            raise ValueError("judge.prompt has no {answer}, so that there is nothing to judge; put it in")
         return self
 
 

@@ -6,7 +6,8 @@ transformers with one output) or `v_head.summary.weight` and `.bias` (TRL's valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,6 +27,8 @@ from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
 
+KEY = "model_reward.reward_model.path"
+"""The setting that names the folder."""
 HEADS = ("score", "v_head.summary")
 """Names of the linear layers that are a head."""
 _ANY_SIZE = 1e9
@@ -38,17 +41,12 @@ class VisionRewardScorer:
     def __init__(self, settings: RewardModel) -> None:
         """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
         path = settings.path
-        check_folder(path, None)
         model = Model(path=path)
-        self._processor = load_processor(model)
+        with _named_as_reward_model():
+            check_folder(path, None)
+            self._processor = load_processor(model)
+            network = _network(model)
         self._renderer = Renderer(self._processor, ImageOpener(max_mib=_ANY_SIZE, max_megapixels=_ANY_SIZE))
-        with damaged_model(path), no_progress_bar():
-            loaded: Any = AutoModel.from_pretrained(
-                path, dtype="auto", use_safetensors=True, output_loading_info=True, **hub_options(model)
-            )
-        network, info = loaded
-        if info["missing_keys"]:
-            raise ModelError(f"reward_model.path: {path} lacks weights, first {sorted(info['missing_keys'])[0]}")
         self._network = network.eval().to(settings.device)
         self._weight, self._bias = (x.to(settings.device) for x in _head(Path(path)))
         self._lock = Lock()
@@ -66,6 +64,28 @@ class VisionRewardScorer:
             return float(torch.sigmoid(self._weight @ last_E + self._bias))
 
 
+@contextmanager
+def _named_as_reward_model() -> Iterator[None]:
+    """Errors about the files of a model name the setting of the reward model, and not the policy's."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path=", f"{KEY}=")) from error
+
+
+def _network(model: Model) -> Any:
+    """The network of a model folder without a head; ModelError where weights are missing or damaged."""
+    assert model.path is not None, "reward models are not made here"
+    with damaged_model(model.path), no_progress_bar():
+        loaded: Any = AutoModel.from_pretrained(
+            model.path, dtype="auto", use_safetensors=True, output_loading_info=True, **hub_options(model)
+        )
+    network, info = loaded
+    if info["missing_keys"]:
+        raise ModelError(f"model.path={model.path} lacks weights, first {sorted(info['missing_keys'])[0]}")
+    return network
+
+
 def _head(folder: Path) -> tuple[Tensor, Tensor]:
     """Weight [E] and bias [] of the head; ModelError where there is none with one output."""
     tensors: dict[str, Tensor] = {}
@@ -76,13 +96,12 @@ def _head(folder: Path) -> tuple[Tensor, Tensor]:
     name = next((head for head in HEADS if f"{head}.weight" in tensors), None)
     if name is None:
         raise ModelError(
-            f"reward_model.path: {folder} has no head that scores ({' or '.join(f'{head}.weight' for head in HEADS)} "
+            f"{KEY}: {folder} has no head that scores ({' or '.join(f'{head}.weight' for head in HEADS)} "
             "in its safetensors); name the folder of a reward model"
         )
     weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias", torch.zeros(1))
     if weight.shape[0] != 1:
         raise ModelError(
-            f"reward_model.path: {folder} has {weight.shape[0]} outputs, and a reward is one number; name a model with "
-            "one"
+            f"{KEY}: {folder} has {weight.shape[0]} outputs, and a reward is one number; name a model with one"
         )
     return weight[0], bias[0]

@@ -13,16 +13,22 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Batc
 from fovea.config.run import RewardModel
 from fovea.errors import ModelError, ScoreError
 
+KEY = "environment.reward_model"
+"""Settings of the reward model of captions."""
+
 
 class RewardScorer:
     """A scorer of an answer to a question. It reads text alone, and knows of the image only what the question says."""
 
-    def __init__(self, settings: RewardModel) -> None:
-        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
+    def __init__(self, settings: RewardModel, key: str = KEY) -> None:
+        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks.
+
+        `key` is where the settings are, for messages.
+        """
         self._path = path = Path(settings.path)
         if not list(path.glob("*.safetensors")):
             raise ModelError(
-                f"environment.reward_model.path: {path} holds no *.safetensors (other formats can run code); name the "
+                f"{key}.path: {path} holds no *.safetensors (other formats can run code); name the "
                 "folder of a sequence classifier saved as safetensors"
             )
         try:
@@ -32,12 +38,10 @@ class RewardScorer:
             )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelError(
-                f"environment.reward_model.path: {path} cannot be loaded ({reason}); correct it"
-            ) from error
+            raise ModelError(f"{key}.path: {path} cannot be loaded ({reason}); correct it") from error
         if model.config.num_labels != 1:
             raise ModelError(
-                f"environment.reward_model.path: {path} has {model.config.num_labels} outputs, and a reward is one "
+                f"{key}.path: {path} has {model.config.num_labels} outputs, and a reward is one "
                 "number; name a model with num_labels=1"
             )
         self._model = model.eval().to(settings.device)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.opinions import _scorer
+from fovea.config.loading import load_config
 from fovea.config.run import Config, RewardModel
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
@@ -206,6 +207,22 @@ def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
     score = graded(vqa, r"\boxed{3}")
     assert score.reward == pytest.approx(0.5 + 0.5 * score.parts["reward_model"])
     vqa.grading.close()
+
+
+@pytest.mark.parametrize("family", [None, "llama", "qwen3_vl"])
+def test_a_reward_model_that_cannot_be_loaded_is_named_by_its_own_setting(family: str | None, tmp_path: Path) -> None:
+    if family is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ModelError, match=r"^model_reward\.reward_model\.path\b"):
+        _scorer(RewardModel(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("section", ["model_reward", "second_opinion"])
+def test_a_prompt_without_the_answer_is_named_by_its_own_setting(section: str) -> None:
+    judge = {"url": "http://a/v1", "model": "m", "prompt": "?"}
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [{"model": {"tiny": {}}}, {section: {"judge": judge}}])
+    assert str(caught.value).startswith("arguments: judge.prompt has no {answer}")
 
 
 def test_a_folder_without_a_head_is_named(tmp_path: Path) -> None:
