@@ -16,7 +16,7 @@ from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
-from fovea.environments.curriculum import Curriculum
+from fovea.environments.curriculum import Curriculum, Stages
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
@@ -216,7 +216,7 @@ def no_image(_ref: ImageRef) -> Image.Image:
     raise AssertionError("the bandit has no images")
 
 
-def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
+def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = None, **settings: object) -> Run:
     """Make a run of fake services with real data order, metrics and checkpoints."""
     defaults = {
         "max_steps": 30,
@@ -251,7 +251,7 @@ def bandit_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
         stream=TaskStream(
             source=train,
             order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
-            curriculum=Curriculum(None, config.curriculum),
+            curriculum=Curriculum(stages, config.curriculum),
             environment=environment,
             grading=graded(environment),
         ),

@@ -134,10 +134,11 @@ def _all_stages(own: Sequence[Stage], settings: config.Curriculum) -> Sequence[S
 
 def _starts(own: Sequence[int], settings: config.Curriculum, num_stages: int) -> Sequence[int]:
     starts = own if settings.starts is None else settings.starts
-    if settings.starts is not None and num_stages == 1:
+    if num_stages == 1 and (settings.starts is not None or settings.advance == "success"):
+        key, given = ("advance", "success") if settings.starts is None else ("starts", list(settings.starts))
         raise ConfigError(
-            f"curriculum.starts={list(settings.starts)}, but this run has one stage: only geospot has more, unless a "
-            "reward of your own scores it, and so has a run with curriculum.level_weights; take curriculum.starts out"
+            f"curriculum.{key}={given}, but this run has one stage: only geospot has more, unless a reward of your own "
+            f"scores it, and so has a run with curriculum.level_weights; take curriculum.{key} out"
         )
     if settings.enabled and settings.advance == "step" and len(starts) != num_stages - 1:
         raise ConfigError(

@@ -41,9 +41,8 @@ class StageGrader:
 
 
 def staged_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
-    run = bandit_run(folder, resume=resume, **settings)
-    curriculum, graders = Curriculum(STAGES, run.config.curriculum), tuple(map(StageGrader, range(3)))
-    return replace(run, stream=replace(run.stream, curriculum=curriculum, grading=Grading(graders=graders)))
+    run = bandit_run(folder, resume=resume, stages=STAGES, **settings)
+    return replace(run, stream=replace(run.stream, grading=Grading(graders=tuple(map(StageGrader, range(3))))))
 
 
 def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:
@@ -149,6 +148,13 @@ def test_starts_of_a_run_without_stages() -> None:
     """As of geospot with a reward of one's own, which scores all steps alike."""
     with pytest.raises(ConfigError, match=r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"):
         Curriculum(None, config.Curriculum(starts=(5, 9)))
+
+
+def test_success_in_a_run_without_stages() -> None:
+    """It would end no stage, and the setting would do nothing."""
+    with pytest.raises(ConfigError, match=r"curriculum.advance=success, but this run has one stage: .* take .* out"):
+        Curriculum(None, config.Curriculum(advance="success"))
+    assert Curriculum(None, config.Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))).stage == 0
 
 
 class LevelledBandit(BanditEnvironment):
