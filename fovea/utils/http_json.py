@@ -103,13 +103,18 @@ class JsonServer:
 
 
 def bearer(api_key_env: str | None, setting: str) -> dict[str, str]:
-    """The header with the key in an environment variable; ConfigError, naming `setting`, where that is empty."""
+    """The header with the key in an environment variable; ConfigError, naming `setting`, where that holds none."""
     if api_key_env is None:
         return {}
     key = os.environ.get(api_key_env, "").strip()
     if not key:
         raise ConfigError(
             f"{setting}={api_key_env}, but there is no such environment variable; export it, or leave that out"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{setting}={api_key_env}: the key in that environment variable has characters that no HTTP header may "
+            "hold, such as letters with accents or line breaks; copy it again"
         )
     return {"authorization": f"Bearer {key}"}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fovea.errors import ConfigError
 from fovea.utils.event_loop import wait_for
-from fovea.utils.http_json import CallBounds, CallError, JsonServer
+from fovea.utils.http_json import CallBounds, CallError, JsonServer, bearer
 from tests.chat_server import endpoints
 
 BOUNDS = CallBounds(timeout_seconds=10.0, calls_at_once=2)
@@ -36,3 +37,16 @@ def test_a_proxy_gets_calls_of_other_machines_and_none_of_this_one(monkeypatch: 
         assert asked("http://elsewhere.invalid") == "proxy"
     with pytest.raises(CallError):
         asked(here.url)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "sk-one\nsk-two", "sk\u2026"])
+def test_a_key_that_no_header_may_hold_is_named_by_its_setting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(ConfigError, match=r"^judge\.api_key_env=SOME_KEY: the key .* copy it again") as caught:
+        bearer("SOME_KEY", "judge.api_key_env")
+    assert key not in str(caught.value)
+
+
+def test_a_key_becomes_a_header_without_the_line_break_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-one\n")
+    assert bearer("SOME_KEY", "judge.api_key_env") == {"authorization": "Bearer sk-one"}
