@@ -44,7 +44,7 @@ class Bans:
     def _with_bans(self, body: bytes) -> bytes:
         try:
             request = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or too deep
             return body  # the engine says what is wrong with it
         if not isinstance(request, dict):
             return body
