@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import SupportsFloat, TypeAlias, overload
 
 from PIL.Image import Image
@@ -115,18 +115,13 @@ def score_of(returned: object, *, num_images: int) -> Score:
     reward = parts[REWARD] if REWARD in parts else sum(parts.values())
     accuracy = _held(parts.get(ACCURACY, reward))
     parts.pop(REWARD, None)
-    images = returned.get(IMAGE_PARTS, ())
-    if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
-        raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is no list of mappings, one for each image")
-    marks = returned.get(MARKS, ())
-    if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
-        raise ValueError(f"{marks!r:.60} as {MARKS}, which is no list of fovea.types.Mark")
-    score = Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=tuple(images), marks=tuple(marks))
-    return _checked(score, num_images)
+    images, marks = returned.get(IMAGE_PARTS, ()), returned.get(MARKS, ())
+    return _checked(Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=images, marks=marks), num_images)
 
 
 def _checked(score: Score, num_images: int) -> Score:
     """The score with plain numbers throughout."""
+    _check_forms(score.parts, score.image_parts, score.marks)
     num_parts = max(map(len, (score.parts, *score.image_parts)))
     if num_parts > MAX_PARTS:
         raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
@@ -137,7 +132,7 @@ def _checked(score: Score, num_images: int) -> Score:
     return Score(
         reward=_number(score.reward, REWARD),
         accuracy=_held(score.accuracy),
-        parts={name: _number(value, name) for name, value in score.parts.items()},
+        parts={str(name): _number(value, str(name)) for name, value in score.parts.items()},
         image_parts=tuple(
             {str(name): _number(value, f"{name} of image {place}") for name, value in parts.items()}
             for place, parts in enumerate(score.image_parts, start=1)
@@ -146,12 +141,24 @@ def _checked(score: Score, num_images: int) -> Score:
     )
 
 
+def _check_forms(parts: object, images: object, marks: object) -> None:
+    """ValueError for what is not of the type that the field of a score has, such as None for no parts."""
+    if not isinstance(parts, Mapping):
+        raise ValueError(f"{parts!r:.60} as parts, which is no mapping of names to numbers")
+    if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
+        raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is no list of mappings, one for each image")
+    if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
+        raise ValueError(f"{marks!r:.60} as {MARKS}, which is no list of fovea.types.Mark")
+
+
 def _checked_mark(mark: Mark, num_images: int) -> Mark:
-    if len(mark.xy) not in (2, 4):
-        raise ValueError(f"a mark at {mark.xy}; give x, y of a point or x1, y1, x2, y2 of a box")
-    if not 1 <= mark.image <= num_images:
-        raise ValueError(f"a mark on image {mark.image}, but the task has {num_images} images, counted from 1")
-    return Mark(image=mark.image, xy=tuple(_number(value, MARKS) for value in mark.xy), label=str(mark.label))
+    image = _number(mark.image, "the image of a mark")
+    xy: object = mark.xy
+    if not isinstance(xy, Iterable) or len(corners := tuple(xy)) not in (2, 4):
+        raise ValueError(f"a mark at {xy!r:.60}; give x, y of a point or x1, y1, x2, y2 of a box")
+    if image not in range(1, num_images + 1):
+        raise ValueError(f"a mark on image {image:g}, but the task has {num_images} images, counted from 1")
+    return Mark(image=int(image), xy=tuple(_number(value, MARKS) for value in corners), label=str(mark.label))
 
 
 def _number(value: object, name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +106,31 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
         score_of({"answer": 1, "image_parts": images}, num_images=1)
     with pytest.raises(ValueError, match="no list of mappings"):
         score_of({"answer": 1, "image_parts": [1, 2]}, num_images=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"parts": None}, "None as parts, which is no mapping of names to numbers"),
+        ({"image_parts": None}, "None as image_parts, which is no list of mappings"),
+        ({"marks": None}, "None as marks, which is no list of fovea.types.Mark"),
+        ({"marks": (Mark(image=1, xy=None),)}, "a mark at None; give x, y"),  # type: ignore[arg-type]
+        ({"marks": (Mark(image="1", xy=(0, 1)),)}, "'1' as the image of a mark"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_field_of_a_score_that_is_of_another_type_is_no_score(fields: dict[str, Any], problem: str) -> None:
+    """And so within what `reward_on_failure` covers."""
+    with pytest.raises(ValueError, match=problem):
+        score_of(Score(reward=1.0, accuracy=1.0, **fields), num_images=1)
+
+
+def test_names_and_places_of_a_score_are_plain() -> None:
+    """As its records and metrics are written, which NumPy's numbers and mixed keys would end."""
+    marks = (Mark(image=np.int64(1), xy=np.array([0.5, 1.0])),)  # type: ignore[arg-type]
+    parts: dict[Any, float] = {1: 2.0, "a": 3.0}
+    score = score_of(Score(reward=1.0, accuracy=1.0, parts=parts, marks=marks), num_images=1)
+    assert score.parts == {"1": 2.0, "a": 3.0}
+    assert json.dumps([score.marks[0].image, score.marks[0].xy]) == "[1, [0.5, 1.0]]"
 
 
 def test_marks_are_kept_beside_the_parts() -> None:
