@@ -22,16 +22,20 @@ CLOSE_ENOUGH = 0.7
 """Likeness (difflib) of a near match; at its usual 0.6 `lr` would be `model.lora`."""
 FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 """YAML 1.1 takes `1e-6` for text; everybody who writes it means the number."""
+OF_OTHER_BASES = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
+"""YAML 1.1 takes `1:30` for 90 and `010` for 8; nobody who writes them means that."""
 
+TEXT = "tag:yaml.org,2002:str"
 
 PACKAGE = Path(__file__).parents[1]
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a key written twice and a value in itself, reads 1e-6 as a number, leaves dates text."""
+    """safe_load that refuses a key written twice and a value in itself; 1e-6 is a number, dates, 1:30 and 010 are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to say it)
-        first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith(":timestamp")]
+        # the first that fits counts
+        first: [(TEXT, OF_OTHER_BASES), *((tag, pattern) for tag, pattern in pairs if not tag.endswith(":timestamp"))]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -54,7 +58,7 @@ class _Dumper(yaml.SafeDumper):
     def represent_str(self, text: str) -> yaml.ScalarNode:
         # PyYAML writes these four as they are and reads them as line breaks or not at all
         style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+        return self.represent_scalar(TEXT, text, style)
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)

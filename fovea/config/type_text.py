@@ -75,6 +75,8 @@ def hint(key: str, value: object, allowed: str) -> str:
         return f"; {f'{show(value)} is resume={_RESUME[value]} here' if key == 'resume' else spelled}"
     if allowed.startswith("text") and isinstance(value, int | float):
         return f"; to give it as text write '\"{show(value)}\"'"
-    if isinstance(value, str) and value.strip("+-").replace(".", "", 1).isdigit():
-        return "; without the quotes it is a number"
+    digits = value.strip("+-").replace(".", "", 1) if isinstance(value, str) else ""
+    if digits.isdigit():
+        is_octal = digits.startswith("0") and len(digits) > 1 and "." not in str(value)
+        return "; write it without the zeros before it" if is_octal else "; without the quotes it is a number"
     return ""

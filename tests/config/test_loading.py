@@ -75,6 +75,18 @@ def test_a_date_is_text(recipe: Path) -> None:
     assert load_config([recipe], ["run_dir=2026-11-21"]).run_dir == "2026-11-21"
 
 
+@pytest.mark.parametrize(
+    "override", ["max_hours=1:30", "max_hours=1:30.5", "max_steps=0100", "seed=-010", "seed=1:00:00"]
+)
+def test_numbers_of_other_bases_are_text(recipe: Path, override: str) -> None:
+    """YAML 1.1 has 1:30 as 90, which would be hours, and 0100 as 64."""
+    key, _, value = override.partition("=")
+    fix = "" if ":" in value else "; write it without the zeros before it"
+    with pytest.raises(ConfigError, match=f'{key}: "{value}" does not fit; allowed: .*{fix}$'):
+        load_config([recipe], [override])
+    assert load_config([recipe], [f"run_dir={value}"]).run_dir == value
+
+
 def test_a_text_that_begins_like_a_number_is_text(recipe: Path) -> None:
     assert load_config([recipe], ["run_dir=1e-6 and more"]).run_dir == "1e-6 and more"
 
@@ -431,7 +443,7 @@ def test_any_config_comes_back(run_dir: str, stop: list[str], weights: dict[str,
 
 
 def test_texts_that_look_like_numbers_come_back() -> None:
-    config = Config(model=Model(path="1e-6"), run_dir="2026-11-21", rollout=Rollout(stop=("yes", "007")))
+    config = Config(model=Model(path="1e-6"), run_dir="2026-11-21", rollout=Rollout(stop=("yes", "007", "1:30", "08")))
     assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
 
 
