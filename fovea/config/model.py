@@ -173,6 +173,12 @@ class Model(Section):
     device: MayChange[Literal["auto", "cpu", "cuda"]] = "auto"
     """Device of model and optimizer. auto: cuda where there is one; the run prints its choice."""
 
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given; YAML reads `fast_path: off` as false."""
+        off = {"fast_path": "off"} if given.get("fast_path") is False else {}
+        return super().completed(given | off)
+
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if (self.path is None) == (self.tiny is None):

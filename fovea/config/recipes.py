@@ -31,7 +31,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a key written twice and a value in itself; 1e-6 is a number, dates, 1:30 and 010 are text."""
+    """safe_load that refuses a key written twice and a value in itself; 1e-6 is a number, dates, 1:30, 010 are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to say it)
         # the first that fits counts

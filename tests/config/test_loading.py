@@ -87,6 +87,14 @@ def test_numbers_of_other_bases_are_text(recipe: Path, override: str) -> None:
     assert load_config([recipe], [f"run_dir={value}"]).run_dir == value
 
 
+def test_the_fast_path_is_off_as_it_is_written(recipe: Path) -> None:
+    """Without the quotes that YAML wants for the word."""
+    Path("over.yaml").write_text("model: {fast_path: off}\n", encoding="utf-8")
+    for config in (load_config([recipe], ["model.fast_path=off"]), load_config([recipe, Path("over.yaml")], [])):
+        assert config.model.fast_path == "off"
+        assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
+
+
 def test_a_text_that_begins_like_a_number_is_text(recipe: Path) -> None:
     assert load_config([recipe], ["run_dir=1e-6 and more"]).run_dir == "1e-6 and more"
 
