@@ -73,6 +73,11 @@ def checked_environment(user: Any, name: str) -> Any:
             raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
         _check_call(bound, parameters, "environment", f"{name}.{method}")
     _check_turns(user, name)
+    if hasattr(user, "stages") and not hasattr(user, "default_starts"):
+        raise ConfigError(
+            f"environment={name} has stages, but no default_starts; add the steps at which the second and later ones "
+            "begin, such as default_starts = (100, 300)"
+        )
     return user
 
 

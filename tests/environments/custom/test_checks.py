@@ -13,8 +13,10 @@ import pytest
 from PIL import Image
 
 from fovea.environments.custom.environment import UserEnvironment
-from fovea.errors import DataError
+from fovea.environments.custom.loading import checked_environment
+from fovea.errors import ConfigError, DataError
 from fovea.types import ImageRef, Message, Task, Turn
+from tests.fakes import BanditEnvironment
 
 PICTURE = Image.new("RGB", (2, 2))
 TASK = Task(id="train/0", question="Which colour?", answer="red", images=(ImageRef(source=PICTURE),))
@@ -159,3 +161,14 @@ def test_a_demonstration_that_is_none_is_named(answers: Any, problem: str) -> No
 def test_a_target_is_a_text() -> None:
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target returned the answer 3 \(of type int\); return"):
         returns(target=3).target(TASK)
+
+
+def test_stages_come_with_their_steps() -> None:
+    class Staged(BanditEnvironment):
+        stages = ("easy", "hard")
+
+        def at(self, stage: int) -> object:
+            return self
+
+    with pytest.raises(ConfigError, match=r"environment=Staged has stages, but no default_starts; add"):
+        checked_environment(Staged(), "Staged")
