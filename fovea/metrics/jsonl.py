@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from fovea.errors import DataError
-from fovea.types import Metrics
 from fovea.utils.files import from_json_number
+
+if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run has no use
+    from fovea.types import Metrics
 
 METRICS_FILE = "metrics.jsonl"
 
