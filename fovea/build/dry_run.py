@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fovea.build.data import make_opener, within_epochs
+from fovea.build.data import make_opener, make_order, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.interpreter import find_interpreter
 from fovea.build.trackers import chosen_trackers
-from fovea.build.trial_score import MAX_ROWS_TRIED, try_reward
+from fovea.build.trial_score import MAX_ROWS_TRIED, remarks_on_answers, try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
 from fovea.config.run import Config
 from fovea.environments.base import Environment, Split
@@ -50,6 +50,8 @@ def plan(config: Config) -> list[str]:
             for name, part in graded.parts.items():
                 lines += [f"{name}, {_rows(elsewhere, part, split)}" for split in SPLITS]
             try_reward(graded)
+            lines += remarks_on_answers(graded)
+            make_order(elsewhere, graded.environment.tasks("train"))  # names of kinds and levels that no row has
         finally:
             graded.grading.close()
     lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]

@@ -162,6 +162,8 @@ def test_a_dry_run_finds_the_run_that_a_pattern_leads_to(tmp_path: Path, monkeyp
         (["model.tiny=null", "model.path=models/absent/it"], "models/absent/it: no such folder"),
         (["reward=mine.py:score"], "raised NameError: name 'undefined' is not defined at mine.py:2"),
         (["run_dir=taken"], "run_dir=taken already holds a run"),
+        (["data.kind_weights={countin: 2}"], "data.kind_weights weighs 'countin', but no row is of that kind"),
+        (["curriculum.level_weights=[{hard: 2}]"], "curriculum.level_weights is set, but the rows have no levels"),
     ],
 )
 def test_a_dry_run_fails_where_the_run_would(
