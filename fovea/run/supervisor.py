@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from types import FrameType
+from typing import NamedTuple
 
 from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError
@@ -77,6 +78,20 @@ def cause_of_death(code: int) -> str | None:
     return None if -code in ENDING else f"killed by signal {-code} ({signal.strsignal(-code)})"
 
 
+class Written(NamedTuple):
+    """A checkpoint, and when it was written: one that a run has gone back behind is written again, as another."""
+
+    time_ns: int
+    step: int
+    """-1: there is none."""
+
+
+def newest_written(folder: Path) -> Written:
+    """The checkpoint of the highest step in the folder of a run."""
+    step = newest_step(folder)
+    return Written((folder / "checkpoints" / f"step-{step}").stat().st_mtime_ns if step >= 0 else 0, step)
+
+
 @dataclass(slots=True)
 class Restarts:
     """The restarts that a run has left, and what the next attempt is told."""
@@ -84,21 +99,21 @@ class Restarts:
     config: Config
     folder: Path
     left: int = field(init=False)
-    step: int = field(init=False)
-    """Newest checkpoint at the last death; -1 before the first."""
+    newest: Written = field(init=False)
+    """Newest checkpoint at the last death."""
     _started: float = field(default_factory=monotonic)
-    _first_step: int = field(init=False)
+    _first: Written = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left, self.step = self.config.max_restarts, newest_step(self.folder)
-        self._first_step = self.step
+        self.left, self.newest = self.config.max_restarts, newest_written(self.folder)
+        self._first = self.newest
 
     def count(self) -> None:
         """Count a restart."""
-        step = newest_step(self.folder)
-        if step > self.step:
+        newest = newest_written(self.folder)
+        if newest > self.newest:
             self.left = self.config.max_restarts
-        self.left, self.step = self.left - 1, step
+        self.left, self.newest = self.left - 1, newest
 
     @property
     def refusal(self) -> str:
@@ -111,14 +126,14 @@ class Restarts:
     @property
     def place(self) -> str:
         """The checkpoint that the next attempt goes on from, for messages."""
-        return f"the checkpoint of step {self.step}" if self.step >= 0 else "the beginning"
+        return f"the checkpoint of step {self.newest.step}" if self.newest.step >= 0 else "the beginning"
 
     def words(self) -> list[str]:
         """Words of the next attempt's command line in which it differs from what the user has given."""
         words = [f"--spent-seconds={self._spent_seconds:.3f}", f"run_dir={json.dumps(str(self.folder))}"]
         # before that, the folder may hold another run, of which an attempt is yet to say so, or later checkpoints than
         # the one that the user has named
-        if self.step != self._first_step:
+        if self.newest != self._first:
             words.append("resume=auto")
         return words
 

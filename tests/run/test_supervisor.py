@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -84,6 +85,23 @@ def test_a_named_checkpoint_is_taken_until_later_ones_are_put_aside(tmp_path: Pa
     (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "checkpoints" / "step-20.later")
     run.count()
     assert "resume=auto" in run.words()
+
+
+def test_a_checkpoint_that_is_written_again_is_a_new_one(tmp_path: Path) -> None:
+    """A run that goes back from step 20 to 10, and dies once it has come to 20 again."""
+    for step in (10, 20):
+        checkpoint(tmp_path, step)
+    run = restarts(tmp_path, max_restarts=2, resume=str(tmp_path / "checkpoints" / "step-10"))
+    (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "checkpoints" / "step-20.later")
+    checkpoint(tmp_path, 20)
+    later = run.newest.time_ns + 10**9
+    os.utime(tmp_path / "checkpoints" / "step-20", ns=(later, later))
+    run.count()
+    assert run.left == 1
+    assert "resume=auto" in run.words(), "it would go back to step 10 once more"
+    run.count()
+    run.count()
+    assert run.refusal, "and no other has come since"
 
 
 def test_hours_are_those_of_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
