@@ -58,6 +58,8 @@ class JudgeClient:
             headers=headers,
             timeout=None,
             follow_redirects=False,
+            # httpx2 opens 100 by itself, for which further calls would wait within their time
+            limits=httpx2.Limits(max_connections=settings.max_concurrency),
             # HTTP_PROXY is for other machines: a proxy elsewhere has another loopback
             trust_env=not is_loopback(httpx2.URL(settings.url).host),
         )

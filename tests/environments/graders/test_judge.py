@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -26,6 +27,7 @@ from fovea.environments.graders.judge import JudgeClient, limits_of, parsed_scor
 from fovea.environments.graders.limited_calls import LimitedCalls
 from fovea.errors import ConfigError, FoveaError, ScoreError, UnscoredError
 from fovea.types import Score, Task, Turn
+from fovea.utils.event_loop import gather_or_cancel, wait_for
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
 from tests.grading import score_in_run
@@ -197,6 +199,23 @@ def test_calls_run_side_by_side_up_to_the_limit(serve: Callable[..., Endpoint]) 
     for thread in threads:
         thread.join()
     assert (len(endpoint.requests), endpoint.most_running) == (12, 3)
+
+
+def test_a_limit_of_more_than_a_hundred_calls_is_kept(
+    serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is all that the client opens by itself: others would wait for a connection within their time."""
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
+    endpoint = serve(says("Score: 4"))
+    endpoint.delay_seconds = 1.5
+    judge = JudgeClient(Judge(url=endpoint.url, model="m", max_concurrency=120))
+
+    async def ask_all() -> None:
+        await gather_or_cancel(judge.score([], "q", "a", ["b"]) for _ in range(120))
+        await judge.aclose()
+
+    wait_for(ask_all())
+    assert endpoint.most_running == 120
 
 
 @pytest.mark.parametrize("reply", ["Score: 7", "x\nscore: 7/10\n\n", "**Score:** 7.0", "- Score: 7."])
