@@ -5,6 +5,7 @@ Whatever that code does, a score is finite, or its absence is named: the call ra
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +55,14 @@ class UserGrader:
         with named(lambda error: NoScoreError(raised(error))):
             returned = self._function(task, turns)
             assert inspect.isawaitable(returned), self._function
-            return await returned
+            try:
+                return await returned
+            # which would end the event loop of the graders, or look like its end
+            except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+                running = asyncio.current_task()
+                if running is not None and running.cancelling():  # by the time limit, or since the run ends
+                    raise
+                raise NoScoreError(raised(error)) from error
 
 
 def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
