@@ -17,6 +17,7 @@ from fovea.data.images import OpensImages
 from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage
+from fovea.utils.spelled_marks import special_marks
 
 ANSWER = "the-answer-of-the-model"
 """Placeholder of an answer in the chat template, by which the text after an answer is found."""
@@ -37,7 +38,7 @@ class Renderer:
         self._template = processor.chat_template
         self._image_processor = processor.image_processor
         self._family = processor.family
-        self._marks = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
+        self._marks = special_marks(processor.tokenizer)
         self._banned_ids = frozenset(processor.banned_ids)
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)

@@ -26,6 +26,7 @@ from fovea.models.plain import PlainRow, plain_states
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
+from fovea.utils.spelled_marks import special_marks, without_marks
 
 KEY = "model_reward.reward_model.path"
 """The setting that names the folder."""
@@ -46,6 +47,7 @@ class VisionRewardScorer:
             check_folder(path, None)
             self._processor = load_processor(model)
             network = _network(model)
+        self._marks = special_marks(self._processor.tokenizer)
         self._renderer = Renderer(self._processor, ImageOpener(max_mib=_ANY_SIZE, max_megapixels=_ANY_SIZE))
         self._network = network.eval().to(settings.device)
         self._weight, self._bias = (x.to(settings.device) for x in _head(Path(path)))
@@ -55,7 +57,7 @@ class VisionRewardScorer:
         """The logistic function of the head's output on the answer's end token: 0..1."""
         refs = tuple(ImageRef(source=image) for image in images)
         prompt = self._renderer.prompt([Message(role="user", parts=(*refs, question))])
-        answer_ids = torch.tensor(self._renderer.target(answer))
+        answer_ids = torch.tensor(self._renderer.target(without_marks(answer, self._marks)))
         device = self._weight.device
         ids_L = torch.cat([torch.from_numpy(prompt.token_ids_L).long(), answer_ids]).to(device)
         row = PlainRow(token_ids_L=ids_L, images=prompt.images, hidden_index_A=[])

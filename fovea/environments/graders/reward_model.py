@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Batc
 
 from fovea.config.run import RewardModel
 from fovea.errors import ModelError, ScoreError
+from fovea.utils.spelled_marks import special_marks, without_marks
 
 KEY = "environment.reward_model"
 """Settings of the reward model of captions."""
@@ -44,12 +45,13 @@ class RewardScorer:
                 f"{key}.path: {path} has {model.config.num_labels} outputs, and a reward is one "
                 "number; name a model with num_labels=1"
             )
+        self._marks = special_marks(self._tokenizer)
         self._model = model.eval().to(settings.device)
         self._lock = Lock()
 
     def score(self, question: str, answer: str, images: Sequence[Image] = ()) -> float:
         """The logistic function of the model's output: 0..1. It does not look at `images`."""
-        encoded = self._encoded(question, answer)
+        encoded = self._encoded(question, without_marks(answer, self._marks))
         length, limit = encoded["input_ids"].shape[1], getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise ScoreError(
