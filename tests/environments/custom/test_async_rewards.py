@@ -11,8 +11,10 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.threads import CallThreads
 from fovea.errors import UnscoredError
-from tests.environments.custom.test_messages import TASK
+from fovea.types import Task
 from tests.grading import score_in_run
+
+TASK = Task(id="first", question="what?", answer="a")
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), ValueError("no")])
