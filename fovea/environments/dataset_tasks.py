@@ -165,7 +165,9 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
     names = settings.image_names
     if settings.names_images or set(names) & set(rows.columns) or not len(rows):
         return
-    column = next((column for column, cell in rows[0].items() if _holds_image(cell)), None)
+    # a question or an answer may be a file's name, too
+    others = {*PROMPT_KEYS, *ANSWER_KEYS, *(column for _, column in settings.named_columns)}
+    column = next((column for column, cell in rows[0].items() if column not in others and _holds_image(cell)), None)
     if column is not None:
         raise DataError(
             f"{source}: no column is called {' or '.join(names)}, but {column} holds images; set "

@@ -140,8 +140,10 @@ def test_images_under_a_name_that_is_not_known_are_told(cell: object) -> None:
 
 
 def test_rows_without_images_are_asked_without() -> None:
-    rows = [{"problem": "Which is larger, a.b or c?", "answer": "a.b", "source": "a web page", "n": 3, "url": None}]
-    assert tasks_of(rows).tasks("train")[0].images == ()
+    rows = [
+        {"problem": "What opens a.png", "answer": "b.png", "type": "c.png", "source": "a page", "n": 3, "url": None}
+    ]
+    assert tasks_of(rows, kind_key="type").tasks("train")[0].images == ()
 
 
 def test_a_row_keeps_its_place_when_it_is_held_out(tmp_path: Path) -> None:
