@@ -104,6 +104,30 @@ def test_a_run_that_dies_at_the_same_place_again_ends(tmp_path: Path) -> None:
     ]
 
 
+FATAL = """\
+import os, signal
+from pathlib import Path
+
+from fovea.run.run_dir import newest_step
+
+def reward(task, text, images):
+    if newest_step(Path(__file__).parent / "run") >= 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(text) / 32
+"""
+
+
+def test_a_run_that_dies_behind_the_same_checkpoint_again_ends(tmp_path: Path) -> None:
+    """Going on from a checkpoint must not make it look like a new one, which would give the restarts back."""
+    (tmp_path / "own.py").write_text(FATAL)
+    done = fovea(*arguments(tmp_path / "run", *SETTINGS, f"reward={tmp_path / 'own.py'}:reward"))
+    assert done.returncode == 128 + signal.SIGKILL
+    died = [line for line in done.stderr.splitlines() if "SIGKILL" in line or "killed by signal 9" in line]
+    assert len(died) == 2, done.stderr
+    assert "starting again from the checkpoint of step 4; 0 restarts left" in died[0]
+    assert "max_restarts=1 were used up without a new checkpoint" in died[1]
+
+
 def test_an_error_of_the_user_is_final_and_leaves_no_folder(tmp_path: Path) -> None:
     pattern = tmp_path / "runs" / "{name}-{time}"
     done = fovea(*arguments(pattern, *SETTINGS, "reward=missing.py:reward"))
