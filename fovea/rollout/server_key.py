@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from fovea.rollout.asgi import App, Message, Receive, Send
+from fovea.rollout.asgi import App, Message, Receive, Send, header, refuse
 from fovea.rollout.server import API_KEY_ENV
 
 OPEN_PATHS = ("/health",)
@@ -27,20 +27,8 @@ class RequireKey:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         is_call = scope["type"] in ("http", "websocket") and scope["path"] not in OPEN_PATHS
-        if is_call and self._expected is None and _header(scope, b"origin"):
-            return await _refuse(send, FORBIDDEN, b"web pages may not call this server; start it with --api-key-env")
-        if is_call and self._expected and not secrets.compare_digest(_header(scope, b"authorization"), self._expected):
-            return await _refuse(send, UNAUTHORIZED, b"Unauthorized")
+        if is_call and self._expected is None and header(scope, b"origin"):
+            return await refuse(send, FORBIDDEN, b"web pages may not call this server; start it with --api-key-env")
+        if is_call and self._expected and not secrets.compare_digest(header(scope, b"authorization"), self._expected):
+            return await refuse(send, UNAUTHORIZED, b"Unauthorized")
         return await self._app(scope, receive, send)
-
-
-async def _refuse(send: Send, status: int, reason: bytes) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b'{"error": "%s"}' % reason})
-
-
-def _header(scope: Message, name: bytes) -> bytes:
-    """The value of a header; empty where it is not given."""
-    value: bytes = dict(scope["headers"]).get(name, b"")
-    return value

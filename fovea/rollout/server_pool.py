@@ -19,8 +19,11 @@ MAX_PAUSE_SECONDS = 5.0
 
 Parse: TypeAlias = Callable[[Any], Any]
 """Reads an answer; None for a part of one, with which a server may answer that is told to end."""
-Prepare: TypeAlias = Callable[[JsonServer], Awaitable[None]]
-"""Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit."""
+Prepare: TypeAlias = Callable[[JsonServer], Awaitable[Mapping[str, str]]]
+"""Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit.
+
+Returns headers for its calls, by which a server that has been started again since refuses them.
+"""
 
 
 def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
@@ -41,6 +44,8 @@ class Member:
     load: int = 0
     """What it has to do, in the units of `ServerPool.post`."""
     is_ready: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """What `Prepare` returned last."""
     problem: str = "it was not asked yet"
     """Why it is not ready."""
 
@@ -77,7 +82,7 @@ class ServerPool:
             member = await self._least_loaded()
             member.load += load
             try:
-                answer = await member.server.post(path, body)
+                answer = await member.server.post(path, body, member.headers)
                 with understood(member.server, path):
                     parsed = parse(answer)
                 if parsed is not None:
@@ -94,7 +99,7 @@ class ServerPool:
             "see the servers' own messages"
         )
 
-    async def on_all(self, call: Prepare) -> None:
+    async def on_all(self, call: Callable[[JsonServer], Awaitable[None]]) -> None:
         """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back."""
         await gather_or_cancel(self._call(member, call) for member in self.members if member.is_ready)
 
@@ -105,7 +110,7 @@ class ServerPool:
         for member in self.members:
             await member.server.close()
 
-    async def _call(self, member: Member, call: Prepare) -> None:
+    async def _call(self, member: Member, call: Callable[[JsonServer], Awaitable[None]]) -> None:
         try:
             await call(member.server)
         except CallError as error:
@@ -135,7 +140,7 @@ class ServerPool:
         pause = FIRST_PAUSE_SECONDS
         while not member.is_ready:
             try:
-                await self.prepare(member.server)
+                member.headers = await self.prepare(member.server)
                 member.is_ready = True
             except passing as error:
                 member.problem = str(error)

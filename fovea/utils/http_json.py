@@ -72,26 +72,31 @@ class JsonServer:
         """The JSON at a path; CallError."""
         return await self._call("GET", path, None)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that answers a body, None for an empty answer; CallError."""
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """The JSON that answers a body, None for an empty answer; CallError. `headers` are of this call alone."""
         content = None if body is None else json.dumps(body).encode("utf-8", "replace")
         async with self._slots:
-            return await self._call("POST", path, content)
+            return await self._call("POST", path, content, headers)
 
-    async def _call(self, method: str, path: str, content: bytes | None) -> Any:
+    async def _call(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         for num_failed in range(self._bounds.max_retries):
             try:
-                return await self._try(method, path, content)
+                return await self._try(method, path, content, headers)
             except CallError as error:
                 if not error.may_pass:
                     raise
             await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2**num_failed, MAX_PAUSE_SECONDS))
-        return await self._try(method, path, content)
+        return await self._try(method, path, content, headers)
 
-    async def _try(self, method: str, path: str, content: bytes | None) -> Any:
+    async def _try(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None) -> Any:
         try:
             async with asyncio.timeout(self._bounds.timeout_seconds):
-                async with self._client.stream(method, self.url + path, content=content) as response:
+                call = self._client.stream(method, self.url + path, content=content, headers=headers)
+                async with call as response:
                     answer = await _bounded(response)
         except TimeoutError as error:
             raise CallError(f"no answer within {self._bounds.timeout_seconds:g} s") from error

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from fovea.rollout.asgi import Message, Receive, Send
 from fovea.rollout.server import API_KEY_ENV
 from fovea.rollout.server_key import RequireKey
-from fovea.utils.event_loop import wait_for
-
-
-async def everybody(_scope: Message, _receive: Receive, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-
-
-def status(path: str, **headers: str) -> int:
-    """What a call is answered with."""
-    sent: list[Any] = []
-
-    async def receive() -> Message:
-        return {}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    given = [(name.encode(), value.encode()) for name, value in headers.items()]
-    wait_for(RequireKey(everybody)({"type": "http", "path": path, "headers": given}, receive, send))
-    return int(sent[0]["status"])
+from tests.rollout.asgi_calls import status
 
 
 @pytest.mark.parametrize(
@@ -45,7 +23,7 @@ def test_with_a_key_it_is_asked_for_on_every_path(
     path: str, headers: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_KEY_ENV, "secret")
-    assert status(path, **headers) == expected
+    assert status(RequireKey, path, **headers) == expected
 
 
 @pytest.mark.parametrize(("headers", "expected"), [({}, 200), ({"origin": "http://page.example"}, 403)])
@@ -53,4 +31,4 @@ def test_without_a_key_no_web_page_may_call(
     headers: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(API_KEY_ENV, raising=False)
-    assert status("/collective_rpc", **headers) == expected
+    assert status(RequireKey, "/collective_rpc", **headers) == expected

@@ -12,6 +12,7 @@ import pytest
 from fovea.errors import EngineError
 from fovea.rollout import server_pool
 from fovea.rollout.server_pool import MAX_TRIES, Member, ServerPool
+from fovea.rollout.server_start import START_HEADER
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, CallError, JsonServer
 from tests.chat_server import Endpoint, endpoints
@@ -35,10 +36,11 @@ class Prepared:
         self.counts: Counter[str] = Counter()
         self.unfit: set[str] = set()
 
-    async def __call__(self, server: JsonServer) -> None:
+    async def __call__(self, server: JsonServer) -> dict[str, str]:
         self.counts[server.url] += 1
         if server.url in self.unfit:
             raise EngineError("it has other weights")
+        return {START_HEADER: f"start {self.counts[server.url]}"}
 
 
 def with_pool(
@@ -94,6 +96,14 @@ def test_a_call_that_a_server_loses_is_made_once_more_and_the_server_prepared_ag
     assert prepare.counts[other.url] == 1
 
 
+def test_a_server_that_was_started_again_unnoticed_is_prepared_before_it_answers(
+    started: Callable[..., Endpoint],
+) -> None:
+    again = started((409, b"started again"), WHOLE)
+    assert with_pool(ask, Prepared(), again) == {"whole": True}
+    assert [each[START_HEADER] for each in again.headers] == ["start 1", "start 2"]
+
+
 def test_a_call_waits_for_a_server_that_is_gone_until_it_is_back(started: Callable[..., Endpoint]) -> None:
     gone = started(WHOLE)
     prepare = Prepared()
@@ -137,9 +147,10 @@ def test_a_server_that_is_not_fit_is_named_at_the_start(started: Callable[..., E
 def test_a_server_that_does_not_answer_is_waited_for_and_named_in_the_end(started: Callable[..., Endpoint]) -> None:
     good, gone = started(WHOLE), started(WHOLE)
 
-    async def prepare(server: JsonServer) -> None:
+    async def prepare(server: JsonServer) -> dict[str, str]:
         if server.url == gone.url:
             raise CallError("nobody there")
+        return {}
 
     with pytest.raises(EngineError, match=f"not all servers are ready: {gone.url}: nobody there.*restart_seconds=0.2"):
         with_pool(ask, prepare, good, gone, restart_seconds=0.2)

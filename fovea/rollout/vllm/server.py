@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,11 +12,16 @@ import torch
 
 from fovea.config.base import over
 from fovea.rollout.server import Launch, ModelServer, checked, environment
+from fovea.rollout.server_start import START_ENV
 from fovea.rollout.vllm.trained_on import TRAINED_ON
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
-MIDDLEWARE = ("fovea.rollout.server_bans.Bans", "fovea.rollout.server_key.RequireKey")
-"""Innermost first: a request without the key gets no further than the second."""
+MIDDLEWARE = (
+    "fovea.rollout.server_bans.Bans",
+    "fovea.rollout.server_start.SameStart",
+    "fovea.rollout.server_key.RequireKey",
+)
+"""Innermost first: a request without the key gets no further than the last."""
 WEIGHTS_DIR_ENV = "FOVEA_WEIGHTS_DIR"
 DEV_MODE_ENV = "VLLM_SERVER_DEV_MODE"
 """Opens the paths by which a trainer pauses a server and calls its workers."""
@@ -52,7 +58,7 @@ def launch(server: ModelServer) -> Launch:
     }
     if server.weights_dir is not None:
         fixed |= FOR_TRAINING
-    own = environment(server, without=NOT_INHERITED)
+    own = environment(server, without=NOT_INHERITED) | {START_ENV: secrets.token_hex(8)}
     if server.weights_dir is not None:
         own |= {WEIGHTS_DIR_ENV: str(server.weights_dir.resolve()), DEV_MODE_ENV: "1"}
     arguments = over(defaults, checked(server, fixed)) | fixed

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from fovea.rollout.server_start import START_ENV
 from fovea.rollout.vllm.push_folder import PUSH_NAME
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV
 from fovea.rollout.vllm.worker import Slices, WeightReceiver
@@ -33,18 +34,26 @@ class FolderReceiver(WeightReceiver):
             "max_model_len": config.max_model_len,
             "max_images": media.get_limit_per_prompt("image"),
             "held_push": self.held_push,
+            "start": os.environ[START_ENV],
         }
 
-    def load_push(self, name: str, slices: Slices) -> dict[str, Any]:
+    def load_push(self, name: str, before: str, slices: Slices) -> dict[str, Any]:
         """Load the files of a push; returns the hashes of what arrived, and of what the model holds now.
 
-        Under `problem`, why there is no such push; nothing has changed then.
+        `before` is the caller's last push here, empty if it does not know. Under `problem`, why the push is not loaded;
+        nothing has changed then.
         """
+        # none is held after a start, or a push that broke off
+        if before and self.held_push not in ("", before):
+            return {"problem": "another run has pushed its weights since; give every run servers of its own"}
         root = Path(os.environ[WEIGHTS_DIR_ENV])
         # a name, and no path such as "..": nothing outside of the server's own folder is read
         files = sorted((root / name).glob("*.safetensors")) if PUSH_NAME.fullmatch(name) else []
         if not files:
-            return {"problem": f"no push {name} in {root}"}
+            return {
+                "problem": f"no push {name} in {root}; rollout.engine.weights_dir must be the folder that `fovea serve "
+                "--for-training` was given"
+            }
         self.held_push = ""
         self.begin_push()
         arrived: dict[str, int] = {}

@@ -16,6 +16,7 @@ from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.outputs import FINISHES, Drawn, Sampled, completions
 from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, Readiness, check_idle
 from fovea.rollout.server_pool import Member, ServerPool, understood
+from fovea.rollout.server_start import START_HEADER
 from fovea.rollout.vllm.inputs import Translator
 from fovea.rollout.vllm.push_folder import Push, PushFolder
 from fovea.rollout.vllm.server_facts import ServerFacts
@@ -129,34 +130,36 @@ class VllmServers:
         self._folder.delete_older()
         self._readiness.version = version
 
-    async def _prepare(self, server: JsonServer) -> None:
-        """Check a server that is new or was lost, and bring it the present weights if it has others."""
+    async def _prepare(self, server: JsonServer) -> Mapping[str, str]:
+        """Check a server that is new or was lost, and bring it the present weights if it has others.
+
+        Returns the header of its present start, which has these weights.
+        """
         await server.get("/health")
-        for found in await _rpc(server, "fovea_facts"):
-            with understood(server, RPC):
+        facts = await _rpc(server, "fovea_facts")
+        with understood(server, RPC):
+            for found in facts:
                 self._wanted.check(server.url, found)
-                held = found["held_push"]
-            # a server that started anew has lost what it held
-            if held != self._loaded.get(server.url):
-                self._loaded.pop(server.url, None)
+            start, held = facts[0]["start"], {found["held_push"] for found in facts}
+        # a server that started anew has lost what it held
+        if held != {self._loaded.get(server.url)}:
+            self._loaded.pop(server.url, None)
         # it may have been lost while it was paused
         await self._pause_or_resume(server)
         # again, if another push came meanwhile
         while (push := self._push) is not None and self._loaded.get(server.url) != push.name:
             await self._load(server)
+        return {START_HEADER: start}
 
     async def _load(self, server: JsonServer) -> None:
         """Have a server load the present push; requests that nobody waits for any more are ended before."""
         push = self._push
         assert push is not None, "no push to load"
-        self._loaded.pop(server.url, None)
+        before = self._loaded.pop(server.url, "")
         await server.post("/pause?mode=abort")
-        for found in await _rpc(server, "load_push", push.name, self._expected.slices):
+        for found in await _rpc(server, "load_push", push.name, before, self._expected.slices):
             if "problem" in found:
-                raise EngineError(
-                    f"{server.url}: {found['problem']}; rollout.engine.weights_dir must be the folder that `fovea "
-                    "serve --for-training` was given there"
-                )
+                raise EngineError(f"{server.url}: {found['problem']}")
             with understood(server, RPC):
                 compare(push.hashes, found["arrived"])
                 compare({name: push.hashes_there[name] for name in found["held"]}, found["held"])

@@ -52,7 +52,18 @@ def test_a_worker_reads_pushes_in_its_own_folder_alone(
     (tmp_path / "weights").mkdir()
     (tmp_path / "stolen.safetensors").write_bytes(b"")
     monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path / "weights"))
-    assert "no push" in FolderReceiver().load_push(name, {})["problem"]
+    assert "no push" in FolderReceiver().load_push(name, "", {})["problem"]
+
+
+@pytest.mark.parametrize("before", ["push-1111111111111111", "push-2222222222222222", ""])
+def test_a_push_over_that_of_another_run_is_refused(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path))
+    worker = FolderReceiver()
+    worker.held_push = "push-2222222222222222"
+    problem = worker.load_push("push-3333333333333333", before, {})["problem"]
+    assert ("another run" in problem) == before.startswith("push-1"), problem
 
 
 def test_pushes_that_broke_off_are_deleted_with_the_next(tmp_path: Path) -> None:
@@ -81,6 +92,7 @@ def facts(held_push: str) -> tuple[int, bytes]:
         max_model_len=64,
         max_images=1,
         held_push=held_push,
+        start="the only one",
     )
 
 
