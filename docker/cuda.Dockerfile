@@ -18,8 +18,9 @@ COPY recipes recipes
 # what is downloaded stays in a cache of the builder, not in the image
 RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt '.[geospot,hub,liger,ray,wandb]'
 
-# not as root: a run reads files that others made
-RUN useradd --create-home fovea
+# not as root: a run reads files that others made. Its home is open to whoever `--user` names
+RUN useradd --create-home fovea && chmod a+rwx /home/fovea
+ENV HOME=/home/fovea USER=fovea
 USER fovea
 WORKDIR /home/fovea
 ENTRYPOINT ["fovea"]
