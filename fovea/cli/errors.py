@@ -60,6 +60,6 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if debug:
             traceback.print_exc()
-        told = str(stop) or "resume=auto continues from the last checkpoint, if there is one"
-        typer.echo(f"stopped by Ctrl-C; {told}", err=True)
+        told = f"; {stop}" if str(stop) else ""
+        typer.echo(f"stopped by Ctrl-C{told}", err=True)
         raise typer.Exit(130) from None

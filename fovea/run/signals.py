@@ -25,6 +25,8 @@ from typing import NoReturn
 
 SAVED = "the run is saved"
 """What KeyboardInterrupt tells of a run that has ended by its own account."""
+RESUMABLE = "resume=auto continues from the last checkpoint, if there is one"
+"""The same of a run that was ended on its way."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -64,12 +66,12 @@ class Stop:
         finally:
             self._in_steps = False
         if self.received is not None:
-            _end(self.received)
+            _end(self.received, RESUMABLE)
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         if not self._in_steps or self.received is not None:
-            _end(signal.Signals(number))
+            _end(signal.Signals(number), RESUMABLE)
         self.received = signal.Signals(number)
         _write(f"{self.received.name}: the run ends after this step, when it is saved; a second signal ends it at once")
 
@@ -90,10 +92,10 @@ def ending_signals(stop: Stop) -> Iterator[Stop]:
             signal.signal(each, handler)
 
 
-def _end(by: signal.Signals, *told: str) -> NoReturn:
+def _end(by: signal.Signals, told: str) -> NoReturn:
     # of all exceptions, asyncio lets only these two pass from every place
     if by is signal.SIGINT:
-        raise KeyboardInterrupt(*told)
+        raise KeyboardInterrupt(told)
     raise SystemExit(128 + by)
 
 

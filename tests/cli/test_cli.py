@@ -170,7 +170,16 @@ def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -
     stand_in(monkeypatch, press_ctrl_c)
     result = fovea("train", recipe)
     assert result.exit_code == 130
-    assert result.stderr == "stopped by Ctrl-C; resume=auto continues from the last checkpoint, if there is one\n"
+    assert result.stderr == "stopped by Ctrl-C\n"
+
+
+def test_ctrl_c_amid_a_run_tells_how_it_goes_on(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press_ctrl_c(config: Config) -> None:
+        Stop().receive(signal.SIGINT, None)
+
+    stand_in(monkeypatch, press_ctrl_c)
+    told = "stopped by Ctrl-C; resume=auto continues from the last checkpoint, if there is one\n"
+    assert fovea("train", recipe).stderr == told
 
 
 def test_ctrl_c_on_a_run_that_has_saved_itself_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
