@@ -20,6 +20,7 @@ from fovea.environments.graders.threads import CallThreads
 from fovea.errors import named, raised
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 
+OVERLONG = "overlong"
 REWARD, ACCURACY, IMAGE_PARTS, MARKS = "reward", "accuracy", "image_parts", "marks"
 MAX_PARTS = 100
 """The most parts of a score, and of each of its images: every part is a line of every step's metrics."""
@@ -133,6 +134,10 @@ def _checked(score: Score, num_images: int) -> Score:
     num_parts = max(map(len, (score.parts, *score.image_parts)))
     if num_parts > MAX_PARTS:
         raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
+    if OVERLONG in score.parts:
+        raise ValueError(
+            f"a part {OVERLONG}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename it"
+        )
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     if len(score.marks) > MAX_MARKS:
