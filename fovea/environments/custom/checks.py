@@ -40,6 +40,7 @@ def check_task(task: Task, made: str) -> None:
         value: object = getattr(task, name)
         if not isinstance(value, str):
             raise DataError(f"{holds} with {name}={_typed(value)}; give a text, such as {name}=str(...)")
+        _check_characters(value, f"{holds} with {name}=")
     if not _is_list(task.images):
         raise DataError(f"{holds} with images={_typed(task.images)}; give a tuple, images=(ImageRef(source=...),)")
     for image in task.images:
@@ -74,6 +75,7 @@ def check_answer(answer: object, made: str) -> None:
     """Check an answer to imitate."""
     if not isinstance(answer, str):
         raise DataError(f"{made} returned the answer {_typed(answer)}; return a text")
+    _check_characters(answer, f"{made} returned the answer ")
 
 
 def _check_message(message: Message, returned: str) -> None:
@@ -83,8 +85,21 @@ def _check_message(message: Message, returned: str) -> None:
     if not _is_list(message.parts):
         raise DataError(f"{returned} with parts={_typed(message.parts)}; give a tuple, such as parts=(task.question,)")
     for part in message.parts:
-        if not isinstance(part, str):
+        if isinstance(part, str):
+            _check_characters(part, f"{returned} with the part ")
+        else:
             _check_image(part, f"{returned} with the part")
+
+
+def _check_characters(text: str, found: str) -> None:
+    """Refuse halves of UTF-16 pairs, which `errors="surrogateescape"` and `"surrogatepass"` leave in a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{found}{_typed(text)}: character {error.start} is half of a pair, which neither a tokenizer nor a file "
+            "takes; decode the bytes with errors='replace'"
+        ) from None
 
 
 def _check_image(image: object, found: str) -> None:

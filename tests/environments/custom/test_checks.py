@@ -65,6 +65,11 @@ def test_what_is_documented_passes() -> None:
             [replace(TASK, answer=3)],
             "Task of id 'train/0' with answer=3 (of type int); give a text, such as answer=str(...)",
         ),  # type: ignore[arg-type]
+        (
+            [replace(TASK, question="caf\udce9?")],
+            r"with question='caf\udce9?' (of type str): character 3 is half of a pair, which neither a tokenizer nor a "
+            "file takes; decode the bytes with errors='replace'",
+        ),
         ([replace(TASK, id=3)], "Task of id 3 with id=3 (of type int); give a text, such as id=str(...)"),  # type: ignore[arg-type]
         (
             [replace(TASK, images=(PICTURE,))],  # type: ignore[arg-type]
@@ -128,6 +133,7 @@ def test_rows_that_are_made_on_access_are_checked_where_they_come_by() -> None:
             [Message(role="user", parts="Dark?")],
             "with parts='Dark?' (of type str); give a tuple, such as parts=(task.question,)",
         ),  # type: ignore[arg-type]
+        ([Message(role="user", parts=("\ud800",))], r"with the part '\ud800' (of type str): character 0 is half of a"),
         ([Message(role="user", parts=(PICTURE, "?"))], "(of type Image); give a picture as ImageRef(source=picture)"),  # type: ignore[arg-type]
     ],
 )
@@ -148,6 +154,7 @@ def test_a_reply_may_be_none() -> None:
     ("answers", "problem"),
     [
         ("dark", "returned 'dark' (of type str); return a list with one text for every turn"),
+        (["look", "\ud800"], r"returned the answer '\ud800' (of type str): character 0 is half of a pair"),
         (["look", 1], "returned the answer 1 (of type int); return a text"),
         (["look"] * 3, "returned 3 answers, but an episode has 1 to max_turns=2; return one for every turn, or change"),
         ([], "returned 0 answers, but an episode has 1 to max_turns=2"),
