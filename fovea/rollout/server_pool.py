@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from fovea.errors import EngineError, named
+from fovea.errors import EngineError, LostEngineError, named
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.http_json import CallError, JsonServer
+from fovea.utils.shown_text import printable, without_secrets
 
+LOG = logging.getLogger(__name__)
 MAX_TRIES = 10
 """Of one call: one that ends every server that it comes to must not go on for ever."""
 FIRST_PAUSE_SECONDS = 0.25
@@ -76,7 +79,8 @@ class ServerPool:
     async def post(self, path: str, body: Mapping[str, Any], *, load: int, parse: Parse) -> Any:
         """The whole answer of a server, parsed, to a call that adds `load` to what it has to do.
 
-        A call whose server is lost is made again, from the start, of another. EngineError where none can answer.
+        A call whose server is lost is made again, from the start, of another. LostEngineError where none is
+        ready for `restart_seconds`, EngineError where each refuses the call or is lost with it.
         """
         for _ in range(MAX_TRIES):
             member = await self._least_loaded()
@@ -121,7 +125,7 @@ class ServerPool:
             async with asyncio.timeout(self.restart_seconds), self._changed:
                 await self._changed.wait_for(lambda: any(member.is_ready for member in self.members))
         except TimeoutError as error:
-            raise EngineError(
+            raise LostEngineError(
                 f"no server was ready for rollout.engine.restart_seconds={self.restart_seconds:g}: "
                 f"{self._problems()}; start one again, or raise that"
             ) from error
@@ -130,10 +134,15 @@ class ServerPool:
     def _lose(self, member: Member, error: CallError) -> None:
         if member.is_ready:
             member.is_ready, member.problem = False, str(error)
-            # one that came back unfit may be started once more
-            task = asyncio.create_task(self._until_ready(member, CallError, EngineError))
+            _warn(member, f"is lost: {error}; the others draw what it was drawing, and it is asked until it is back")
+            task = asyncio.create_task(self._until_back(member))
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
+
+    async def _until_back(self, member: Member) -> None:
+        # one that came back unfit may be started once more
+        await self._until_ready(member, CallError, EngineError)
+        _warn(member, "is back, with the present weights")
 
     async def _until_ready(self, member: Member, *passing: type[Exception]) -> None:
         """Prepare a server, again after an error that is `passing`, until it is ready."""
@@ -151,3 +160,7 @@ class ServerPool:
 
     def _problems(self) -> str:
         return "; ".join(f"{each.server.url}: {each.problem}" for each in self.members if not each.is_ready)
+
+
+def _warn(member: Member, text: str) -> None:
+    LOG.warning("%s", printable(without_secrets(f"rollout.engine.servers: {member.server.url} {text}")))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fovea.errors import EngineError
+from fovea.errors import EngineError, LostEngineError
 from fovea.rollout import server_pool
 from fovea.rollout.server_pool import MAX_TRIES, Member, ServerPool
 from fovea.rollout.server_start import START_HEADER
@@ -97,11 +97,14 @@ def test_a_call_that_a_server_loses_is_made_once_more_and_the_server_prepared_ag
 
 
 def test_a_server_that_was_started_again_unnoticed_is_prepared_before_it_answers(
-    started: Callable[..., Endpoint],
+    started: Callable[..., Endpoint], caplog: pytest.LogCaptureFixture
 ) -> None:
     again = started((409, b"started again"), WHOLE)
     assert with_pool(ask, Prepared(), again) == {"whole": True}
     assert [each[START_HEADER] for each in again.headers] == ["start 1", "start 2"]
+    lost, back = [each for each in caplog.messages if "servers" in each]
+    assert lost.startswith(f"rollout.engine.servers: {again.url} is lost: status 409 ('started again'); the others")
+    assert back == f"rollout.engine.servers: {again.url} is back, with the present weights"
 
 
 def test_a_call_waits_for_a_server_that_is_gone_until_it_is_back(started: Callable[..., Endpoint]) -> None:
@@ -119,6 +122,19 @@ def test_a_call_waits_for_a_server_that_is_gone_until_it_is_back(started: Callab
 
     assert with_pool(use, prepare, gone) == {"whole": True}
     assert prepare.counts[gone.url] > 2
+
+
+def test_with_no_server_for_long_the_engine_is_lost(started: Callable[..., Endpoint]) -> None:
+    """With exit code 3, so that `max_restarts` starts the run again."""
+    gone = started((503, b"ending"))
+    prepare = Prepared()
+
+    async def use(pool: ServerPool) -> None:
+        prepare.unfit.add(gone.url)
+        await ask(pool)
+
+    with pytest.raises(LostEngineError, match=rf"no server was ready for .*=0.3: {gone.url}: it has other.*start one"):
+        with_pool(use, prepare, gone, restart_seconds=0.3)
 
 
 def test_what_a_server_refuses_is_an_error_at_once(started: Callable[..., Endpoint]) -> None:

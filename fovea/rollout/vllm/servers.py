@@ -71,7 +71,10 @@ class VllmServers:
         return "vllm_servers"
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions of one prompt; EngineError when they cannot fit, while asleep, or where no server is."""
+        """Sample n completions of one prompt.
+
+        EngineError when they cannot fit, or while asleep; LostEngineError where no server is left.
+        """
         self._readiness.check(request)
         with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
             body = generate_body(self._translator.prompt(request.prompt), self._translator.sampling(request))
