@@ -177,8 +177,11 @@ class VllmServers:
         self._loaded[server.url] = push.name
 
     async def _pause_or_resume(self, server: JsonServer) -> None:
-        """Bring a server into the state that `pause` or `resume` asked for last."""
-        await server.post("/pause?mode=keep" if self._is_paused else "/resume")
+        """Bring a server into the state that `pause` or `resume` asked for last, while this waits as well."""
+        is_paused = None
+        while is_paused != self._is_paused:
+            is_paused = self._is_paused
+            await server.post("/pause?mode=keep" if is_paused else "/resume")
 
 
 async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:

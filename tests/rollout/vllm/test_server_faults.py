@@ -103,20 +103,51 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]
         yield start
 
 
+def engine_of(endpoint: Endpoint, folder: Path) -> VllmServers:
+    return VllmServers(
+        [JsonServer(endpoint.url, CallBounds(timeout_seconds=5.0, calls_at_once=4))],
+        ServerFacts(dtype="float32", max_model_len=64, max_images=1),
+        SimpleNamespace(check=lambda _shapes: None, slices={}),  # type: ignore[arg-type]
+        PushFolder(folder, torch.float32, str),
+        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        restart_seconds=20.0,
+    )
+
+
+def paths_of(endpoint: Endpoint, number: int) -> list[str]:
+    """Paths of the calls that have come, once there are that many."""
+    deadline = time.monotonic() + 20
+    while len(paths := [str(each["path"]).removeprefix("/v1") for each in endpoint.requests]) < number:
+        assert time.monotonic() < deadline, paths
+        time.sleep(0.02)
+    return paths
+
+
+def test_a_server_that_comes_back_amid_a_pause_is_paused(started: Callable[..., Endpoint], tmp_path: Path) -> None:
+    """The pause comes while the server is told to go on, and is no call of this server: it is not ready."""
+    endpoint = started(facts(""), RECEIVED)
+    engine = engine_of(endpoint, tmp_path)
+    try:
+        endpoint.replies = [(503, b"ending"), facts(""), RECEIVED]
+        endpoint.requests.clear()
+        endpoint.delay_seconds = 0.5
+        wait_for(engine.pause())  # it is lost
+        wait_for(engine.resume())  # on no server
+        paths_of(endpoint, 3)
+        wait_for(engine.pause())
+        paths = paths_of(endpoint, 4)
+    finally:
+        wait_for(engine.close())
+    assert paths == ["/pause?mode=keep", "/collective_rpc", "/resume", "/pause?mode=keep"]
+
+
 def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
     started: Callable[..., Endpoint], tmp_path: Path
 ) -> None:
     """It holds the push and says so, but it is paused, with keys and values of older weights."""
     endpoint = started(facts(""), RECEIVED)
-    engine = VllmServers(
-        [JsonServer(endpoint.url, CallBounds(timeout_seconds=5.0, calls_at_once=4))],
-        ServerFacts(dtype="float32", max_model_len=64, max_images=1),
-        SimpleNamespace(check=lambda _shapes: None, slices={}),  # type: ignore[arg-type]
-        PushFolder(tmp_path, torch.float32, str),
-        SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        restart_seconds=20.0,
-    )
+    engine = engine_of(endpoint, tmp_path)
     try:
         engine.begin_push({})
         loaded = answer(arrived={}, held={})
@@ -125,10 +156,7 @@ def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
         endpoint.replies += [RECEIVED, RECEIVED, loaded, EMPTIED, RECEIVED]
         endpoint.requests.clear()
         engine.finish_push(1)
-        deadline = time.monotonic() + 20
-        while len(paths := [str(each["path"]).removeprefix("/v1") for each in endpoint.requests]) < 11:
-            assert time.monotonic() < deadline, paths
-            time.sleep(0.02)
+        paths = paths_of(endpoint, 11)
     finally:
         wait_for(engine.close())
     caches = ["/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
