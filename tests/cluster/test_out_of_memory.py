@@ -61,6 +61,8 @@ def test_a_rank_without_memory_ends_all_and_the_next_attempt_fits(tmp_path: Path
     words = [f"train.max_tokens_per_microbatch={SETTING}", "rollout.prompts_per_step=24", "max_steps=2"]
     words += ["warmup=null", "model.freeze_vision_tower=false", "resume=auto"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    # seconds; with a tenth, as by default, torchrun may kill rank 0 before that has seen rank 1 go
+    launcher += ["--monitor-interval=5"]
     done = subprocess.run(
         [*launcher, str(script), "train", *settings("recipes/shapes.yaml", run_dir, *words)],
         cwd=ROOT,
