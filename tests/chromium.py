@@ -70,7 +70,8 @@ class Browser:
             answer = self._message()
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer["error"]
-                return answer["result"]
+                result: dict[str, Any] = answer["result"]
+                return result
             self.events.append(answer)
 
     def _message(self) -> dict[str, Any]:
@@ -80,7 +81,8 @@ class Browser:
             assert ready, f"the browser has not answered for {TIMEOUT_S} s"
             self._read += os.read(self._answers, 1 << 20)
         message, _, self._read = self._read.partition(b"\0")
-        return json.loads(message)
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
     def open(self, address: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Go to a page; what is evaluated from then on meets this page, which may still be loading."""

@@ -12,6 +12,10 @@ from pydantic import Field
 
 from fovea.config.base import Fraction, MayChange, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
+"""1e9 clips nothing, since ratios are at most exp(20)."""
+GateSteepness: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
+
 
 class ClippedLoss(Section):
     """PPO's ratio of each token, clipped."""
@@ -21,7 +25,7 @@ class ClippedLoss(Section):
     name: Literal["clip"] = "clip"
     clip_low: Fraction = 0.2
     """Lower bound of the importance ratio: 1 - clip_low (`clip_epsilon` sets both bounds)."""
-    clip_high: NonNegativeFloat = 0.2
+    clip_high: UpperClip = 0.2
     """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
@@ -36,7 +40,7 @@ class GspoLoss(Section):
     name: Literal["gspo"] = "gspo"
     clip_low: Fraction = 3e-4
     """Lower bound of the length-normalised ratio of a completion: 1 - clip_low."""
-    clip_high: NonNegativeFloat = 4e-4
+    clip_high: UpperClip = 4e-4
     """Upper bound of the length-normalised ratio of a completion: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
@@ -51,7 +55,7 @@ class CispoLoss(Section):
     name: Literal["cispo"] = "cispo"
     clip_low: Fraction = 0.2
     """Lower bound of the importance ratio: 1 - clip_low (`clip_epsilon` sets both bounds)."""
-    clip_high: NonNegativeFloat = 0.2
+    clip_high: UpperClip = 0.2
     """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
 
 
@@ -59,9 +63,9 @@ class SapoLoss(Section):
     """SAPO: a sigmoid gate on the ratio in place of a clip."""
 
     name: Literal["sapo"] = "sapo"
-    temperature_positive: PositiveFloat = 1.0
+    temperature_positive: GateSteepness = 1.0
     """Steepness of the gate for tokens with a positive advantage."""
-    temperature_negative: PositiveFloat = 1.05
+    temperature_negative: GateSteepness = 1.05
     """Steepness of the gate for tokens with a negative advantage."""
 
 

@@ -70,7 +70,7 @@ class Rollout(Section):
     """Completions per prompt (n): the size of a group."""
     max_new_tokens: PositiveInt = 512
     """Longest completion, in tokens."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=1e-6)] = 1.0
     """Sampling temperature, applied to every log-prob in training too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: keep the smallest set of tokens with this much probability."""

@@ -27,6 +27,8 @@ from fovea.types import ImageRef
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}+={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
 _DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
 _ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
+_LONGEST_PATH = 4096
+"""Characters: Linux takes no longer path, and the time of resolving one is quadratic in its slashes."""
 _SKIP = "or set data.on_bad_row=skip"
 
 
@@ -103,6 +105,9 @@ def _located(path: str, where: str, folder: str | None) -> str:
         )
     if _ANYWHERE.match(path):
         return path
+    if len(path) > _LONGEST_PATH:
+        problem = f"a text of {len(path)} characters, {path[:40]}..., is no image and too long for a path"
+        raise BadRowError(f"{where}: {problem}; correct the row, {_SKIP}", "image_kind")
     if folder is None:
         if is_url(path):
             problem = f"{path[:200]} is of a protocol that is not read"

@@ -34,7 +34,10 @@ class RowOrder(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Continue from a position; DataError unless the rows are those of the order that returned it."""
+        """Continue from a position; DataError unless the rows are those of the order that returned it.
+
+        ConfigError where an order that ends does so before the position.
+        """
         ...
 
 
@@ -89,6 +92,12 @@ class EpochOrder:
             raise DataError(
                 f"the saved order is of {state['num_rows']} rows, but the data have {self._num_rows}, so it cannot go "
                 "on; resume with the data files the run began with"
+            )
+        if self._end is not None and state["num_drawn"] > self._end:
+            raise ConfigError(
+                f"max_epochs={self._end // self._num_rows}, but the run has drawn {state['num_drawn']} times from its "
+                f"{self._num_rows} rows, so nothing is left to train; set a larger max_epochs, or use it as it is "
+                "(fovea eval, fovea export)"
             )
         self._num_drawn = state["num_drawn"]
 

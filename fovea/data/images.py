@@ -142,7 +142,10 @@ class ImageOpener:
         )
 
     def size(self, ref: ImageRef) -> Size:
-        """The size in an image's header, of which no pixel is decoded; BadRowError as for `open_image`."""
+        """The size in an image's header, of which no pixel is decoded; BadRowError as for `open_image`.
+
+        It is that of the stored image: where that is shown turned, no count of pixels or visual tokens differs.
+        """
         if isinstance(ref.source, np.ndarray):
             _check_values(ref.source, ref.where, self.max_megapixels)
             return ref.source.shape[1], ref.source.shape[0]

@@ -158,10 +158,11 @@ class Evaluator:
                 seed=(seed, start),
                 unscored=unscored,
             )
-            index_of = {row.task.id: index for index, row in usable.items()}
+            # by the object: two rows of a user's environment may have one id
+            index_of = {id(row.task): index for index, row in usable.items()}
             for group in groups:
                 task = group.episodes[0].task
-                yield answered_row(task, index_of[task.id], group.episodes, self._image_type_key)
+                yield answered_row(task, index_of[id(task)], group.episodes, self._image_type_key)
 
 
 def _accuracies_by(

@@ -115,9 +115,20 @@ def _of_script(file: Path) -> Iterator[Given]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); give a YAML file or a script") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: no text; give a YAML file or a script") from None
-    for word in _with_values(words_of(script)):
-        if setting := _setting(word.text, f"{file.name} line {word.line}", word.unread):
-            yield setting
+    words = list(_with_values(words_of(script)))
+    settings = [_setting(word.text, f"{file.name} line {word.line}", word.unread) for word in words]
+    if not any(settings):
+        _refuse_options([word.text for word in words])
+    yield from filter(None, settings)
+
+
+def _refuse_options(words: Sequence[str]) -> None:
+    """ConfigError where options among the words are settings of a system whose files are not read."""
+    keys = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
+    others = [system for name, system in systems().items() if name not in IMPORTED]
+    num_known = [sum(system.find(key) is not None for key in keys) for system in others]
+    if most := max(num_known):
+        raise _not_imported(others[num_known.index(most)], most, keys)
 
 
 def _of_word(word: str) -> Given:

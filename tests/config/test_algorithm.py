@@ -199,6 +199,11 @@ def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
         (["train.groups_per_microbatch=2"], "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"),
         (["algorithm.kl=reward", "algorithm.kl.coef=0.1", "algorithm.kl.controller.target=0.1",
           "algorithm.kl.controller.horizon_samples=320"], "no more than the 320 completions of one step"),
+        (["algorithm.loss.clip_high=1e300"], "clip_high: 1e+300 does not fit; allowed: number >= 0 and <= 1e+09"),
+        (
+            ["algorithm.loss.name=sapo", "algorithm.loss.temperature_negative=1e39"],
+            "temperature_negative: 1e+39 does not fit; allowed: number > 0 and <= 1e+09",
+        ),
         (["algorithm.kl.coef=0"], "algorithm.kl.coef: 0 does not fit; allowed: number > 0"),
         (["algorithm.name=grop"], "algorithm.name"),
         (["algorithm=grop"], 'algorithm.name: "grop" does not fit; allowed: grpo | dr_grpo | '),

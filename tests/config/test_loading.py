@@ -167,6 +167,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
             "rollout.top_p='0.5'",
             'rollout.top_p: "0.5" does not fit; allowed: number > 0 and <= 1; without the quotes it is a number',
         ),
+        ("rollout.temperature=1e-45", "rollout.temperature: 1e-45 does not fit; allowed: number >= 1e-06"),
         ("rollout.top_p=high", 'rollout.top_p: "high" does not fit; allowed: number > 0 and <= 1'),
         ("rollout.top_p.x=1", 'rollout.top_p: {"x": 1} does not fit; allowed: number > 0 and <= 1'),
         ("seed=true", "seed: true does not fit; allowed: integer >= 0 and < 4294967296"),

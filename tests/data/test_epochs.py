@@ -55,6 +55,17 @@ def test_an_order_is_resumed_by_its_own_kind_and_rows() -> None:
         EpochOrder(8, seed=0, shuffle=True).restore(epochs.state())
 
 
+def test_an_order_that_ends_before_the_position_is_refused() -> None:
+    drawn = EpochOrder(7, seed=0, shuffle=True, max_epochs=3)
+    drawn.take(14)
+    EpochOrder(7, seed=0, shuffle=True, max_epochs=2).restore(drawn.state())
+    with pytest.raises(
+        ConfigError,
+        match=r"max_epochs=1, but the run has drawn 14 times from its 7 rows, so nothing is left to train; set a",
+    ):
+        EpochOrder(7, seed=0, shuffle=True, max_epochs=1).restore(drawn.state())
+
+
 @pytest.mark.parametrize("once", ["max_epochs=2", "data.shuffle=false"])
 @pytest.mark.parametrize("weights", ["data.kind_weights={a: 2}", "curriculum.level_weights=[{'1': 2}]"])
 def test_rows_that_come_once_have_no_weights(once: str, weights: str) -> None:

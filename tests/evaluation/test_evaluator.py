@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def test_bad_rows_are_left_out_and_the_others_keep_their_place(tmp_path: Path) -
     rows = wait_for(run.evaluator.answers(source, 9))
     assert [(row.index, row.id) for row in rows] == [(i, f"test/{i}") for i in (1, 2, 4, 5, 7, 8)]
     assert sorted(source.bad_rows) == [0, 3, 6]
+
+
+def test_rows_of_one_id_keep_their_places(tmp_path: Path) -> None:
+    """Which a user's environment that makes rows on access may have: `fovea eval`, which joins by id, refuses them."""
+    run = bandit_run(tmp_path)
+    wait_for(begin(run))
+    tasks = [replace(task, id="same") for task in BanditEnvironment().tasks("test")]
+    assert [row.index for row in wait_for(run.evaluator.answers(source_of(tasks)))] == list(range(16))
 
 
 def test_the_majority_is_by_kind() -> None:

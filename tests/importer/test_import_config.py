@@ -252,3 +252,13 @@ def test_settings_of_trl_are_told_their_page(tmp_path: Path, monkeypatch: pytest
         "the table in docs/from-trl.md (model_name_or_path is model.path, num_generations is "
         "rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
     )
+
+
+def test_a_script_of_trl_is_told_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trl.sh").write_text(
+        "accelerate launch --config_file zero3.yaml grpo_vlm.py \\\n  --learning_rate 1e-5 --num_generations=8\n"
+    )
+    assert error_of("trl.sh").startswith("error: 2 of 3 settings are those of TRL, whose files are not read, only verl")
+    Path("other.sh").write_text("python train.py --config_file zero3.yaml\n")
+    assert error_of("other.sh") == "error: no settings found; write fovea import-config FILE [KEY=VALUE]..."

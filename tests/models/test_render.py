@@ -155,6 +155,18 @@ def test_tokens_are_counted_before_images_are_processed(family: str, limits: dic
         assert render.fewest_tokens(one) == _visual_tokens(render, one)
 
 
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_an_image_that_is_shown_turned_has_as_many_tokens_as_it_is_stored(family: str) -> None:
+    note, file = Image.Exif(), io.BytesIO()
+    note[0x0112] = 6
+    Image.new("RGB", (333, 90), "blue").save(file, "JPEG", exif=note)
+    opener = ImageOpener(max_mib=1, max_megapixels=1, convert=["rotated"])
+    chat = user(ImageRef(source=file.getvalue()), "How many?")
+    render = Renderer(tiny(family).processor, opener)
+    assert opener(ImageRef(source=file.getvalue())).size == (90, 333)
+    assert render.fewest_tokens(chat) == _visual_tokens(render, chat)
+
+
 def _visual_tokens(render: Renderer, messages: Sequence[Message]) -> int:
     return sum(image.num_tokens for image in render.prompt(messages).images)
 

@@ -134,10 +134,7 @@ def _checked(score: Score, num_images: int) -> Score:
     num_parts = max(map(len, (score.parts, *score.image_parts)))
     if num_parts > MAX_PARTS:
         raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
-    if OVERLONG in score.parts:
-        raise ValueError(
-            f"a part {OVERLONG}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename it"
-        )
+    _check_names(score.parts)
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     if len(score.marks) > MAX_MARKS:
@@ -162,6 +159,17 @@ def _check_forms(parts: object, images: object, marks: object) -> None:
         raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is no list of mappings, one for each image")
     if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
         raise ValueError(f"{marks!r:.60} as {MARKS}, which is no list of fovea.types.Mark")
+
+
+def _check_names(parts: Mapping[str, object]) -> None:
+    """ValueError for a part whose name can be no metric's."""
+    if OVERLONG in parts:
+        raise ValueError(
+            f"a part {OVERLONG}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename it"
+        )
+    for name in map(str, parts):
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise ValueError(f"a part {name!r:.60}, which holds half of a UTF-16 pair, which no plot shows; rename it")
 
 
 def _checked_mark(mark: Mark, num_images: int) -> Mark:

@@ -159,6 +159,7 @@ def test_marks_are_kept_beside_the_parts() -> None:
         ({"image_parts": []}, "which names no part and no reward"),
         ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a metric of its own; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
+        ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot shows; rename it"),
         (
             {"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]},
             "101 parts, and each is a metric of its own",
