@@ -26,6 +26,8 @@ from fovea.utils.launch import without_torchrun
 CLOSE_SECONDS = 20.0
 POLL_SECONDS = 0.5
 GONE_SECONDS = 0.01
+PAUSED_SECONDS = 3 * POLL_SECONDS
+"""Longest time between two looks at an engine where this process itself was not stopped or starved."""
 EXIT_SECONDS = 2.0
 """Longest wait for the exit code of a process that has closed its end of the pipe."""
 LOG_FILE = "engine.log"
@@ -102,7 +104,7 @@ class EngineProcess:
         self._is_started = False
         self._is_hung = False
         self._active = monotonic()
-        """When a call was sent, or an answer came, last."""
+        """When a call was sent, an answer came, or this process went on after it was stopped, last."""
         ready = self._wait_for(0)
         with theirs:
             self._process = self._popen(command, theirs.fileno(), environment)
@@ -228,11 +230,17 @@ class EngineProcess:
 
     def _next_answer(self) -> Answer:
         """Wait for an answer; EOFError where none will come."""
+        looked = monotonic()
         while not self._connection.poll(POLL_SECONDS):
             if self._process.poll() is not None and not self._connection.poll():
                 # a child of it, which it had forked, holds the pipe open
                 self._kill()
                 raise EOFError
+            now = monotonic()
+            if now - looked > PAUSED_SECONDS:
+                # as a container that is paused, with the engine in it: its silence meanwhile says nothing
+                self._active = now
+            looked = now
             self._kill_if_hung()
         answer: Answer = self._connection.recv()
         return answer

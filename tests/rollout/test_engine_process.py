@@ -155,6 +155,37 @@ def test_a_process_that_is_killed_is_lost_though_a_fork_of_it_holds_the_pipe(pro
     wait_until(lambda: not members(process.pid), "the fork is left")
 
 
+PAUSED = """
+import os, signal, sys, time
+from fovea.errors import LostEngineError
+from fovea.rollout.engine_process import EngineProcess, Limits
+process = EngineProcess("fake", {command!r}, {{}}, Limits(start_seconds=60, timeout_seconds=4))
+waiting, began = process.call("for_ever"), time.monotonic()
+print(process.pid, flush=True)
+try:
+    waiting.result()
+except LostEngineError as error:
+    print(time.monotonic() - began, error)
+process.close()
+"""
+
+
+def test_silence_while_trainer_and_engine_were_stopped_says_nothing() -> None:
+    """A container that is paused; an engine that stays silent afterwards is ended as ever."""
+    code = PAUSED.format(command=host("serving"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        both = (trainer.pid, int(trainer.stdout.readline()))
+        for sent in (signal.SIGSTOP, signal.SIGCONT):
+            for each in both:
+                os.kill(each, sent)
+            time.sleep(6 if sent is signal.SIGSTOP else 0)
+        seconds, _, said = trainer.stdout.read().partition(" ")
+    assert float(seconds) > 6 + 3
+    assert said.startswith("fake gave no answer for rollout.engine.timeout_seconds=4 and was ended")
+    Path(said.split()[-1]).unlink()
+
+
 def test_variables_of_torchrun_are_not_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With TORCHELASTIC_USE_AGENT_STORE the store of SGLang's process group is a client of itself."""
     leaking = ["RANK", "ROLE_NAME", "GROUP_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"]
