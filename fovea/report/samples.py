@@ -38,6 +38,24 @@ def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> 
         index.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
+def drop_samples(run_dir: Path, *, after: int) -> None:
+    """Delete the records of the steps after one, which a run that goes on from there takes anew."""
+    for step in sample_steps(run_dir):
+        if step > after:
+            step_path(run_dir, step).unlink()
+    index = samples_folder(run_dir) / INDEX_FILE
+    if index.exists():
+        lines = index.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_atomically(index, "".join(line for line in lines if _is_entry_until(line, after)).encode())
+
+
+def _is_entry_until(line: str, last: int) -> bool:
+    try:
+        return line.endswith("\n") and index_line(line).step <= last
+    except BAD_CONTENT:
+        return False
+
+
 def sample_steps(run_dir: Path) -> list[int]:
     """Steps with sample records, in ascending order."""
     return sorted(int(path.stem.removeprefix("step-")) for path in samples_folder(run_dir).glob("step-*.jsonl"))

@@ -18,6 +18,7 @@ from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
 from fovea.report.about import SUMMARY_FILE, write_versions
 from fovea.report.html import write_report
+from fovea.report.samples import drop_samples
 from fovea.report.summary import Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
@@ -101,6 +102,9 @@ async def _resumed(run: Run) -> TrainState:
     assert run.resumed is not None
     saved = run.resumed.state
     cut_unscored(run.folder, saved["unscored_bytes"])
+    drop_samples(run.folder, after=run.resumed.step)
+    # of an earlier end, from which it goes on or back
+    (run.folder / SUMMARY_FILE).unlink(missing_ok=True)
     # absolute: workers of a Ray cluster have another working directory
     await run.policy.load(run.resumed.folder.absolute())
     go_to(run, saved)

@@ -20,7 +20,7 @@ from fovea.report.records import (
     TokenTrace,
     summary_of,
 )
-from fovea.report.samples import index_line, read_samples, read_step, sample_steps, write_samples
+from fovea.report.samples import drop_samples, index_line, read_samples, read_step, sample_steps, write_samples
 from fovea.types import Mark
 
 FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
@@ -163,6 +163,18 @@ def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
         answers=(RecordedAnswer(score=score),),
     )
     assert read_step(tmp_path, 50) == (expected,)
+
+
+def test_later_steps_are_dropped_with_their_entries_and_what_was_cut_off(tmp_path: Path) -> None:
+    drop_samples(tmp_path, after=3)
+    for step in (1, 3, 5):
+        write_samples(tmp_path, step, [record()])
+    index = tmp_path / "samples" / "index.jsonl"
+    whole = index.read_text().splitlines(keepends=True)
+    index.write_text("".join(whole) + whole[0][:20])
+    drop_samples(tmp_path, after=3)
+    assert sample_steps(tmp_path) == [1, 3]
+    assert index.read_text() == "".join(whole[:2])
 
 
 def test_the_index_has_a_summary_of_every_group(tmp_path: Path) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fovea import loop
+from fovea.api.runs import load_run
 from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.report.samples import sample_steps
+from fovea.run.context import Run
+from fovea.run.state import TrainState
+from fovea.types import Group, Metrics
+from fovea.view.viewed_run import ViewedRun
 from tests.saved import saved_bytes
 from tests.test_runs import untimed
 
@@ -69,6 +77,32 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(whole: Path, tmp_path: Path)
     assert (untimed(tmp_path), weights(tmp_path)) == (untimed(whole), weights(whole))
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {f"step-{step}" for step in range(5)} | {f"step-{step}.later" for step in (2, 3, 4)}
+
+
+def test_of_what_it_goes_back_behind_nothing_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that it has ended, as it had before, until it ends again."""
+    log = {**SETTINGS["log"], "samples_every_steps": 1}
+    run_in(tmp_path, log=log)
+    assert ViewedRun(tmp_path).facts()["finished"]
+
+    take = loop.take_step
+
+    async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:
+        if state.step == 2:
+            raise OSError("no longer")
+        return await take(run, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "take_step", take_step)
+        with pytest.raises(OSError, match="no longer"):
+            run_in(tmp_path, log=log, resume=str(checkpoint(tmp_path, 1)))
+    assert sample_steps(tmp_path) == [1, 2]
+    facts = ViewedRun(tmp_path).facts()
+    assert (facts["finished"], facts["newest_entry"]) == (False, 2)
+    assert load_run(tmp_path).summary is None
+    run_in(tmp_path, log=log, resume="auto")
+    assert sample_steps(tmp_path) == [1, 2, 3, 4]
+    assert ViewedRun(tmp_path).facts()["finished"]
 
 
 def test_a_setting_that_must_not_change_is_named(whole: Path, tmp_path: Path) -> None:
