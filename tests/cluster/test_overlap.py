@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,15 @@ def test_a_run_whose_engine_is_killed_amid_a_rollout_equals_one_that_is_not(tmp_
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start_on_two(killed, *OVERLAP)
     (engine,) = (each for each in processes_of(killed) if rank_of(each) == "1")
+    # torchrun answers the death by SIGTERM to the driver, which then, amid an update, ends saved where no checkpoint is
+    # due: the next step would be drawn by those weights
+    process.send_signal(signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)
+    wait_until_alone(process.pid, killed)
+    process.send_signal(signal.SIGCONT)
     assert_all_end(process, killed)
     assert len(read_metrics(killed)) < LONG_STEPS
+    assert all(step % 5 == 0 for step in saved_steps(killed))
     for run_dir in (killed, whole):
         train_on_two(*settings("recipes/shapes.yaml", run_dir, *LONG, *OVERLAP), "resume=auto")
     rows = untimed(whole)
@@ -77,6 +84,19 @@ def test_sigterm_saves_without_what_is_drawn_ahead_and_the_run_goes_on(tmp_path:
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(1, LONG_STEPS + 1))
     assert rows[steps_before]["staleness/mean"] == 0
+
+
+def wait_until_alone(torchrun: int, run_dir: Path) -> None:
+    """Wait until torchrun is the last process of a run; those that it has not waited for are zombies without words."""
+    for _ in range(1200):
+        if processes_of(run_dir) == [torchrun]:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the run goes on in {processes_of(run_dir)}")
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [int(each.name.removeprefix("step-")) for each in (run_dir / "checkpoints").glob("step-*")]
 
 
 def without_transfer(run_dir: Path) -> list[dict[str, float]]:
