@@ -49,6 +49,8 @@ class Member:
     is_ready: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
     """What `Prepare` returned last."""
+    num_prepared: int = 0
+    """How often it was made ready."""
     problem: str = "it was not asked yet"
     """Why it is not ready."""
 
@@ -85,17 +87,18 @@ class ServerPool:
         for _ in range(MAX_TRIES):
             member = await self._least_loaded()
             member.load += load
+            num_prepared = member.num_prepared
             try:
                 answer = await member.server.post(path, body, member.headers)
                 with understood(member.server, path):
                     parsed = parse(answer)
                 if parsed is not None:
                     return parsed
-                self._lose(member, CallError("it broke a request off"))
+                self._lose(member, CallError("it broke a request off"), num_prepared)
             except CallError as error:
                 if not error.may_pass:
                     raise EngineError(f"{member.server.url} refuses a request: {error}") from error
-                self._lose(member, error)
+                self._lose(member, error, num_prepared)
             finally:
                 member.load -= load
         raise EngineError(
@@ -118,7 +121,7 @@ class ServerPool:
         try:
             await call(member.server)
         except CallError as error:
-            self._lose(member, error)
+            self._lose(member, error, member.num_prepared)
 
     async def _least_loaded(self) -> Member:
         try:
@@ -131,8 +134,10 @@ class ServerPool:
             ) from error
         return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
 
-    def _lose(self, member: Member, error: CallError) -> None:
-        if member.is_ready:
+    def _lose(self, member: Member, error: CallError, num_prepared: int) -> None:
+        """Set a server aside for the failure of a call that began when it had been prepared so often."""
+        # of a server that was lost and is back, the last calls before that may fail late
+        if member.is_ready and member.num_prepared == num_prepared:
             member.is_ready, member.problem = False, str(error)
             _warn(member, f"is lost: {error}; the others draw what it was drawing, and it is asked until it is back")
             task = asyncio.create_task(self._until_back(member))
@@ -150,7 +155,7 @@ class ServerPool:
         while not member.is_ready:
             try:
                 member.headers = await self.prepare(member.server)
-                member.is_ready = True
+                member.is_ready, member.num_prepared = True, member.num_prepared + 1
             except passing as error:
                 member.problem = str(error)
                 await asyncio.sleep(pause)

@@ -107,12 +107,32 @@ def test_a_server_that_was_started_again_unnoticed_is_prepared_before_it_answers
     assert back == f"rollout.engine.servers: {again.url} is back, with the present weights"
 
 
+def test_a_server_that_is_back_is_not_lost_by_a_call_from_before(
+    started: Callable[..., Endpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    back = started((503, b"ending"), (409, b"started again"), WHOLE)
+    back.delay_seconds = 0.4
+    prepare = Prepared()
+
+    async def later(pool: ServerPool) -> Any:
+        await asyncio.sleep(0.2)
+        return await ask(pool)
+
+    async def use(pool: ServerPool) -> list[Any]:
+        return await asyncio.gather(ask(pool), later(pool))
+
+    assert with_pool(use, prepare, back) == [{"whole": True}] * 2
+    assert [each[START_HEADER] for each in back.headers] == ["start 1", "start 1", "start 2", "start 2"]
+    assert prepare.counts[back.url] == 2
+    assert sum("is lost" in each for each in caplog.messages) == 1
+
+
 def test_a_call_waits_for_a_server_that_is_gone_until_it_is_back(started: Callable[..., Endpoint]) -> None:
     gone = started(WHOLE)
     prepare = Prepared()
 
     async def use(pool: ServerPool) -> Any:
-        pool._lose(pool.members[0], CallError("gone"))
+        pool._lose(pool.members[0], CallError("gone"), 1)
         prepare.unfit.add(gone.url)
         asking = asyncio.ensure_future(ask(pool))
         await asyncio.sleep(0.2)
