@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, and their programs wait actively for threads
@@ -17,6 +19,8 @@ from fovea.utils import malloc
 from tests.tiny_models import FAMILIES, tiny
 
 torch.set_num_threads(1)
+# so that the assertions of helpers explain their failures as those of tests do
+pytest.register_assert_rewrite(*{f"tests.{each.stem}" for each in Path(__file__).parent.iterdir()} - sys.modules.keys())
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -16,7 +17,7 @@ from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
-from fovea.environments.curriculum import Curriculum, Stages
+from fovea.environments.curriculum import Curriculum, Stage, Stages
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
@@ -270,3 +271,32 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
         progress=Progress(config.max_steps, 0, enabled=False),
         started=perf_counter(),
     )
+
+
+STAGES = Stages(
+    stages=[Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)],
+    default_starts=(2, 5),
+)
+
+
+class StageGrader:
+    """Stage k pays (k + 1) / 3 for a right answer."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        plain = BanditEnvironment().score(task, turns)
+        return Score(reward=plain.reward * (self.stage + 1) / 3, accuracy=plain.accuracy)
+
+
+def staged_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
+    run = bandit_run(folder, resume=resume, stages=STAGES, **settings)
+    return replace(run, stream=replace(run.stream, grading=Grading(graders=tuple(map(StageGrader, range(3))))))
+
+
+def run_with(policy: BanditPolicy, folder: Path, *, resume: bool = False, **settings: object) -> Run:
+    run = bandit_run(folder, resume=resume, **settings)
+    run.policy.__class__ = type(policy)
+    run.policy.__dict__ |= policy.__dict__
+    return run

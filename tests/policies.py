@@ -84,3 +84,32 @@ def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
         weight=1 / NUM_TOKENS,
         advantages_T=np.full(len(ids), rng.normal(), dtype=np.float32),
     )
+
+
+REPEATED = (0, 1, 0, 2, 1, 0)
+"""Which of the three completions of a group each sample has."""
+
+
+def repeated(batch: Batch) -> Batch:
+    """Six samples of three unequal completions in each group; no two have the same advantage or old log-probs."""
+    rng = np.random.default_rng(1)
+
+    def copy(sample: Sample) -> Sample:
+        advantages_T = np.full_like(sample.advantages_T, rng.normal())
+        old_T = sample.rollout_logprobs_T + rng.normal(size=len(advantages_T)).astype(np.float32)
+        weight = sample.weight * rng.uniform(0.5, 2)
+        return replace(sample, advantages_T=advantages_T, rollout_logprobs_T=old_T, old_logprobs_T=old_T, weight=weight)
+
+    groups = [replace(g, samples=tuple(copy(g.samples[place]) for place in REPEATED)) for g in batch.groups]
+    return Batch(groups=tuple(groups))
+
+
+def named(batch: Batch) -> Batch:
+    return replace(batch, groups=tuple(replace(g, task_id=f"row {i}") for i, g in enumerate(batch.groups)))
+
+
+def with_advantage(batch: Batch, group: int, value: float) -> Batch:
+    groups = list(batch.groups)
+    samples = [replace(s, advantages_T=np.full_like(s.advantages_T, value)) for s in groups[group].samples]
+    groups[group] = replace(groups[group], samples=tuple(samples))
+    return replace(batch, groups=tuple(groups))

@@ -4,60 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fovea.metrics.log import read_metrics
-from tests.test_runs import SMALL, environment, final_weights, fovea, fovea_here, untimed
+from tests.runs import arguments, final_weights, fovea, fovea_here, going, untimed
 
 ROOT = Path(__file__).parent.parent
-QUICK = [
-    *(x for x in SMALL if not x.startswith("warmup.")),
-    *("warmup=null", "evaluate.image_controls=false", "parity.prompts=0", "log.tensorboard=false"),
-]
 STEPS = 12
-
-
-def arguments(run_dir: Path, *settings: str) -> list[str]:
-    return ["train", "recipes/shapes.yaml", f"run_dir={run_dir}", *QUICK, *settings]
-
-
-def _as_in_a_terminal() -> None:
-    """Undo what a shell does to the signals of a suite that runs in the background, and a child would inherit."""
-    for each in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_DFL)
-
-
-@contextmanager
-def going(run_dir: Path, *settings: str, steps: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A run that has taken at least so many steps; killed at the end of the block if it still goes."""
-    command = [*before, sys.executable, "-m", "fovea", *arguments(run_dir, *settings)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=_as_in_a_terminal,  # noqa: PLW1509
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(run_dir)) < steps:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "the run took too long to get going"
-            time.sleep(0.01)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(

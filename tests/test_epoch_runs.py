@@ -12,7 +12,8 @@ from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from tests.test_data_runs import ROOT, SMALL
+from tests.data.small import SMALL
+from tests.runs import ROOT
 
 REWARD = """
 from pathlib import Path

@@ -22,16 +22,11 @@ from fovea.run.state import TrainState
 from fovea.types import Batch, Metrics, Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
-
-TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
+from tests.runs import untimed
 
 
 def at(step: int) -> TrainState:
     return TrainState(step=step, kl_coef=0.0)
-
-
-def untimed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in metrics]
 
 
 def test_a_bandit_learns(tmp_path: Path) -> None:
@@ -146,7 +141,7 @@ def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, stop_after: int)
     assert resumed.resumed is not None
     assert resumed.resumed.step == 10
     train(resumed)
-    assert untimed(read_metrics(broken)) == untimed(read_metrics(whole))
+    assert untimed(broken) == untimed(whole)
     np.testing.assert_array_equal(resumed.policy.table, expected.policy.table)  # type: ignore[attr-defined]
 
 
@@ -281,7 +276,7 @@ def test_the_weight_of_the_kl_moves_towards_its_target_and_survives_a_resume(tmp
     assert coefficients[-1] > 0.1
     train(bandit_run(broken, max_steps=10, algorithm=algorithm))
     train(bandit_run(broken, resume=True, algorithm=algorithm))
-    assert untimed(read_metrics(broken)) == untimed(read_metrics(whole))
+    assert untimed(broken) == untimed(whole)
 
 
 def test_values_reach_the_update_and_no_group_is_left_out(tmp_path: Path) -> None:

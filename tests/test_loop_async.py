@@ -23,9 +23,8 @@ from fovea.run.ahead import next_barrier
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
 from fovea.types import Batch, Completion, Message, Metrics, Request, Task
-from tests.environments.test_curriculum import staged_run
-from tests.fakes import BanditEngine, BanditEnvironment, BanditPolicy, BanditRenderer, bandit_run
-from tests.test_loop import untimed
+from tests.fakes import BanditEngine, BanditEnvironment, BanditPolicy, BanditRenderer, bandit_run, staged_run
+from tests.runs import untimed
 
 KILLED = "killed"
 APART = {"placement": "disaggregated", "rollout_gpus": 1}
@@ -176,7 +175,7 @@ def test_a_bound_of_0_is_the_loop_that_takes_turns(tmp_path: Path) -> None:
     ahead, in_turn = overlapping(tmp_path / "ahead", bound=0), bandit_run(tmp_path / "in_turn")
     train(ahead)
     loop.train(in_turn)
-    theirs, ours = (untimed(read_metrics(tmp_path / name)) for name in ("in_turn", "ahead"))
+    theirs, ours = (untimed(tmp_path / name) for name in ("in_turn", "ahead"))
     assert ours == [row | {"staleness/mean": 0, "staleness/max": 0} for row in theirs]
     np.testing.assert_array_equal(ahead.policy.table, in_turn.policy.table)  # type: ignore[attr-defined]
 
@@ -229,7 +228,7 @@ def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
     assert resumed.resumed is not None
     assert resumed.resumed.step == killed_in - killed_in % 4
     train(resumed)
-    assert untimed(read_metrics(broken)) == untimed(read_metrics(whole))
+    assert untimed(broken) == untimed(whole)
     assert {row["curriculum/stage"] for row in read_metrics(whole)} == {1, 2, 3}
     np.testing.assert_array_equal(resumed.policy.table, expected.policy.table)  # type: ignore[attr-defined]
 

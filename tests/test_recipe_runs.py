@@ -14,8 +14,8 @@ from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from tests.cluster.test_torchrun import HASH_REWARD
 from tests.environments.files import COLOURS, row, square
+from tests.runs import HASH_REWARD
 
 ROOT = Path(__file__).parents[1]
 SMALL = [

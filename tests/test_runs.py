@@ -3,110 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner, Result
 
-from fovea.cli.main import app
 from fovea.config.algorithm import DEFAULTS_OF
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.run.checkpoint import Checkpoints
-from tests.saved import saved_bytes
+from tests.runs import (
+    ROOT,
+    SMALL,
+    command,
+    environment,
+    final_weights,
+    fovea,
+    kill_when_steps_are_taken,
+    train_here,
+    train_shapes,
+    untimed,
+)
 from tests.tiny_models import DENSE_FAMILIES, FAMILIES
 
-ROOT = Path(__file__).parent.parent
 GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
 NEEDS_GEO3K = pytest.mark.skipif(
     not GEO3K.is_dir(),
     reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project",
 )
-SMALL = [
-    "environment.train_size=64",
-    "environment.dev_size=8",
-    "environment.test_size=16",
-    "evaluate.dev_size=8",
-    "warmup.max_steps=4",
-    "warmup.check_every_steps=2",
-    "rollout.prompts_per_step=6",
-    "rollout.samples_per_prompt=4",
-    "log.samples_every_steps=5",
-]
 HIDDEN_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
-TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
-
-
-def command(*arguments: str, python: str = sys.executable) -> list[str]:
-    return [python, "-m", "fovea", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def fovea_here(*arguments: str) -> Result:
-    """A command that succeeds within this process, which spares it eight seconds of imports."""
-    threads = torch.get_num_threads()
-    try:
-        with chdir(ROOT):
-            done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    finally:
-        torch.set_num_threads(threads)
-    assert done.exit_code == 0, done.output
-    return done
-
-
-def train_shapes(run_dir: Path, *settings: str) -> Result:
-    return fovea_here("train", "recipes/shapes.yaml", f"run_dir={run_dir}", *SMALL, *settings)
-
-
-def train_here(recipe: str, run_dir: Path, *settings: str) -> list[dict[str, float]]:
-    fovea_here("train", f"recipes/{recipe}.yaml", f"run_dir={run_dir}", *settings)
-    return read_metrics(run_dir)
-
-
-def untimed(run_dir: Path) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in read_metrics(run_dir)]
-
-
-def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
-    return saved_bytes(run_dir / "checkpoints" / f"step-{step}" / "trainable")
-
-
-def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
-    """SIGKILL: no handler, no flush, no goodbye."""
-    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(run_dir)) < steps:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "the run took too long to get going"
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
 
 
 WIDE = ["model.tiny.hidden_size=256", "model.tiny.num_heads=4", "model.tiny.num_kv_heads=2", "model.tiny.head_dim=64"]

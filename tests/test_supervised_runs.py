@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from fovea.metrics.log import read_metrics
-from tests.test_ended_runs import arguments, going
-from tests.test_runs import ROOT, environment, final_weights, fovea, fovea_here, untimed
+from tests.runs import ROOT, arguments, environment, final_weights, fovea, fovea_here, going, untimed
 
 STEPS = 12
 SETTINGS = (f"max_steps={STEPS}", "checkpoint.every_steps=4", "max_restarts=1")

@@ -14,28 +14,17 @@ from fovea.build.kernel_notes import liger_note
 from fovea.build.liger import runs_liger
 from fovea.build.model import _corpus, _liger_kernels, locate_model, open_vlm
 from fovea.build.outputs import model_table
-from fovea.build.run import build
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes
 from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
 from fovea.models.vision.feature_cache import FeatureCache
-from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
 from fovea.types import Task
 from fovea.utils.event_loop import wait_for
-
-SMALL = {
-    "environment": {"name": "shapes", "train_size": 12, "dev_size": 4, "test_size": 8},
-    "log": {"tensorboard": False, "progress": False},
-    "rollout": {"max_new_tokens": 3},
-}
-
-
-def run_of(folder: Path, **settings: object) -> Run:
-    return build(Config.model_validate({"model": {"tiny": {}}, "run_dir": str(folder), **SMALL, **settings}))
+from tests.build.small import SMALL, run_of
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fovea.environments.shapes.environment import Shapes
 from fovea.exporting.export import export
 from fovea.loop import train
 from fovea.models.tiny import TinyParts, make_tiny
-from tests.build.test_build import run_of
+from tests.build.small import run_of
 
 RUN = {
     "max_steps": 1,

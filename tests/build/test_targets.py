@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.build.targets import (
-    Baseline,
-    CheckpointTarget,
-    ModelTarget,
-    parse_target,
-    parse_targets,
-    shared_settings,
-)
+from fovea.build.targets import Baseline, CheckpointTarget, ModelTarget, parse_target, parse_targets, shared_settings
 from fovea.cli.eval import sort_words
 from fovea.config.loading import dump_config
 from fovea.config.run import Config, Model

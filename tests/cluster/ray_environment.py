@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from fovea.cluster.ray_token import make_token
-from tests.test_runs import environment
+from tests.runs import environment
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from fovea.cluster.workers import Call, call_each
 from fovea.errors import ClusterError, LostRankError
 from fovea.metrics.log import read_metrics
 from fovea.utils.event_loop import wait_for
-from tests.cluster.test_torchrun import LONG, processes_of, rank_of, settings, torchrun
-from tests.test_runs import ROOT, environment
+from tests.cluster.torchrun_runs import LONG, processes_of, rank_of, settings, torchrun
+from tests.runs import ROOT, environment
 
 TIMEOUT_SECONDS = 2.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_runs import ROOT, environment
+from tests.runs import ROOT, environment
 
 LISTENING = """
 import json

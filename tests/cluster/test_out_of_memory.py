@@ -11,8 +11,8 @@ import pytest
 
 from fovea.errors import MicrobatchMemoryError
 from fovea.metrics.log import read_metrics
-from tests.cluster.test_torchrun import settings
-from tests.test_runs import ROOT, environment
+from tests.cluster.torchrun_runs import settings
+from tests.runs import ROOT, environment
 
 SETTING = 16_000
 SCRIPT = """

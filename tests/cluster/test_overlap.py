@@ -14,7 +14,7 @@ from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
-from tests.cluster.test_torchrun import (
+from tests.cluster.torchrun_runs import (
     LONG,
     LONG_STEPS,
     assert_all_end,
@@ -24,7 +24,7 @@ from tests.cluster.test_torchrun import (
     start_on_two,
     train_on_two,
 )
-from tests.test_runs import ROOT, SMALL, final_weights, untimed
+from tests.runs import ROOT, SMALL, final_weights, untimed
 
 OVERLAP = (
     *("cluster.placement=disaggregated", "cluster.rollout_gpus=1", "rollout.max_staleness_steps=1"),

@@ -22,8 +22,8 @@ from fovea.config.run import Cluster, Config, Model, TinyModel
 from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
 from tests.cluster.ray_environment import own_ray
-from tests.cluster.test_torchrun import LONG, LONG_STEPS, STEPS, compare, settings
-from tests.test_runs import ROOT, command, environment, final_weights, fovea_here, untimed
+from tests.cluster.torchrun_runs import LONG, LONG_STEPS, STEPS, compare, settings
+from tests.runs import ROOT, command, environment, final_weights, fovea_here, untimed
 
 pytest.importorskip("ray", reason="needs the extra ray")
 

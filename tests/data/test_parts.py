@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fovea.errors import DataError
-from tests.data.test_readers import as_csv, opened
+from tests.data.three_rows import as_csv, opened
 
 
 @pytest.mark.parametrize("bounds", ["[:90%]", "[90%:]", "[3:7]", "[-2:]", "[:-10%]", "[33%:66%]", "[:]"])

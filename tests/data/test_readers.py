@@ -23,13 +23,8 @@ from fovea.data.images import open_image
 from fovea.data.readers import parquet
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.errors import BadRowError, DataError, MissingExtraError
+from tests.data.three_rows import ROWS, as_csv, opened
 from tests.data.web import served
-
-ROWS = [
-    {"n": "0", "text": "plain", "image": "a.png"},
-    {"n": "1", "text": 'with "quotes", commas\nand a line break', "image": "b.png"},
-    {"n": "2", "text": "ünïcödé ]}[{", "image": None},
-]
 
 
 def as_parquet(path: Path) -> str:
@@ -51,11 +46,6 @@ def as_json(path: Path) -> str:
 def as_lines_called_json(path: Path) -> str:
     (path / "r.json").write_text("".join(json.dumps(row) + "\r\n" for row in ROWS))
     return str(path / "r.json")
-
-
-def as_csv(path: Path) -> str:
-    pd.DataFrame(ROWS).to_csv(path / "r.csv", index=False)
-    return str(path / "r.csv")
 
 
 def as_tsv(path: Path) -> str:
@@ -97,10 +87,6 @@ def as_saved_splits(path: Path) -> str:
 def as_in_a_bucket(path: Path) -> str:
     fsspec.filesystem("memory").pipe_file(f"/{path.name}/r.jsonl", Path(as_jsonl(path)).read_bytes())
     return f"memory://{path.name}/r.jsonl"
-
-
-def opened(source: object, tmp_path: Path, **access: object) -> Rows:
-    return open_rows([source], access=RowAccess(cache_dir=tmp_path / "cache", **access))  # type: ignore[arg-type, list-item]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.config.run import CaptionEnvironment, Config, RewardModel
@@ -26,9 +25,9 @@ from fovea.models.tiny import build_tokenizer
 from fovea.types import ImageRef
 from fovea.utils.spelled_marks import without_marks
 from tests.environments.files import COLOURS, files, row
+from tests.environments.reward_model import TEXTS, save_reward_model
 from tests.grading import scored, within_a_second
 
-TEXTS = ["A red square on white ground.", "Green, all green, with no border at all!", "blue"]
 ROWS = [row("Describe it.", text, colour) for text, colour in zip(TEXTS, COLOURS, strict=True)]
 ALL = {"cider": 1, "chrf": 1, "bleu": 2}
 
@@ -176,17 +175,6 @@ def test_build_makes_what_the_settings_name(tmp_path: Path) -> None:
 def test_settings_that_do_not_go_together(more: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         CaptionEnvironment.model_validate({"name": "caption", "train_files": ["a"], "test_files": ["a"], **more})
-
-
-def save_reward_model(folder: Path, *, num_labels: int = 1) -> LlamaForSequenceClassification:
-    tokenizer = build_tokenizer(TEXTS * 10, 300)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(num_labels=num_labels, **sizes, **ids)).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
 
 
 def test_a_reward_model_gives_the_logistic_of_its_output(tmp_path: Path) -> None:

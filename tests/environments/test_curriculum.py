@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,36 +12,12 @@ from fovea.build.environment import stages_of as stages_of_environment
 from fovea.config import run as config
 from fovea.data.order import LazyTasks, Order, levels_of
 from fovea.data.rows import RowAccess
-from fovea.environments.curriculum import Curriculum, Stage, Stages
+from fovea.environments.curriculum import Curriculum, Stages
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.run.context import Run
-from fovea.types import Score, Task, Turn
-from tests.fakes import BanditEnvironment, bandit_run
-
-STAGES = Stages(
-    stages=[Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)],
-    default_starts=(2, 5),
-)
-
-
-class StageGrader:
-    """Stage k pays (k + 1) / 3 for a right answer."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-
-    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        plain = BanditEnvironment().score(task, turns)
-        return Score(reward=plain.reward * (self.stage + 1) / 3, accuracy=plain.accuracy)
-
-
-def staged_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
-    run = bandit_run(folder, resume=resume, stages=STAGES, **settings)
-    return replace(run, stream=replace(run.stream, grading=Grading(graders=tuple(map(StageGrader, range(3))))))
+from tests.fakes import STAGES, BanditEnvironment, bandit_run, staged_run
 
 
 def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:

@@ -192,12 +192,12 @@ def test_a_file_without_a_question_says_which_columns_it_has() -> None:
 STREAMED = """
 import gc, sys
 from pathlib import Path
+from fovea.config.run import Geo3kEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import Order, kinds_of
 from fovea.data.readers.parquet import GroupCache
 from fovea.data.rows import RowAccess
 from fovea.environments.dataset_tasks import FileTasks
-from tests.environments.test_dataset_tasks import settings
 
 def anonymous_mib():
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
@@ -212,7 +212,8 @@ def read(tasks, indices):
     return num_bytes
 
 path, cache = sys.argv[1], GroupCache(16 << 20)
-tasks = FileTasks(settings(train_files=(path,), test_files=(path,)), RowAccess(cache=cache)).tasks("train")
+settings = Geo3kEnvironment(train_files=(path,), test_files=(path,), dev_share=0)
+tasks = FileTasks(settings, RowAccess(cache=cache)).tasks("train")
 shuffled = Order(kinds_of(tasks), weights={}, seed=0).take(200)
 grown = []
 for _ in range(4):

@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import pytest
 
-from fovea.data.bad_rows import BadRows
 from fovea.data.epochs import EpochOrder
 from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError
-from fovea.types import Message, Prompt, PromptImage, Task
-from tests.fakes import BanditEnvironment
+from tests.environments.prompt_sources import make_source
 
 QUESTIONS = ["a", "bad", "b", "c", "bad", "d", "e", "too long a question"]
-
-
-class PixelRenderer:
-    """Prompts with an image of one mebibyte; a question of "bad" cannot be read."""
-
-    def __init__(self) -> None:
-        self.rendered = 0
-
-    def fewest_tokens(self, _messages: Sequence[Message]) -> int:
-        return 0
-
-    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
-        question = str(messages[0].parts[0])
-        if question == "bad":
-            raise DataError("rows.parquet row 3: no image; drop the row")
-        self.rendered += 1
-        pixels = np.zeros((1024, 256), dtype=np.float32)
-        image = PromptImage(key=question, tensors={"pixels": pixels}, num_tokens=256, grid=(1, 32, 32))
-        return Prompt(
-            token_ids_L=np.zeros(len(question), dtype=np.int64),
-            unexpanded_ids_U=np.zeros(len(question), dtype=np.int64),
-            images=(image,),
-        )
-
-
-def make_source(
-    questions: Sequence[str],
-    *,
-    on_bad_row: Literal["error", "skip"] = "skip",
-    cache_gib: float = 1.0,
-    folder: Path | None = None,
-    prefetch_threads: int = 0,
-) -> tuple[PromptSource, PixelRenderer]:
-    tasks = [Task(id=f"row {index}", question=question, answer="a") for index, question in enumerate(questions)]
-    renderer = PixelRenderer()
-    source = PromptSource(
-        tasks,
-        BanditEnvironment(),
-        renderer,
-        max_prompt_tokens=10,
-        on_bad_row=on_bad_row,
-        cache_gib=cache_gib,
-        bad_rows=BadRows(folder),
-    )
-    source.render_ahead(prefetch_threads)
-    return source, renderer
 
 
 def order_of(source: PromptSource) -> Order:

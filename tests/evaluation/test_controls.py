@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,29 +9,12 @@ from PIL import Image
 
 from fovea.config.run import ShapesEnvironment
 from fovea.data.images import ImageOpener
-from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.shapes.environment import Shapes
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Task
-from tests.fakes import BanditRenderer
+from tests.environments.prompt_sources import opener, source_of
 from tests.tiny_models import tiny
-
-
-def opener(ref: ImageRef) -> Image.Image:
-    assert isinstance(ref.source, np.ndarray)
-    return Image.fromarray(ref.source)
-
-
-def source_of(tasks: Sequence[Task], renderer: RendersPrompts | None = None) -> PromptSource:
-    return PromptSource(
-        tasks,
-        Shapes(ShapesEnvironment(), seed=0),
-        renderer or BanditRenderer(),
-        max_prompt_tokens=1000,
-        on_bad_row="skip",
-        cache_gib=0.0,
-    )
 
 
 def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:

@@ -20,7 +20,7 @@ from fovea.errors import DataError
 from fovea.evaluation import shared_images
 from fovea.evaluation.shared_images import SharedImages, find_shared_images
 from fovea.types import ImageRef, Task
-from tests.evaluation.test_controls import opener, source_of
+from tests.environments.prompt_sources import opener, source_of
 
 
 def search(

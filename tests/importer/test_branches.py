@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.importer.imports import GEO3K, imported, resolved
 from tests.importer.runs_of_others import RLINF, VERL
-from tests.importer.test_import_config import GEO3K, imported, resolved
 
 ACTOR = "actor_rollout_ref.actor"
 

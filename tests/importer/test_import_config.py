@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from fovea.cli.main import app
 from fovea.config.base import Tree, leaves
 from fovea.config.loading import load_config
+from tests.importer.imports import GEO3K, error_of, imported, resolved
 from tests.importer.runs_of_others import (
     RLINF,
     RLINF_TABLE,
@@ -21,8 +20,6 @@ from tests.importer.runs_of_others import (
     WITHOUT_ITS_OWN_LIMIT,
 )
 
-GEO3K = ["--environment", "geo3k"]
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -31,25 +28,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("run.sh").write_text(VERL, encoding="utf-8")
     Path("geo3k.yaml").write_text(RLINF, encoding="utf-8")
     return tmp_path
-
-
-def imported(*words: str) -> str:
-    """The recipe that the command prints."""
-    done = CliRunner().invoke(app, ["import-config", *words])
-    assert done.exit_code == 0, done.stderr
-    return done.stdout
-
-
-def error_of(*words: str) -> str:
-    done = CliRunner().invoke(app, ["import-config", *words])
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    return done.stderr.strip()
-
-
-def resolved(recipe: str) -> Tree:
-    Path("recipe.yaml").write_text(recipe, encoding="utf-8")
-    return leaves(load_config([Path("recipe.yaml")], []).model_dump(mode="json"))
 
 
 def defaults(table: Tree) -> Tree:

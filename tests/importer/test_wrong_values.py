@@ -13,8 +13,8 @@ from fovea.importer.given import Given
 from fovea.importer.reading import IMPORTED, read
 from fovea.importer.recipe import recipe_text
 from fovea.importer.translate import translate
+from tests.importer.imports import GEO3K, error_of, imported, resolved
 from tests.importer.runs_of_others import RLINF, VERL
-from tests.importer.test_import_config import GEO3K, error_of, imported, resolved
 
 ACTOR = "actor_rollout_ref.actor"
 VALUES = [None, 0, -1, "abc", [1, 2], [[1]], {"a": 1}, True]

@@ -13,7 +13,7 @@ from fovea.loop import train
 from fovea.metrics.docs import metrics_page
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import METRICS, Metric, definition_of, undefined
-from tests.build.test_build import run_of
+from tests.build.small import run_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"

@@ -16,47 +16,22 @@ from fovea.errors import TrainError
 from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_, drawn_weights_
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.tiny import TinyParts
 from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.models.trainable import choose_trainable
 from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import Batch
+from tests.models.banned_ids import BANNED, TOLERANCE, VOCABULARY, favour_banned_ids, inputs
 from tests.policies import make_batch, make_policy
 from tests.reference import gradients, largest_relative_difference, reference_entropy, reference_logprobs
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, random_completions, tiny
 
-TOLERANCE = 1e-5
-"""Log-probs near -6 and relative gradients in float32."""
-ACTIONS, WIDTH, VOCABULARY = 11, 16, 40
-BANNED = (0, 3, 17, 37, 38, 39)
-"""First, inside, and a tail."""
 UNEQUAL = ((5, 1, 7), (3, 9), (4,))
-
-
-def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a head that favours banned ids, and targets that are not banned."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(ACTIONS, WIDTH, generator=generator)
-    head = torch.randn(VOCABULARY, WIDTH, generator=generator)
-    head[list(BANNED)] *= 3
-    allowed = torch.tensor([index for index in range(VOCABULARY) if index not in BANNED])
-    targets = allowed[torch.randint(len(allowed), (ACTIONS,), generator=generator)]
-    return hidden.requires_grad_(), head.requires_grad_(), targets
 
 
 def scores_of(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk_tokens: int) -> TokenScores:
     return token_scores(hidden, head, targets, torch.tensor(BANNED), temperature=temperature, chunk_tokens=chunk_tokens)
-
-
-def favour_banned_ids(parts: TinyParts) -> None:
-    """Give banned ids most of the probability of the whole vocabulary."""
-    with torch.no_grad():
-        rows = parts.network.get_input_embeddings().weight
-        vectors = 0.7 * torch.randn(4, rows.shape[1], generator=torch.Generator().manual_seed(1))
-        # each vector and its opposite: whatever the hidden state, some of them have large logits
-        rows[list(parts.processor.banned_ids)] = torch.cat([vectors, -vectors])[:7]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([[0.7], [1.0], [2.0]])])

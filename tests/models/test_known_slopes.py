@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.models.head_gradients import Slopes
 from fovea.models.token_logprobs import TokenScores, token_scores
-from tests.models.test_drawn_distribution import ACTIONS, BANNED, TOLERANCE, VOCABULARY, WIDTH, inputs
+from tests.models.banned_ids import ACTIONS, BANNED, TOLERANCE, VOCABULARY, WIDTH, inputs
 
 CHUNK = 4
 OF_LOGPROBS, OF_ENTROPIES = torch.linspace(-1, 2, ACTIONS), torch.linspace(0.5, -0.7, ACTIONS)

@@ -10,15 +10,7 @@ import torch.nn.functional as F
 from fovea.models.shared_prefix import attention
 from fovea.models.shared_prefix.attention import KERNELS, fastest_kernel, slow_attention_note
 from fovea.models.shared_prefix.layout import shared_prefix_layout
-from fovea.models.varlen import (
-    FlashSegments,
-    HeadShape,
-    Pairs,
-    PlainSegments,
-    Segments,
-    flash_refusal,
-    varlen_refusal,
-)
+from fovea.models.varlen import FlashSegments, HeadShape, Pairs, PlainSegments, Segments, flash_refusal, varlen_refusal
 from fovea.models.vision.attention import segment_attention
 from fovea.models.vision.passes import image_passes
 from fovea.rollout.embedded.tuning import slow_decoding_note

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.plan.advice import with_settings
+from fovea.plan.model_sizes import ModelSizes, model_sizes
 
 QWEN2_5_VL_7B: dict[str, Any] = {
     "text_config": {
@@ -66,3 +73,26 @@ def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
     config = (Qwen3VLConfig if sizes["tie_word_embeddings"] else Qwen2_5_VLConfig)(**sizes)
     config.save_pretrained(folder)
     return folder
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def wide(family: str) -> dict[str, int]:
+    """Sizes at which activations are more than what a plan leaves out."""
+    return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
+
+
+def published(folder: Path, *overrides: str) -> tuple[Config, ModelSizes]:
+    path = f"model.path={folder_of(folder, QWEN2_5_VL_7B)}"
+    config = load_config([RECIPES / "geo3k_qwen2_5_vl_7b.yaml"], [path, *overrides])
+    return config, model_sizes(config)
+
+
+def with_words(config: Config, words: Sequence[str]) -> Config:
+    pairs = [word.split("=") for word in words]
+    return with_settings(config, {key: _value(value) for key, value in pairs})
+
+
+def _value(text: str) -> object:
+    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text

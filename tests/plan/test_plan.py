@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +28,12 @@ from fovea.plan.rollout import _decode_copies
 from fovea.plan.update import row_stages
 from fovea.plan.workload import workload_of
 from fovea.train.packing import pack_row
-from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, folder_of
+from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, RECIPES, folder_of, published, wide, with_words
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import CPU, FAMILIES, image, renderer, save, tiny, user
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 GROUPS, SAMPLES, TOKENS = 6, 4, 12
 TOLERANCE = 0.15
-
-
-def wide(family: str) -> dict[str, int]:
-    """Sizes at which activations are more than what a plan leaves out."""
-    return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
 
 
 def config_for(folder: Path, prompt_tokens: int, image_tokens: int, **train: object) -> Config:
@@ -93,12 +86,6 @@ def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> Non
     sizes = model_sizes(config_for(save(parts, tmp_path), 25, 9))
     assert sizes.parameters == sizes.trainable == sum(parameter.numel() for parameter in parts.network.parameters())
     assert sizes.tied
-
-
-def published(folder: Path, *overrides: str) -> tuple[Config, ModelSizes]:
-    path = f"model.path={folder_of(folder, QWEN2_5_VL_7B)}"
-    config = load_config([RECIPES / "geo3k_qwen2_5_vl_7b.yaml"], [path, *overrides])
-    return config, model_sizes(config)
 
 
 def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
@@ -273,21 +260,12 @@ def test_advice_is_what_runs(tmp_path: Path) -> None:
     assert all("lora" not in word for each in advice_for(config) for word in each.settings)
 
 
-def with_words(config: Config, words: Sequence[str]) -> Config:
-    pairs = [word.split("=") for word in words]
-    return with_settings(config, {key: _value(value) for key, value in pairs})
-
-
 def test_engines_move_to_gpus_of_their_own_where_both_do_not_fit_one(tmp_path: Path) -> None:
     """A 7B model's engine and the weights that FSDP2 gathers beside it are more than a GPU of 24 GiB has."""
     small = ["rollout.prompts_per_step=64", "rollout.engine.max_batch_tokens=32768", "model.feature_cache_gib=0"]
     config, sizes = published(tmp_path, "plan.gpu=l4", "plan.gpus=8", "model.lora.rank=16", *small)
     assert not make_plan(config, sizes).fits
     assert ("cluster.placement=disaggregated", "cluster.rollout_gpus=4") in [x.settings for x in advice_for(config)]
-
-
-def _value(text: str) -> object:
-    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
 
 
 def test_the_command_says_what_to_change(tmp_path: Path) -> None:

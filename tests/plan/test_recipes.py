@@ -12,9 +12,10 @@ import pytest
 from fovea.config.loading import load_config
 from fovea.metrics.log import read_metrics
 from fovea.plan.plan import make_plan
-from tests.cluster.test_torchrun import HASH_REWARD, train_on_two
+from tests.cluster.torchrun_runs import train_on_two
 from tests.environments.files import row
 from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, QWEN3_VL_4B, folder_of
+from tests.runs import HASH_REWARD
 from tests.tiny_models import save, tiny
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -8,7 +8,7 @@ import pytest
 
 from fovea.config.run import Config
 from fovea.plan.plan import make_plan
-from tests.plan.test_plan import wide
+from tests.plan.published import wide
 from tests.tiny_models import save, tiny
 
 PROMPTS, SAMPLES, LIMIT, LENGTH, PROMPT_TOKENS = 6, 4, 12, 10, 20

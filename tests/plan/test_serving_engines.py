@@ -14,8 +14,7 @@ from fovea.plan.engine import CACHE
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.plan import RunPlan, make_plan
 from fovea.plan.states import ENGINE
-from tests.plan.published import QWEN2_5_VL_7B, folder_of
-from tests.plan.test_plan import RECIPES, published, with_words
+from tests.plan.published import QWEN2_5_VL_7B, RECIPES, folder_of, published, with_words
 
 TOKEN_BYTES = 2 * 28 * 4 * 128 * 2
 """Of Qwen2.5-VL-7B: keys and values of 28 layers with 4 heads of 128 numbers, in bfloat16."""

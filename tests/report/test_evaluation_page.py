@@ -13,7 +13,7 @@ from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, tar
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.report.evaluation import MAX_SHOWN, outcomes, write_evaluation
 from fovea.report.images import png_bytes
-from tests.report.test_html import ATTACK, ATTACKS, Page
+from tests.report.pages import ATTACK, ATTACKS, Page
 
 RED = Image.new("RGB", (48, 48), (200, 30, 30))
 

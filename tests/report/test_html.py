@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,9 @@ from fovea.report.samples import sample_steps, write_samples
 from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
 from tests.chromium import open_browser
+from tests.report.pages import ATTACK, ATTACKS, Page
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "geo3k.yaml"
-ATTACKS = (
-    "<script>document.title='owned'</script>",
-    '"><img src=x onerror="document.title=\'owned\'">',
-    "'><svg onload=document.title='owned'>",
-    "</pre></title></style><script>document.title='owned'</script>",
-    "<a href=\"javascript:document.title='owned'\">{{ 7 * 7 }}</a>",
-)
-ATTACK = "".join(ATTACKS)
 PNG = png_bytes(Image.new("RGB", (48, 48), (200, 30, 30)))
 FINAL = Evaluation(accuracies={"count": (1.0,) * 8 + (0.0,) * 2, "colour": (1.0,) * 10})
 SUMMARY = Summary(
@@ -51,28 +43,6 @@ SUMMARY = Summary(
     steps=1200,
     seed=3,
 )
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, and the text between them."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.pieces: list[str] = []
-        self.source = path.read_text(encoding="utf-8")
-        self.feed(self.source)
-        self.close()
-        self.text = " ".join(" ".join(self.pieces).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.pieces.append(data)
-
-    def attributes(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
 
 
 def record(text: str, *images: str) -> SampleRecord:

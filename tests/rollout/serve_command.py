@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.test_runs import ROOT, command, environment
+from tests.runs import ROOT, command, environment
 
 KEY = "a key of this test"
 KEY_ENV = "FOVEA_TEST_KEY"

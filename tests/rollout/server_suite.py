@@ -27,7 +27,7 @@ from fovea.config.run import Model
 from fovea.models.processor import load_processor
 from fovea.serve.folder import served_folder
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
-from tests.test_runs import ROOT, SMALL, command, environment, fovea_here
+from tests.runs import ROOT, SMALL, command, environment, fovea_here
 
 
 def short_run(folder: Path) -> Path:

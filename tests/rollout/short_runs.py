@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fovea.metrics.log import read_metrics
-from tests.test_runs import untimed
+from tests.runs import untimed
 
 QUICK = ("warmup=null", "evaluate.image_controls=false", "environment.test_size=4", "checkpoint.every_steps=2")
 # random weights give no right answer, and the entropy bonus trains along with groups that are all wrong

@@ -9,64 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Algorithm, ShapesZoomEnvironment
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptedTask
-from fovea.environments.shapes.environment import ShapesGrader
-from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.config.run import Algorithm
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
-from fovea.rollout.collect import Interaction, collect
-from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.prefill import PrefillRow
 from fovea.rollout.multi_turn import extended
-from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Group, Message, Turn
 from tests.policies import make_policy, stepped_gradients, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import make_engine
+from tests.rollout.two_turns import TEMPERATURE, batch_of, drawn, environment
 from tests.tiny_models import FAMILIES, renderer, tiny
 
-TEMPERATURE = 0.9
 TOLERANCE = 1e-5
-SAMPLING = Sampling(max_new_tokens=7, temperature=TEMPERATURE, seed=3)
-
-
-class LooksTwice(ShapesZoom):
-    """Every first answer is taken for a request of the first quarter, of the second picture for another."""
-
-    max_turns = 3
-
-    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        asked = Turn(messages=(), text=rf"\crop{{{len(turns)}}}")
-        return super().reply(task, [asked])
-
-
-def environment() -> LooksTwice:
-    return LooksTwice(ShapesZoomEnvironment(train_size=8), seed=0)
-
-
-def drawn(parts: TinyParts, engine: EmbeddedEngine, *, rows: int = 2, n: int = 3) -> list[Group]:
-    asked = environment()
-    render = renderer(parts)
-    tasks = asked.tasks("train")[:rows]
-    prompted = [PromptedTask(task=task, prompt=render.prompt(asked.prompt(task))) for task in tasks]
-    interaction = Interaction(environment=asked, grading=Grading(graders=(ShapesGrader(),)), renderer=render)
-    return wait_for(collect(engine, interaction, prompted, sampling=SAMPLING, n=n, seed=(1,)))
-
-
-def batch_of(groups: Sequence[Group]) -> Batch:
-    batch, _ = make_batch(list(groups), Algorithm(kl="loss"), max_new_tokens=7)
-    rng = np.random.default_rng(0)
-
-    def advantaged(sample: Sample) -> Sample:
-        return replace(sample, advantages_T=np.where(sample.mask_T, np.float32(rng.normal()), np.float32(0)))
-
-    return replace_samples(batch, advantaged)
 
 
 def whole_logprobs(parts: TinyParts, groups: Sequence[Group]) -> list[torch.Tensor]:

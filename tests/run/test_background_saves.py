@@ -16,9 +16,8 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run import lifecycle
 from fovea.run.checkpoint import Checkpoints
-from fovea.run.context import Run
 from fovea.types import Batch, Metrics
-from tests.fakes import BanditPolicy, bandit_run
+from tests.fakes import BanditPolicy, bandit_run, run_with
 
 LAST = 30
 PATIENCE_SECONDS = 20.0
@@ -44,13 +43,6 @@ class SlowPolicy(BanditPolicy):
                 await asyncio.sleep(0)
         file.write_text(text)
         self.staged = None
-
-
-def run_with(policy: BanditPolicy, folder: Path, *, resume: bool = False, **settings: object) -> Run:
-    run = bandit_run(folder, resume=resume, **settings)
-    run.policy.__class__ = type(policy)
-    run.policy.__dict__ |= policy.__dict__
-    return run
 
 
 def saved(folder: Path, step: int) -> tuple[object, object]:

@@ -10,8 +10,7 @@ from fovea.errors import MicrobatchMemoryError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import Batch, Metrics
-from tests.fakes import BanditPolicy
-from tests.run.test_background_saves import run_with
+from tests.fakes import BanditPolicy, run_with
 
 SETTING = 1000
 TRAIN = {"max_tokens_per_microbatch": SETTING}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 import fovea.build.run
@@ -18,22 +17,19 @@ from fovea.config.run import Config
 from fovea.errors import DataError, ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.models.families.qwen_vl import QwenVL
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.parity import _reading
 from fovea.run.parity_gate import gate_reading
-from fovea.run.parity_reading import DrawnToken
 from fovea.run.parity_rows import without_images
-from fovea.types import Batch, ImageRef, Message, Weights
+from fovea.types import ImageRef, Message, Weights
 from fovea.utils.event_loop import wait_for
-from tests.build.test_build import run_of
+from tests.build.small import run_of
 from tests.fakes import bandit_run
-from tests.test_loop import untimed
+from tests.run.parity import ROUNDING, plain_positions, tokens
+from tests.runs import untimed
 from tests.tiny_models import FAMILIES, image
 
-ROUNDING = 1e-5
-"""float32: two ways to one log-prob."""
 INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 
 
@@ -47,28 +43,6 @@ def other_weights(run: Run) -> None:
             yield name, tensor if ".visual." in name else tensor + 0.3 * torch.randn_like(tensor)
 
     run.policy.worker.weights = changed  # type: ignore[method-assign]
-
-
-def plain_positions(run: Run) -> None:
-    """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
-    own = run.policy.worker.annotator.policy.logprobs
-
-    def like_words(_self: QwenVL, ids: NDArray[np.int64], _images: object, start: int) -> tuple[NDArray[np.int64], int]:
-        return np.arange(start, start + len(ids))[None].repeat(3, axis=0), start + len(ids)
-
-    def scored(batch: Batch) -> Sequence[NDArray[np.float32]]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(QwenVL, "positions", like_words)
-            return own(batch)
-
-    run.policy.worker.annotator.policy.logprobs = scored  # type: ignore[method-assign]
-
-
-def tokens(engine: Sequence[float], trainer: Sequence[float]) -> list[DrawnToken]:
-    return [
-        DrawnToken(row="r", number=number, token_id=number, text="x", engine_logprob=a, trainer_logprob=b)
-        for number, (a, b) in enumerate(zip(engine, trainer, strict=True), start=1)
-    ]
 
 
 def test_the_figures_are_those_of_all_tokens() -> None:
@@ -199,7 +173,7 @@ def test_a_run_is_the_same_with_and_without_the_gate(settings: dict[str, dict[st
                 **given,
             )
         )
-        rows.append(untimed(read_metrics(folder)))
+        rows.append(untimed(folder))
         assert (folder / "parity.json").exists() is (prompts > 0)
     assert rows[0] == rows[1]
     assert rows[0][1]["reused_images"] > 0 or settings

@@ -12,8 +12,8 @@ from fovea.run.parity_reading import IMAGE_FLOOR_FRAC, parity_failure
 from fovea.run.parity_rows import usable_prompts
 from fovea.train.base import Pair
 from fovea.utils.event_loop import wait_for
-from tests.build.test_build import run_of
-from tests.run.test_parity import ROUNDING, plain_positions
+from tests.build.small import run_of
+from tests.run.parity import ROUNDING, plain_positions
 from tests.tiny_models import DENSE_FAMILIES
 
 STEPS = 15

@@ -9,7 +9,7 @@ import pytest
 from fovea.run.parity import _reading, summary_line
 from fovea.run.parity_reading import KindReading, ParityReading, parity_failure
 from fovea.run.parity_rows import PromptKind
-from tests.run.test_parity import tokens
+from tests.run.parity import tokens
 
 NEAR = [-1.0, -1.01, -1.02], [-1.0, -1.0, -1.0]
 FAR = [-1.0, -3.0, -1.0, -2.0], [-1.5, -1.0, -1.2, -2.0]

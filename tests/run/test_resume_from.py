@@ -21,8 +21,8 @@ from fovea.run.context import Run
 from fovea.run.state import TrainState
 from fovea.types import Group, Metrics
 from fovea.view.viewed_run import ViewedRun
+from tests.runs import untimed
 from tests.saved import saved_bytes
-from tests.test_runs import untimed
 
 SETTINGS: dict[str, Any] = {
     "threads": 1,

@@ -17,7 +17,7 @@ from fovea.train.base import Pair
 from fovea.train.torch.sft import SupervisedTrainer
 from fovea.types import Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
-from tests.environments.test_prompt_source import make_source
+from tests.environments.prompt_sources import make_source
 from tests.fakes import ANSWERS, BanditEnvironment, BanditPolicy
 from tests.reference import reference_logprobs
 from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny

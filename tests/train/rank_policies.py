@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fovea.advantages import with_advantages
@@ -135,3 +136,19 @@ def with_nan(batch: Batch, group: int) -> Batch:
 
 def checksum(policy: TorchPolicy) -> float:
     return float(sum(full(weight.detach()).double().abs().sum() for _, weight in policy.weights()))
+
+
+LOCAL = {"memory/activations_gib", "expert_imbalance", "balance/ranks"}
+"""The largest of a rank's rows, and counts in which a prompt is as often as it is in rows; all else is of the batch."""
+
+
+def assert_as_one_process(found: Sequence[Found], alone: Found) -> None:
+    assert found[0]["metrics"] == found[1]["metrics"], "the ranks disagree"
+    for ours, expected in zip(found[0]["metrics"], alone["metrics"], strict=True):
+        assert ours.keys() == expected.keys()
+        for name in ours.keys() - LOCAL:
+            assert ours[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+        assert ours.get("grad_norm", 0.0) == pytest.approx(expected.get("grad_norm", 0.0), rel=1e-5)
+    for of_rank in found:
+        assert of_rank["weights"] == pytest.approx(alone["weights"], rel=1e-7)
+        assert of_rank.get("losses", []) == pytest.approx(alone.get("losses", []), rel=1e-5)

@@ -15,10 +15,9 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
-from tests.policies import make_batch
+from tests.policies import make_batch, named
 from tests.tiny_models import tiny
-from tests.train.test_not_finite import named
-from tests.train.test_ppo import PPO, logprobs_and_values, ppo_policy, scored, with_rewards
+from tests.train.ppo_policies import PPO, logprobs_and_values, ppo_policy, scored, with_rewards
 
 NOT_FINITE = (np.nan, np.inf)
 FAR = 1e6

@@ -11,8 +11,8 @@ import pytest
 from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.loop import train
+from tests.runs import untimed
 from tests.saved import saved_bytes
-from tests.test_runs import untimed
 
 STOPPED, WARM_UP, STEPS = 1, 2, 4
 TINY = {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300, "vision_depth": 1}

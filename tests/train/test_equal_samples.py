@@ -15,29 +15,13 @@ from fovea.models.plain import PlainVLM
 from fovea.samples import with_old_logprobs
 from fovea.train.microbatching import Cost, GroupSlice, slice_groups
 from fovea.train.packing import Continuation, pack_conversations
-from fovea.types import Batch, Sample
-from tests.policies import make_batch, make_policy, update_gradients
+from fovea.types import Batch
+from tests.policies import REPEATED, make_batch, make_policy, repeated, update_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import CPU, DENSE_FAMILIES, image, renderer, tiny, user
-from tests.train.test_activation_reuse import Pair, batch_of
+from tests.train.recording_pair import Pair, batch_of
 
 GRADIENT_TOLERANCE = 1e-5
-REPEATED = (0, 1, 0, 2, 1, 0)
-"""Which of the three completions of a group each sample has."""
-
-
-def repeated(batch: Batch) -> Batch:
-    """Six samples of three unequal completions in each group; no two have the same advantage or old log-probs."""
-    rng = np.random.default_rng(1)
-
-    def copy(sample: Sample) -> Sample:
-        advantages_T = np.full_like(sample.advantages_T, rng.normal())
-        old_T = sample.rollout_logprobs_T + rng.normal(size=len(advantages_T)).astype(np.float32)
-        weight = sample.weight * rng.uniform(0.5, 2)
-        return replace(sample, advantages_T=advantages_T, rollout_logprobs_T=old_T, old_logprobs_T=old_T, weight=weight)
-
-    groups = [replace(g, samples=tuple(copy(g.samples[place]) for place in REPEATED)) for g in batch.groups]
-    return Batch(groups=tuple(groups))
 
 
 def alone(batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from fovea.config.run import Model
 from fovea.models.load import load_network
-from tests.models.test_drawn_distribution import favour_banned_ids
+from tests.models.banned_ids import favour_banned_ids
 from tests.policies import make_batch, make_policy
 from tests.reference import model_inputs
 from tests.tiny_models import mixed_prompts, tiny

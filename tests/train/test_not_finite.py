@@ -14,21 +14,10 @@ from fovea.config.run import Algorithm
 from fovea.errors import TrainError
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, Sample
-from tests.policies import make_batch, make_policy
+from fovea.types import Sample
+from tests.policies import make_batch, make_policy, named, with_advantage
 from tests.saved import save_policy
 from tests.tiny_models import tiny
-
-
-def named(batch: Batch) -> Batch:
-    return replace(batch, groups=tuple(replace(g, task_id=f"row {i}") for i, g in enumerate(batch.groups)))
-
-
-def with_advantage(batch: Batch, group: int, value: float) -> Batch:
-    groups = list(batch.groups)
-    samples = [replace(s, advantages_T=np.full_like(s.advantages_T, value)) for s in groups[group].samples]
-    groups[group] = replace(groups[group], samples=tuple(samples))
-    return replace(batch, groups=tuple(groups))
 
 
 def weights_of(policy: TorchPolicy) -> torch.Tensor:

@@ -14,46 +14,19 @@ import torch
 
 from fovea.config.run import Train
 from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is_out_of_memory, memory_for
-from fovea.models.trainable import trainable_parameters
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.ranks import ALONE, Ranks
-from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update_metrics import ActivationMeter
-from fovea.types import Batch, Metrics
-from fovea.utils.checksum import bit_hash
+from fovea.types import Batch
 from tests.policies import make_batch, make_policy, many_groups, train_settings
 from tests.tiny_models import tiny
-
-ROOMY = 100_000
-SPARE_MIB = 50
-"""Memory that the update may take: as a single micro-batch it needs some 100 MiB."""
-SCRIPT = """
-import json, resource, torch
-from pathlib import Path
-from tests.policies import make_policy, many_groups
-from tests.tiny_models import tiny
-from tests.train.test_out_of_memory import NUM_GROUPS, ROOMY, SPARE_MIB, result
-
-torch.set_num_threads(1)
-policy = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=ROOMY)
-policy.update(many_groups(3))
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE_MIB * 2**20, resource.RLIM_INFINITY))
-print(json.dumps(result(policy, policy.update(many_groups(NUM_GROUPS)))))
-"""
-NUM_GROUPS = 90
-
-
-def result(policy: TorchPolicy, metrics: Metrics) -> dict[str, object]:
-    """Metrics of an update but for its memory, and a checksum of the weights that it left."""
-    trained = trainable_parameters(policy.vlm)
-    del metrics["memory/activations_gib"]
-    return {**metrics, "weights": [str(bit_hash(weight.detach())) for weight in trained.values()]}
+from tests.train.limited_memory import NUM_GROUPS, ROOMY, SPARE_MIB, result
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit of the address space")
 def test_an_update_that_runs_out_of_memory_equals_one_with_smaller_micro_batches() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-m", "tests.train.limited_memory"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     limited = json.loads(done.stdout)
     assert limited.pop("microbatch/out_of_memory") >= 1

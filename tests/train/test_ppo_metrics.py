@@ -12,7 +12,7 @@ from fovea.metrics.names import undefined
 from fovea.samples import with_old_logprobs, with_values
 from tests.policies import make_batch
 from tests.tiny_models import tiny
-from tests.train.test_ppo import logprobs_and_values, ppo_policy, with_rewards
+from tests.train.ppo_policies import logprobs_and_values, ppo_policy, with_rewards
 
 VALUE_CLIP = 0.05
 

@@ -17,7 +17,7 @@ from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
 from tests.saved import save_policy
 from tests.tiny_models import tiny
-from tests.train.test_ppo import scored
+from tests.train.ppo_policies import scored
 
 TRUNKS = ("shared", "separate")
 CRITIC = "critic."

@@ -25,7 +25,7 @@ from tests.forks import run_ranks
 from tests.policies import make_batch, make_policy, stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
-from tests.train.test_ppo import ppo_policy, scored
+from tests.train.ppo_policies import ppo_policy, scored
 
 TOLERANCE = 1e-6
 PATIENCE = timedelta(seconds=120)

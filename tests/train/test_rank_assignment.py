@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fovea.train.microbatching import Cost, GroupSlice, pack_by_cost, slice_groups
 from fovea.train.rank_assignment import align_ranks, imbalance, rows_by_cost, rows_by_count
-from tests.train.test_microbatching import CACHED, FULL, PLAIN, TRAINED, group
+from tests.train.sample_groups import CACHED, FULL, PLAIN, TRAINED, group
 
 
 @settings(max_examples=100, deadline=None)

@@ -38,6 +38,7 @@ from tests.train.rank_policies import (
     WARMUP,
     Driver,
     Found,
+    assert_as_one_process,
     batch_of,
     checksum,
     policy_of,
@@ -327,22 +328,6 @@ def both(folder: Path, saved_by_one: Found) -> list[dict[str, Found]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     run_ranks(process, (store.port, folder), nprocs=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-LOCAL = {"memory/activations_gib", "expert_imbalance", "balance/ranks"}
-"""The largest of a rank's rows, and counts in which a prompt is as often as it is in rows; all else is of the batch."""
-
-
-def assert_as_one_process(found: Sequence[Found], alone: Found) -> None:
-    assert found[0]["metrics"] == found[1]["metrics"], "the ranks disagree"
-    for ours, expected in zip(found[0]["metrics"], alone["metrics"], strict=True):
-        assert ours.keys() == expected.keys()
-        for name in ours.keys() - LOCAL:
-            assert ours[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
-        assert ours.get("grad_norm", 0.0) == pytest.approx(expected.get("grad_norm", 0.0), rel=1e-5)
-    for of_rank in found:
-        assert of_rank["weights"] == pytest.approx(alone["weights"], rel=1e-7)
-        assert of_rank.get("losses", []) == pytest.approx(alone.get("losses", []), rel=1e-5)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -22,7 +22,8 @@ from tests.policies import stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.tiny_models import DENSE_FAMILIES, mixed_prompts, tiny
-from tests.train.test_activation_reuse import (
+from tests.train.ppo_policies import PPO, gradients, ppo_policy, scored
+from tests.train.recording_pair import (
     FROZEN,
     GRADIENT_TOLERANCE,
     LORA,
@@ -32,7 +33,6 @@ from tests.train.test_activation_reuse import (
     batch_of,
     gradients_of_steps,
 )
-from tests.train.test_ppo import PPO, gradients, ppo_policy, scored
 
 METRIC_TOLERANCE = 1e-5
 NOT_COMPARED = ("reused_", "seconds", "memory", "rollout_train", "mfu")

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from fovea.errors import TrainError
 from fovea.train.ranks import ALONE
 from fovea.train.torch.shards import SavedShards, StagedShards
+from tests.runs import ROOT, environment
 from tests.saved import saved_tensors
-from tests.test_runs import ROOT, environment
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -14,11 +14,10 @@ from fovea.samples import replace_samples
 from fovea.train.slopes import slopes_are_known
 from fovea.train.torch import backward
 from fovea.types import Batch, Metrics
-from tests.policies import make_batch, make_policy, stepped_gradients, update_gradients
+from tests.policies import make_batch, make_policy, repeated, stepped_gradients, update_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
-from tests.train.test_equal_samples import repeated
-from tests.train.test_ppo import PPO, gradients, ppo_policy, scored
+from tests.train.ppo_policies import PPO, gradients, ppo_policy, scored
 
 GRADIENT_TOLERANCE = 1e-5
 IN_CHUNKS = {"logits_mib": 0.005}

@@ -13,14 +13,7 @@ from fovea.config.run import Config, Model
 from fovea.evaluation.answer import SampledAnswer
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.images import png_bytes, write_image
-from fovea.report.records import (
-    RecordedAnswer,
-    RecordedImage,
-    RecordedMessage,
-    RecordedTurn,
-    SampleRecord,
-    TokenTrace,
-)
+from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace
 from fovea.report.samples import write_samples
 from fovea.types import Mark
 

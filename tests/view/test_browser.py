@@ -27,7 +27,7 @@ from fovea.view.export import export
 from fovea.view.server import serve
 from fovea.view.viewed_run import ViewedRun
 from tests.chromium import TIMEOUT_S, Browser, open_browser
-from tests.report.test_html import ATTACK
+from tests.report.pages import ATTACK
 from tests.view.folders import group, image_in, write_run
 
 pytestmark = pytest.mark.browser

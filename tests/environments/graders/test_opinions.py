@@ -24,7 +24,7 @@ from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
-from tests.environments.test_caption import save_reward_model
+from tests.environments.reward_model import save_reward_model
 from tests.grading import score_in_run
 from tests.reference import model_inputs
 from tests.tiny_models import renderer, save, tiny, user

@@ -21,7 +21,7 @@ from fovea.types import Sampling
 from tests.policies import make_batch, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import generate, make_engine, same, seeded
-from tests.rollout.test_two_turns import batch_of, drawn
+from tests.rollout.two_turns import batch_of, drawn
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, random_completions, tiny
 
 TOLERANCE = 1e-5

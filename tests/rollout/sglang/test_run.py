@@ -14,7 +14,7 @@ import pytest
 from fovea.metrics.log import read_metrics
 from tests.cluster.ray_environment import own_ray
 from tests.rollout.short_runs import LIMIT_SECONDS, TRAINS, check_exact, children_of, wait_for_steps
-from tests.test_runs import ROOT, SMALL, environment, untimed
+from tests.runs import ROOT, SMALL, environment, untimed
 
 SGLANG = ["rollout.engine=sglang"]
 

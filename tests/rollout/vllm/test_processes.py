@@ -14,8 +14,8 @@ import pytest
 from fovea.metrics.log import read_metrics
 from tests.cluster.ray_environment import own_ray
 from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS, check_exact, children_of, comparable, wait_for_steps
+from tests.runs import ROOT, SMALL, environment, untimed
 from tests.saved import saved_tensors
-from tests.test_runs import ROOT, SMALL, environment, untimed
 
 VLLM = ("rollout.engine=vllm", "rollout.engine.enforce_eager=true", "rollout.engine.kv_cache_gib=0.25")
 STEPS = 4

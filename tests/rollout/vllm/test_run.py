@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.rollout.short_runs import check_exact
-from tests.test_runs import ROOT, SMALL, environment, fovea
+from tests.runs import ROOT, SMALL, environment, fovea
 
 VLLM = ["rollout.engine=vllm", "rollout.engine.enforce_eager=true", "rollout.engine.kv_cache_gib=0.25"]
 

@@ -10,7 +10,7 @@ from fovea.metrics.log import read_metrics
 from tests.rollout.engine_suite import TOLERANCE
 from tests.rollout.serve_command import KEY, KEY_ENV
 from tests.rollout.vllm.sites import Site, two_servers
-from tests.test_runs import ROOT, command, environment
+from tests.runs import ROOT, command, environment
 
 
 def settings(site: Site) -> list[str]:

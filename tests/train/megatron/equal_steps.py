@@ -30,7 +30,7 @@ from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 from tests.train.megatron import cpu_shims
-from tests.train.test_ppo import with_rewards
+from tests.train.ppo_policies import with_rewards
 
 NUM_STEPS = 5
 WARMED_UP = ("qwen3_vl",)

@@ -20,7 +20,7 @@ from fovea.train.base import Needs
 from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.megatron.model import check_division, check_experts
 from fovea.train.torch.sharding import copy_weights
-from tests.policies import make_batch
+from tests.policies import make_batch, named, with_advantage
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     NUM_STEPS,
@@ -32,7 +32,6 @@ from tests.train.megatron.equal_steps import (
     run_steps,
     settings_of,
 )
-from tests.train.test_not_finite import named, with_advantage
 
 FAMILY = "qwen3_vl"
 PPO = settings_of(Path("model"), "ppo").algorithm

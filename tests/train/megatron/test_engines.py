@@ -11,7 +11,7 @@ from fovea.metrics.log import read_metrics
 from tests.rollout.serve_command import KEY, KEY_ENV, serving
 from tests.rollout.short_runs import check_exact
 from tests.tiny_models import save, tiny
-from tests.train.megatron.test_run import fovea
+from tests.train.megatron.commands import fovea
 
 VLLM = os.environ.get("FOVEA_VLLM_PYTHON", ".venv-vllm/bin/python")
 SGLANG = os.environ.get("FOVEA_SGLANG_PYTHON", ".venv-sglang/bin/python")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -25,31 +24,10 @@ from fovea.models.load import load_network
 from fovea.models.trainable import choose_trainable, factored_weights
 from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
-from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS, check_exact, wait_for_steps
-from tests.test_runs import untimed
+from tests.rollout.short_runs import check_exact, wait_for_steps
+from tests.runs import untimed
+from tests.train.megatron.commands import COMMAND, SETTINGS, fovea
 from tests.train.megatron.equal_steps import megatron_policy
-
-SETTINGS = (
-    "train.backend.name=megatron",
-    "max_steps=4",
-    "threads=1",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=3",
-    "evaluate.every_steps=0",
-    "model.tiny.num_layers=2",
-    "model.tiny.num_kv_heads=2",
-    *QUICK,
-    *TRAINS,
-)
-COMMAND = ("-m", "tests.train.megatron.fovea_on_cpu", "train", "recipes/shapes.yaml")
-
-
-def fovea(run_dir: Path, *settings: str, limit_seconds: float = LIMIT_SECONDS) -> None:
-    command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS, *settings]
-    done = subprocess.run(
-        command, timeout=limit_seconds, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")

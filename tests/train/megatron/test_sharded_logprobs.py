@@ -10,7 +10,7 @@ from torch import Tensor
 from fovea.models.head_gradients import Slopes
 from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
-from tests.models.test_drawn_distribution import ACTIONS, BANNED, TOLERANCE, VOCABULARY, inputs
+from tests.models.banned_ids import ACTIONS, BANNED, TOLERANCE, VOCABULARY, inputs
 
 OF_LOGPROBS, OF_ENTROPIES = torch.linspace(-1, 2, ACTIONS), torch.linspace(0.5, -0.7, ACTIONS)
 SETTINGS = {"temperature": 0.7, "chunk_tokens": 4}

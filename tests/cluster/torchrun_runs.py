@@ -1,0 +1,117 @@
+"""Runs in several processes that torchrun starts, and their comparison with a run in one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fovea.metrics.log import read_metrics
+from fovea.metrics.names import undefined
+from tests.runs import HASH_REWARD, ROOT, SMALL, environment
+from tests.saved import saved_tensors
+
+ALONE = ("reused", "transfer/", "balance/ranks")
+"""Metrics that depend on the number of processes: what a rollout leaves for the update, what is sent, and to whom."""
+ROUNDING = ("rollout_train", "kl/", "importance", "weights_checksum")
+"""Differences between two passes over the same tokens, which are rounding, and the bits of the weights."""
+TIMED = ("seconds/", "tokens_per", "samples_per", "tflops_per", "mfu", "memory/", *ALONE, *ROUNDING)
+STEPS = 3
+
+
+def torchrun(*arguments: str, processes: int = 2) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "fovea", *arguments]
+
+
+def train_on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return train_on(2, *arguments)
+
+
+def train_on(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        torchrun("train", *arguments, processes=processes),
+        cwd=ROOT,
+        env=environment() | {"PYTHONFAULTHANDLER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def settings(recipe: str, run_dir: Path, *more: str) -> list[str]:
+    given = (f"run_dir={run_dir}", *SMALL, HASH_REWARD, f"max_steps={STEPS}", "evaluate.image_controls=false")
+    return [recipe, *given, *more]
+
+
+def compare(one: Path, two: Path) -> None:
+    """Every metric to 5 digits, but for times and rounding; the same trained weights to float32 rounding."""
+    alone, together = read_metrics(one), read_metrics(two)
+    assert [row["step"] for row in together] == [row["step"] for row in alone] == list(range(1, STEPS + 1))
+    assert undefined(key for row in together for key in row) == []
+    assert all(row["groups/with_signal"] > 0 for row in alone), "only entropy was trained"
+    for mine, theirs in zip(alone, together, strict=True):
+        expected = {key: value for key, value in mine.items() if not key.startswith(TIMED)}
+        assert {key: theirs[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert theirs["rollout_train_abs"] < 1e-5
+        assert theirs["memory/learners_peak_gib"] > 0.1, "torch alone takes more"
+    weights = [saved_tensors(folder / f"checkpoints/step-{STEPS}/trainable") for folder in (one, two)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+LONG_STEPS = 20
+"""Enough that a run is still going when it is stopped after three."""
+LONG = (
+    f"max_steps={LONG_STEPS}",
+    "warmup=null",
+    "model.freeze_vision_tower=false",
+    "rollout.prompts_per_step=4",
+    "environment.test_size=4",
+    "checkpoint.every_steps=3",
+    "evaluate.every_steps=0",
+)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Ids of all processes that were started with this run folder on their command line, torchrun's own included."""
+    found = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def start_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
+    """A run on two processes that has taken three steps and is still going."""
+    process = subprocess.Popen(
+        torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG, *more)),
+        cwd=ROOT,
+        env=environment() | {"PYTHONFAULTHANDLER": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for _ in range(2400):
+        assert process.poll() is None, "the run ended before it was stopped"
+        if (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) >= 3:
+            return process
+        time.sleep(0.1)
+    raise AssertionError("no three steps in four minutes")
+
+
+def rank_of(process: int) -> str:
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((each.removeprefix(b"RANK=").decode() for each in variables if each.startswith(b"RANK=")), "")
+
+
+def assert_all_end(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    process.wait(120)
+    for _ in range(100):
+        if not processes_of(run_dir):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"processes left behind: {processes_of(run_dir)}")

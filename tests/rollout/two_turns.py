@@ -1,0 +1,57 @@
+"""Episodes of two turns, drawn by an embedded engine, and a batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fovea.config.run import Algorithm, ShapesZoomEnvironment
+from fovea.environments.graders.grading import Grading
+from fovea.environments.prompt_source import PromptedTask
+from fovea.environments.shapes.environment import ShapesGrader
+from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.models.tiny import TinyParts
+from fovea.rollout.collect import Interaction, collect
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.samples import make_batch, replace_samples
+from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
+from fovea.utils.event_loop import wait_for
+from tests.tiny_models import renderer
+
+TEMPERATURE = 0.9
+SAMPLING = Sampling(max_new_tokens=7, temperature=TEMPERATURE, seed=3)
+
+
+class LooksTwice(ShapesZoom):
+    """Every first answer is taken for a request of the first quarter, of the second picture for another."""
+
+    max_turns = 3
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        asked = Turn(messages=(), text=rf"\crop{{{len(turns)}}}")
+        return super().reply(task, [asked])
+
+
+def environment() -> LooksTwice:
+    return LooksTwice(ShapesZoomEnvironment(train_size=8), seed=0)
+
+
+def drawn(parts: TinyParts, engine: EmbeddedEngine, *, rows: int = 2, n: int = 3) -> list[Group]:
+    asked = environment()
+    render = renderer(parts)
+    tasks = asked.tasks("train")[:rows]
+    prompted = [PromptedTask(task=task, prompt=render.prompt(asked.prompt(task))) for task in tasks]
+    interaction = Interaction(environment=asked, grading=Grading(graders=(ShapesGrader(),)), renderer=render)
+    return wait_for(collect(engine, interaction, prompted, sampling=SAMPLING, n=n, seed=(1,)))
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    batch, _ = make_batch(list(groups), Algorithm(kl="loss"), max_new_tokens=7)
+    rng = np.random.default_rng(0)
+
+    def advantaged(sample: Sample) -> Sample:
+        return replace(sample, advantages_T=np.where(sample.mask_T, np.float32(rng.normal()), np.float32(0)))
+
+    return replace_samples(batch, advantaged)

@@ -1,0 +1,138 @@
+"""Whole runs as a user starts them, in this process or in one that may be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner, Result
+
+from fovea.cli.main import app
+from fovea.metrics.log import read_metrics
+from tests.saved import saved_bytes
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "environment.train_size=64",
+    "environment.dev_size=8",
+    "environment.test_size=16",
+    "evaluate.dev_size=8",
+    "warmup.max_steps=4",
+    "warmup.check_every_steps=2",
+    "rollout.prompts_per_step=6",
+    "rollout.samples_per_prompt=4",
+    "log.samples_every_steps=5",
+]
+QUICK = [
+    *(x for x in SMALL if not x.startswith("warmup.")),
+    *("warmup=null", "evaluate.image_controls=false", "parity.prompts=0", "log.tensorboard=false"),
+]
+HASH_REWARD = "reward=tests/hash_reward.py:score"
+TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
+
+
+def command(*arguments: str, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "fovea", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def fovea_here(*arguments: str) -> Result:
+    """A command that succeeds within this process, which spares it eight seconds of imports."""
+    threads = torch.get_num_threads()
+    try:
+        with chdir(ROOT):
+            done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    finally:
+        torch.set_num_threads(threads)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def train_shapes(run_dir: Path, *settings: str) -> Result:
+    return fovea_here("train", "recipes/shapes.yaml", f"run_dir={run_dir}", *SMALL, *settings)
+
+
+def train_here(recipe: str, run_dir: Path, *settings: str) -> list[dict[str, float]]:
+    fovea_here("train", f"recipes/{recipe}.yaml", f"run_dir={run_dir}", *settings)
+    return read_metrics(run_dir)
+
+
+def untimed(run_dir: Path) -> list[dict[str, float]]:
+    """The recorded metrics of a run without times, which differ from run to run."""
+    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in read_metrics(run_dir)]
+
+
+def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
+    return saved_bytes(run_dir / "checkpoints" / f"step-{step}" / "trainable")
+
+
+def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
+    """SIGKILL: no handler, no flush, no goodbye."""
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(run_dir)) < steps:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, "the run took too long to get going"
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def arguments(run_dir: Path, *settings: str) -> list[str]:
+    return ["train", "recipes/shapes.yaml", f"run_dir={run_dir}", *QUICK, *settings]
+
+
+def _as_in_a_terminal() -> None:
+    """Undo what a shell does to the signals of a suite that runs in the background, and a child would inherit."""
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
+def going(run_dir: Path, *settings: str, steps: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A run that has taken at least so many steps; killed at the end of the block if it still goes."""
+    command = [*before, sys.executable, "-m", "fovea", *arguments(run_dir, *settings)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=_as_in_a_terminal,  # noqa: PLW1509
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(run_dir)) < steps:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the run took too long to get going"
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()

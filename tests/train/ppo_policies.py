@@ -1,0 +1,81 @@
+"""Policies with a value function, and batches scored for them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fovea.advantages import with_advantages
+from fovea.config.algorithm_parts import Critic as CriticSettings
+from fovea.config.algorithm_parts import Gae
+from fovea.config.run import Algorithm
+from fovea.models.modules import config_of
+from fovea.models.tiny import TinyParts
+from fovea.models.trainable import trainable_parameters, value_parameters
+from fovea.models.value_head import ValueHead
+from fovea.models.vlm import VLM
+from fovea.samples import replace_samples, with_old_logprobs, with_values
+from fovea.train.torch.critic import Critic, ValueModel
+from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Batch
+from tests.policies import train_settings
+
+GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=CriticSettings(value_clip=None))
+PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
+
+
+def ppo_policy(
+    parts: TinyParts,
+    *,
+    separate: bool = False,
+    detach_trunk: bool = False,
+    algorithm: Algorithm = PPO,
+    warmup_steps: int = 0,
+    **train: object,
+) -> TorchPolicy:
+    """With a value head that is not 0, so that values differ."""
+    torch.manual_seed(7)
+    settings = train_settings(**{"lr_warmup_steps": 0, **train})
+    width = config_of(parts.network).text_config.hidden_size
+    head = None if separate else ValueHead(width, detach_trunk=detach_trunk)
+    vlm = VLM(parts.network, parts.processor.banned_ids, value_head=head)
+    model = ValueModel(copy.deepcopy(vlm)) if separate else None
+    linear = (model.head if model is not None else vlm.value_head).linear  # type: ignore[union-attr]
+    torch.nn.init.normal_(linear.weight, std=0.1)
+    values = value_parameters(vlm) if model is None else trainable_parameters(model)
+    critic = Critic(
+        optimizer=Optimizer(values, settings, peak_learning_rate=1e-2, max_steps=10),
+        model=model,
+        warmup_steps=warmup_steps,
+    )
+    return TorchPolicy(vlm, train=settings, algorithm=algorithm, temperature=0.9, max_steps=10, critic=critic)
+
+
+def with_rewards(batch: Batch) -> Batch:
+    rewards = iter([1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    return replace_samples(batch, lambda sample: replace(sample, reward=next(rewards)))
+
+
+def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Whichever trunk the value function has."""
+    if policy._critic is not None and policy._critic.model is not None:
+        return policy.annotator.logprobs(batch), policy.annotator.values(batch)
+    return policy.annotator.logprobs_and_values(batch)
+
+
+def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Batch:
+    logprobs, values = logprobs_and_values(policy, batch)
+    batch = with_values(with_old_logprobs(with_rewards(batch), logprobs), values)
+    return with_advantages(batch, algorithm, 0.0)[0]
+
+
+def gradients(policy: TorchPolicy, stepped: dict[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of policy and critic, by name."""
+    named = dict(policy._vlm.named_parameters())
+    if policy._critic is not None and policy._critic.model is not None:
+        named |= {f"critic.{name}": p for name, p in policy._critic.model.named_parameters()}
+    return {name: stepped[p] for name, p in named.items() if p in stepped}

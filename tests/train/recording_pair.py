@@ -1,0 +1,116 @@
+"""An engine that records activations and a policy that takes them over, on one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fovea.cluster.local import SharedWeights
+from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
+from fovea.models.activation_tape import Tape
+from fovea.models.recorded_distributions import DistributionTape
+from fovea.models.tiny import TinyParts
+from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
+from fovea.utils.event_loop import wait_for
+from tests.policies import stepped_gradients
+from tests.rollout.drawing import generate
+from tests.tiny_models import mixed_prompts
+
+GRADIENT_TOLERANCE = 1e-5
+TEMPERATURE = 0.9
+FROZEN = Model(tiny=TinyModel(), freeze_vision_tower=True)
+LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))
+TRAINED = Model(tiny=TinyModel())
+
+
+class Pair:
+    """An engine that records and a policy, on one model; every other update is a plain one."""
+
+    def __init__(
+        self,
+        parts: TinyParts,
+        settings: Model = TRAINED,
+        max_bytes: float = 2**26,
+        linears: bool = True,
+        algorithm: Algorithm | None = None,
+        distributions: bool = False,
+        **train: object,
+    ) -> None:
+        choose_trainable(parts.network, settings, seed=0)
+        self.vlm = VLM(
+            parts.network,
+            parts.processor.banned_ids,
+            feature_cache=None if settings.trains_vision else FeatureCache(2**20),
+        )
+        kept = DistributionTape(self.vlm.vocabulary_size, TEMPERATURE) if distributions else None
+        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32, kept)
+        self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
+        values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
+        self.policy = TorchPolicy(
+            self.vlm,
+            train=Train.model_validate(values),
+            algorithm=algorithm or Algorithm(),
+            temperature=TEMPERATURE,
+            max_steps=10,
+            tape=self.tape,
+        )
+        self.weight_sync = SharedWeights(self.policy, self.engine)
+        self.policy._steps = 1  # step 0 is a plain one
+        wait_for(self.weight_sync.push(0))
+        self.prompts = mixed_prompts(parts)
+
+    def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:
+        """Completions of different lengths: 300 tokens of near-uniform sampling meet a stop."""
+        settings = [
+            Sampling(max_new_tokens=max_new_tokens - 2 * index, temperature=0.9, seed=index, **sampling)  # type: ignore[arg-type]
+            for index in range(len(self.prompts))
+        ]
+        return generate(self.engine, self.prompts, settings, n, for_update=True)
+
+    def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the update stepped on."""
+        stepped = stepped_gradients(self.policy)
+        self.metrics = self.policy.update(batch)
+        return {name: stepped[p] for name, p in trainable_parameters(self.vlm).items() if p in stepped}
+
+
+def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, traces: bool = True) -> Batch:
+    rng = np.random.default_rng(0)
+    num_tokens = sum(len(completion.token_ids_T) for group in groups for completion in group)
+
+    def sample(completion: Completion) -> Sample:
+        tokens = completion.token_ids_T
+        advantage = np.full(len(tokens), rng.normal(), dtype=np.float32)
+        return Sample(
+            token_ids_T=tokens,
+            mask_T=np.ones(len(tokens), dtype=np.bool_),
+            rollout_logprobs_T=completion.logprobs_T,
+            reward=0.0,
+            weight=1 / num_tokens,
+            advantages_T=advantage,
+            completion_ids=(completion.id,) if traces else (),
+        )
+
+    samples = [tuple(map(sample, group)) for group in groups]
+    return Batch(groups=tuple(SampleGroup(prompt=p, samples=s) for p, s in zip(prompts, samples, strict=True)))
+
+
+def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """Those of every optimizer step, in proportion to which the weights move."""
+    steps: list[dict[str, torch.Tensor]] = []
+    adamw, parameters = pair.policy._optimizer._adamw, trainable_parameters(pair.vlm)
+    # with its usual epsilon Adam turns the rounding of a gradient near 0 into a step as long as any
+    for group in adamw.param_groups:
+        group["eps"] = 1.0
+    adamw.register_step_pre_hook(
+        lambda *_: steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+    )
+    pair.metrics = pair.policy.update(batch)
+    return steps
