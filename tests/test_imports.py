@@ -41,7 +41,7 @@ LATE_IMPORTS = {
     "fovea/build/dry_run.py": {"_check_engine"},
     "fovea/build/engine.py": {"make_streamed"},
     "fovea/build/environment.py": {"named_environment", "make_caption"},
-    "fovea/build/model.py": {"_liger_kernels"},
+    "fovea/build/model.py": {"liger_kernels"},
     "fovea/build/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
     "fovea/build/trackers.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},

@@ -56,7 +56,7 @@ def open_backends(config: Config, model: Model, processor: Processor) -> Backend
 
 def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     """Policy and engine in this process, on the same tensors if the engine has none of its own."""
-    _placement(config, num_workers=1)
+    placement_of(config, num_workers=1)
     check_offload(config)
     set_threads(config)
     if trains_with_megatron(config):
@@ -94,7 +94,7 @@ def _alone_with_megatron(config: Config, model: Model, processor: Processor) -> 
 
 def _on_torchrun(config: Config, model: Model) -> Backends:
     """This process holds the first worker, beside the driver."""
-    setup = Setup(config=config, model=model, placement=_placement(config, num_processes()))
+    setup = Setup(config=config, model=model, placement=placement_of(config, num_processes()))
     cluster = config.cluster
     handles = connect_workers(join(cluster.collective_timeout_seconds), setup, cluster.heartbeat_timeout_seconds)
     return _backends_of([LocalHandle(worker_of(setup)), *handles], setup.placement)
@@ -107,7 +107,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
             f"cluster.gpus_per_node={config.cluster.gpus_per_node} has Ray start the workers, but torchrun has started "
             f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
         )
-    placement = _placement(config, config.cluster.num_ray_workers)
+    placement = placement_of(config, config.cluster.num_ray_workers)
     setup = Setup(config=_with_absolute_interpreter(config), model=_with_absolute_path(model), placement=placement)
     use_token()
     own_ray_on_loopback()
@@ -136,7 +136,7 @@ def _with_absolute_interpreter(config: Config) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
-def _placement(config: Config, num_workers: int) -> Placement:
+def placement_of(config: Config, num_workers: int) -> Placement:
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
     if isinstance(config.rollout.engine, VllmServersEngine) and num_engines > 1:

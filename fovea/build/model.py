@@ -46,7 +46,7 @@ def locate_model(config: Config, folder: Path, environment: Callable[[], Environ
     target = folder / MODEL_FOLDER
     # without a checkpoint it is made again: the settings may differ from those of an earlier start
     if not (target.is_dir() and has_checkpoint(folder)):
-        corpus = _corpus(environment(), config.data.on_bad_row)
+        corpus = tokenizer_corpus(environment(), config.data.on_bad_row)
         save_tiny(make_tiny(settings.tiny, corpus, config.seed), target)
     return settings.model_copy(update={"path": str(target), "tiny": None})
 
@@ -70,7 +70,7 @@ def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]
 
 def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
     settings = config.model
-    kernels = _liger_kernels(device) if runs_liger(config, device) else TORCH_KERNELS
+    kernels = liger_kernels(device) if runs_liger(config, device) else TORCH_KERNELS
     recompute_activations(network, config.train.gradient_checkpointing)
     _check_attention(settings, device)
     return VLM(
@@ -124,7 +124,7 @@ def _check_attention(settings: Model, device: torch.device) -> None:
         )
 
 
-def _liger_kernels(device: torch.device) -> Kernels:
+def liger_kernels(device: torch.device) -> Kernels:
     """Load Liger's kernels, an optional extra for CUDA."""
     if device.type != "cuda":
         raise ConfigError(
@@ -147,7 +147,7 @@ def make_feature_cache(config: Config) -> FeatureCache:
     return FeatureCache(settings.feature_cache_gib * 2**30, files)
 
 
-def _corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:
+def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:
     """Questions and answers of the first training rows, to train a tokenizer on."""
     tasks = environment.tasks("train")
     texts: list[str] = []

@@ -70,11 +70,11 @@ def _model_rewards(
         name, model = "judge", _judge(settings.judge, "model_reward.judge", opener, clients)
     else:
         assert settings.reward_model is not None, "the settings have one of the two"
-        name, model = "reward_model", OpinionOfRewardModel(_scorer(settings.reward_model), opener)
+        name, model = "reward_model", OpinionOfRewardModel(reward_scorer(settings.reward_model), opener)
     return [WithModelReward(own=grader, model=model, name=name, weight=settings.weight) for grader in graders]
 
 
-def _scorer(settings: RewardModel) -> ScoresAnswers:
+def reward_scorer(settings: RewardModel) -> ScoresAnswers:
     """A scorer that reads images where the folder's model does, else one of text."""
     if _model_type(Path(settings.path)) in FAMILIES:
         return VisionRewardScorer(settings)

@@ -161,7 +161,7 @@ class RayWorkers:
 
         `device` is `model.device`. ConfigError where the cluster has no room for them; an error of `make` is raised.
         """
-        self._owns_cluster = _connect(cluster)
+        self._owns_cluster = connect(cluster)
         self._bundles: PlacementGroup | None = None
         try:
             resource = _resource(device)
@@ -188,7 +188,7 @@ class RayWorkers:
             remove_placement_group(self._bundles)
 
 
-def _connect(cluster: Cluster) -> bool:
+def connect(cluster: Cluster) -> bool:
     """Connect to a running cluster, else start one on this machine; returns whether it was started."""
     if ray.is_initialized():
         return False

@@ -87,7 +87,7 @@ class VLMRLTraining(MixFlow):  # type: ignore[misc]
         Dataset of the workspace and the evaluation an Eval; without, a local Dataset and the figures.
         """
         inputs = checked(TrainingInputs, _given(given))
-        outputs = train(_on_all_gpus(inputs, torch.cuda.device_count()), self._rows(env_dataset))
+        outputs = train(on_all_gpus(inputs, torch.cuda.device_count()), self._rows(env_dataset))
         results = outputs.to_json()
         metrics: Any = Dataset.from_pylist(read_metrics(outputs.run), name=_name("metrics", outputs))
         if save_results:
@@ -122,7 +122,7 @@ def _given(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if value is not None}
 
 
-def _on_all_gpus(inputs: TrainingInputs, num_gpus: int) -> TrainingInputs:
+def on_all_gpus(inputs: TrainingInputs, num_gpus: int) -> TrainingInputs:
     """The inputs with all GPUs of the sandbox, whose one process would otherwise train on the first of them."""
     placed = any(key.partition(".")[0] == "cluster" for key in inputs.settings)
     if num_gpus < 2 or placed:

@@ -60,7 +60,7 @@ def advice_for(config: Config) -> list[Advice]:
         return make_plan(changed, sizes if changed.model == config.model else None)
 
     planned = plan(config)
-    changes = list(_changes(config, planned))
+    changes = list(changes_for(config, planned))
     alone = [found for change in changes if (found := _mildest(config, change, plan))]
     return alone or _together(config, planned, changes, plan)
 
@@ -117,7 +117,7 @@ def _advice(settings: Settings, planned: RunPlan) -> Advice:
     return Advice(settings=written, gib=planned.peak.total / 2**30)
 
 
-def _changes(config: Config, planned: RunPlan) -> Iterator[Change]:
+def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
     """Changes in the order of their price: time first, then what is trained, then more machines."""
     train, model, machine = config.train, config.model, planned.machine
     ways = ("none", "selective", "full")

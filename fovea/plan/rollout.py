@@ -30,7 +30,7 @@ def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Nu
     rows = prompts * config.rollout.samples_per_prompt
     held = recorded.bytes.copy()
     held[CACHE] = cache_bytes(config, sizes, work, numerics)
-    held[COPIES] = _decode_copies(sizes, rows, numerics)
+    held[COPIES] = decode_copies(sizes, rows, numerics)
     held[PASSES] = max(_prefill_bytes(sizes, work, prompts, numerics), _sampling_bytes(sizes, prompts, rows, numerics))
     images = prompts * work.lengths.images
     features = feature_bytes(sizes, images * work.lengths.image_tokens, numerics)
@@ -75,7 +75,7 @@ def _pool(config: Config, sizes: ModelSizes, numerics: Numerics) -> Bytes:
     return Counter({CACHE: embedded_engine(config).max_batch_tokens * token_bytes(sizes, numerics)})
 
 
-def _decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:
+def decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:
     """Bytes of oneDNN's copies of the weights but those of experts, on a CPU with few rows."""
     limits = ONEDNN_LIMITS[torch.float32 if numerics.width == FLOAT else torch.bfloat16]
     uses = not numerics.cuda and limits.allow(rows, sizes.width)

@@ -62,9 +62,9 @@ def take_fingerprint(config: Config, model: Model, sources: Sources, given: Give
     splits = {"train": sources.train.tasks, "dev": sources.dev.tasks, "test": sources.test.tasks}
     return {
         **_files({f"file {_name(path, config)}": path for path in _row_files(config)}),
-        **{name: text for split, tasks in splits.items() for name, text in _rows(split, tasks)},
+        **{name: text for split, tasks in splits.items() for name, text in row_texts(split, tasks)},
         **dict(_code(config, given or GivenCode())),
-        **_files(dict(_model_files(config, model))),
+        **_files(dict(model_files(config, model))),
         f"{LIBRARY}fovea": __version__,
         **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
     }
@@ -90,7 +90,7 @@ def _name(file: Path, config: Config) -> str:
     return f"{RUN_DIR}/{file.relative_to(folder)}" if file.is_relative_to(folder) else str(file)
 
 
-def _rows(split: str, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
+def row_texts(split: str, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
     yield f"number of {split} rows", str(len(tasks))
     count = len(tasks) if isinstance(tasks, list | tuple) else min(len(tasks), MAX_ROWS)
     for index in np.linspace(0, len(tasks) - 1, count).astype(int).tolist():
@@ -188,7 +188,7 @@ def _content(cell: CellType) -> object:
         return None
 
 
-def _model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
+def model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
     """The files of the policy's model, of an adapter that it starts from, and of reward models."""
     rewards = {
         "reward model" if key == "environment" else f"reward model of {key}": Path(each.reward_model.path)

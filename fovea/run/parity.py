@@ -84,7 +84,7 @@ async def read_parity(
         limit=config.parity.max_abs_logprob_diff,
         max_k3=config.parity.max_k3,
         kinds=tuple(
-            _reading(kind, sum(each.kind == kind for each in drawn), of_kind)
+            kind_reading(kind, sum(each.kind == kind for each in drawn), of_kind)
             for kind, of_kind in tokens.items()
             if of_kind
         ),
@@ -173,7 +173,7 @@ def _tokens(
     ]
 
 
-def _reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> KindReading:
+def kind_reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> KindReading:
     engine = torch.tensor([token.engine_logprob for token in tokens])
     trainer = torch.tensor([token.trainer_logprob for token in tokens])
     return KindReading(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fovea.build.backends import _placement, open_backends
+from fovea.build.backends import open_backends, placement_of
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.processor import load_processor
@@ -31,7 +31,7 @@ def test_servers_want_one_leader(backend: str, advice: str) -> None:
         }
     )
     with pytest.raises(ConfigError, match=rf"vllm_servers with 2 workers.*{advice}"):
-        _placement(config, 2)
+        placement_of(config, 2)
 
 
 @pytest.mark.parametrize(

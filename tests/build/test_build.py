@@ -12,7 +12,7 @@ import torch
 from fovea.build import liger
 from fovea.build.kernel_notes import liger_note
 from fovea.build.liger import runs_liger
-from fovea.build.model import _corpus, _liger_kernels, locate_model, open_vlm
+from fovea.build.model import liger_kernels, locate_model, open_vlm, tokenizer_corpus
 from fovea.build.outputs import model_table
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import LazyTasks
@@ -99,7 +99,7 @@ def test_liger_kernels_need_their_package() -> None:
     with pytest.raises(
         MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea-rl\[liger\]', or set"
     ):
-        _liger_kernels(torch.device("cuda"))
+        liger_kernels(torch.device("cuda"))
 
 
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
             return LazyTasks(make, range(len(rows)), kind_of=lambda _: "all")
 
     environment = HalfBad(ShapesEnvironment(train_size=6), seed=0)
-    assert len(_corpus(environment, "skip")) == 2 * 3
+    assert len(tokenizer_corpus(environment, "skip")) == 2 * 3
     with pytest.raises(DataError):
-        _corpus(environment, "error")
+        tokenizer_corpus(environment, "error")
 
 
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from fovea.build.model import MODEL_FOLDER, _corpus, locate_model
+from fovea.build.model import MODEL_FOLDER, locate_model, tokenizer_corpus
 from fovea.build.targets import find_checkpoint, open_checkpoint
 from fovea.config.run import Config
 from fovea.environments.base import Environment
@@ -57,7 +57,7 @@ def test_the_folder_is_the_model_bit_for_bit(family: str, tmp_path: Path) -> Non
 
 def _made(config: Config) -> TinyParts:
     assert config.model.tiny is not None
-    return make_tiny(config.model.tiny, _corpus(shapes(config), "error"), config.seed)
+    return make_tiny(config.model.tiny, tokenizer_corpus(shapes(config), "error"), config.seed)
 
 
 def test_a_start_without_a_checkpoint_makes_the_model_of_its_own_settings(tmp_path: Path) -> None:

@@ -40,10 +40,10 @@ use_token()
 own_ray_on_loopback()
 
 import ray
-from fovea.cluster.ray import ANSWERS, RayWorker, _connect
+from fovea.cluster.ray import ANSWERS, RayWorker, connect
 from fovea.config.cluster import Cluster
 
-assert _connect(Cluster(gpus_per_node=1))
+assert connect(Cluster(gpus_per_node=1))
 actor = ray.remote(concurrency_groups={ANSWERS: 1})(RayWorker).remote()
 host, port = ray.get(actor.meeting_point.remote())
 me = psutil.Process()

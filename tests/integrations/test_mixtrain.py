@@ -14,7 +14,7 @@ from tests.workflows.small import SETTINGS, geospot_rows, model
 
 mixtrain = pytest.importorskip("mixtrain", reason="the SDK of mixtrain has no release for this Python")
 _introspect = pytest.importorskip("mixtrain._introspect")
-from fovea.integrations.mixtrain import VLMRLEval, VLMRLTraining, _on_all_gpus  # noqa: E402
+from fovea.integrations.mixtrain import VLMRLEval, VLMRLTraining, on_all_gpus  # noqa: E402
 from fovea.workflows.inputs import EvaluationInputs, TrainingInputs  # noqa: E402
 
 
@@ -91,8 +91,8 @@ def test_without_an_account_a_run_that_is_to_be_saved_ends_before_training() -> 
 
 def test_all_gpus_of_a_sandbox_take_part_unless_the_settings_place_the_run() -> None:
     inputs = TrainingInputs(total_steps=1)
-    assert _on_all_gpus(inputs, 4).settings == {"cluster.gpus_per_node": 4}
-    assert _on_all_gpus(inputs, 4).total_steps == 1
-    assert _on_all_gpus(inputs, 1) is inputs
+    assert on_all_gpus(inputs, 4).settings == {"cluster.gpus_per_node": 4}
+    assert on_all_gpus(inputs, 4).total_steps == 1
+    assert on_all_gpus(inputs, 1) is inputs
     placed = TrainingInputs(settings={"cluster.rollout_gpus": 1})
-    assert _on_all_gpus(placed, 4) is placed
+    assert on_all_gpus(placed, 4) is placed

@@ -20,11 +20,11 @@ from fovea.errors import ConfigError
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.vlm import VLM
 from fovea.plan.activations import Numerics
-from fovea.plan.advice import _changes, advice_for, with_settings
+from fovea.plan.advice import advice_for, changes_for, with_settings
 from fovea.plan.model_sizes import ModelSizes, model_sizes
 from fovea.plan.plan import make_plan
 from fovea.plan.roles import roles_of
-from fovea.plan.rollout import _decode_copies
+from fovea.plan.rollout import decode_copies
 from fovea.plan.update import row_stages
 from fovea.plan.workload import workload_of
 from fovea.train.packing import pack_row
@@ -169,9 +169,9 @@ def test_a_separate_critic_is_work_and_traffic(tmp_path: Path) -> None:
 def test_decode_copies_on_a_cpu(width: int, most_rows: int, tmp_path: Path) -> None:
     _, sizes = published(tmp_path)
     numerics = Numerics(width=width, cuda=False)
-    assert _decode_copies(sizes, most_rows, numerics) == width * sizes.language_weights
-    assert not _decode_copies(sizes, most_rows + 1, numerics)
-    assert not _decode_copies(sizes, most_rows, Numerics(width=width, cuda=True))
+    assert decode_copies(sizes, most_rows, numerics) == width * sizes.language_weights
+    assert not decode_copies(sizes, most_rows + 1, numerics)
+    assert not decode_copies(sizes, most_rows, Numerics(width=width, cuda=True))
 
 
 def test_gpus_of_their_own_hold_one_side_only(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_advice_is_what_runs(tmp_path: Path) -> None:
     """An engine refuses a prompt that does not fit its cache with all completions, and LoRA trains no projector."""
     config, sizes = published(tmp_path, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false")
     assert not make_plan(config, sizes).fits
-    tried = [settings for change in _changes(config, make_plan(config, sizes)) for settings in change.tries]
+    tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change.tries]
     cache = "rollout.engine.max_batch_tokens"
     assert min(settings[cache] for settings in tried if cache in settings) >= 1024 + 5 * 4096
     assert {"train.backend.cpu_offload", "model.lora.rank"} <= {key for settings in tried for key in settings}

@@ -18,7 +18,7 @@ from fovea.data.order import LazyTasks
 from fovea.errors import DataError
 from fovea.loop import train
 from fovea.run.fingerprint import Fingerprint, changes, check_unchanged
-from fovea.run.inputs import MAX_ROWS, _model_files, _rows, checksum
+from fovea.run.inputs import MAX_ROWS, checksum, model_files, row_texts
 from fovea.types import ImageRef, Task
 
 REWARD = """\
@@ -153,7 +153,7 @@ def row(index: int, **more: Any) -> Task:
 
 
 def rows(tasks: Sequence[Task]) -> Fingerprint:
-    return dict(_rows("train", tasks))
+    return dict(row_texts("train", tasks))
 
 
 def test_rows_made_on_access_are_sampled_and_a_list_is_not() -> None:
@@ -225,7 +225,7 @@ def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> N
     graded = settings(
         model={"path": str(tmp_path / "policy")}, model_reward={"reward_model": {"path": str(tmp_path / "judge")}}
     )
-    assert dict(_model_files(graded, graded.model)) == {
+    assert dict(model_files(graded, graded.model)) == {
         "file of the model config.json": tmp_path / "policy" / "config.json",
         "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",
     }

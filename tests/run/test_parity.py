@@ -19,7 +19,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
-from fovea.run.parity import _reading
+from fovea.run.parity import kind_reading
 from fovea.run.parity_gate import gate_reading
 from fovea.run.parity_rows import without_images
 from fovea.types import ImageRef, Message, Weights
@@ -46,7 +46,7 @@ def other_weights(run: Run) -> None:
 
 
 def test_the_figures_are_those_of_all_tokens() -> None:
-    reading = _reading("with images", 1, tokens([-1.0, -2.0], [-1.5, -1.0]))
+    reading = kind_reading("with images", 1, tokens([-1.0, -2.0], [-1.5, -1.0]))
     assert reading.mean_abs == pytest.approx((0.5 + 1.0) / 2)
     # x = trainer - engine: e^-0.5 + 0.5 - 1 and e^1 - 1 - 1
     assert reading.k3 == pytest.approx((0.1065307 + 0.7182818) / 2)
@@ -54,7 +54,7 @@ def test_the_figures_are_those_of_all_tokens() -> None:
 
 
 def test_what_is_no_number_is_worst_of_all(tmp_path: Path) -> None:
-    assert _reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
+    assert kind_reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
     run = run_of(tmp_path)
     own = run.policy.worker.annotator.policy.logprobs
     run.policy.worker.annotator.policy.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]

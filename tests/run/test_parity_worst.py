@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fovea.run.parity import _reading, summary_line
+from fovea.run.parity import kind_reading, summary_line
 from fovea.run.parity_reading import KindReading, ParityReading, parity_failure
 from fovea.run.parity_rows import PromptKind
 from tests.run.parity import tokens
@@ -21,7 +21,7 @@ def near(gap: float) -> tuple[list[float], list[float]]:
 
 
 def kind_of(kind: PromptKind, logprobs: tuple[list[float], list[float]]) -> KindReading:
-    return _reading(kind, 1, [replace(token, row=kind, text=str(token.number)) for token in tokens(*logprobs)])
+    return kind_reading(kind, 1, [replace(token, row=kind, text=str(token.number)) for token in tokens(*logprobs)])
 
 
 def reading_of(*kinds: KindReading, limit: float = 0.1, max_k3: float = 100) -> ParityReading:

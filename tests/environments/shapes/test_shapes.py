@@ -15,7 +15,7 @@ from fovea.data.order import kinds_of
 from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.questions import KINDS, scene
-from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, _free_spots, _grid_spots, draw
+from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw, free_spots, grid_spots
 from fovea.types import Message, Task
 from tests.grading import scored
 
@@ -203,7 +203,7 @@ def test_shapes_are_drawn_to_size(shape: str, area: float) -> None:
 
 def test_objects_are_apart_and_inside() -> None:
     for seed in range(50):
-        spots = _free_spots(6, np.random.default_rng(seed))
+        spots = free_spots(6, np.random.default_rng(seed))
         for spot, other in itertools.combinations(spots, 2):
             assert max(abs(spot.x - other.x), abs(spot.y - other.y)) > spot.radius + other.radius
         assert all(spot.radius < centre < 48 - spot.radius for spot in spots for centre in (spot.x, spot.y))
@@ -211,7 +211,7 @@ def test_objects_are_apart_and_inside() -> None:
 
 def test_grid_objects_stay_in_their_cells() -> None:
     for seed in range(50):
-        spots = _grid_spots(6, np.random.default_rng(seed))
+        spots = grid_spots(6, np.random.default_rng(seed))
         assert len({(spot.x // 16, spot.y // 16) for spot in spots}) == 6
         for spot in spots:
             assert 5.8 <= spot.radius <= 7.4
