@@ -47,7 +47,7 @@ def stepped_gradients(policy: TorchPolicy) -> dict[torch.Tensor, torch.Tensor]:
         found.update({weight: weight.grad.clone() for weight in weights if weight.grad is not None})
 
     for optimizer in policy._optimizers:
-        optimizer._adamw.register_step_pre_hook(keep)
+        optimizer.adamw.register_step_pre_hook(keep)
     return found
 
 

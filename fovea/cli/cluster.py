@@ -62,7 +62,7 @@ def start(
             )
         sizes = {"node-ip-address": node_ip, "num-gpus": num_gpus, "num-cpus": num_cpus}
         options = [f"--{name}={value}" for name, value in sizes.items() if value is not None]
-        said = _ray("start", *place, *options, "--disable-usage-stats", "--log-style=record")
+        said = run_ray("start", *place, *options, "--disable-usage-stats", "--log-style=record")
         typer.echo(f"this machine is a node of the cluster at {address or _address_in(said)}")
         if address is None:
             typer.echo(
@@ -78,7 +78,7 @@ def status(debug: Debug = False) -> None:
         use_token()
         deadline = monotonic() + STATUS_SECONDS
         try:
-            while (said := _ray("status")).startswith(NO_STATUS_YET) and monotonic() < deadline:
+            while (said := run_ray("status")).startswith(NO_STATUS_YET) and monotonic() < deadline:
                 sleep(1)
         except ClusterError as error:
             if NO_CLUSTER not in str(error):
@@ -100,11 +100,11 @@ def stop(debug: Debug = False) -> None:
     """End all of Ray's processes on this machine, and with them the runs that they belong to."""
     with one_line_errors(debug=debug):
         use_token()
-        _ray("stop")
+        run_ray("stop")
         typer.echo("this machine is a node of no cluster")
 
 
-def _ray(*arguments: str) -> str:
+def run_ray(*arguments: str) -> str:
     """Run a command of Ray; returns its output. ClusterError if it fails."""
     if find_spec("ray") is None:
         raise MissingExtraError("fovea cluster needs Ray, which is not installed; pip install 'fovea-rl[ray]'")

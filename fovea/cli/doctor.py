@@ -102,7 +102,7 @@ def findings(found: Found) -> dict[str, str]:
 def _state_of_extra(name: str, extra: Extra, package: str) -> str:
     """The version of an optional package, and whether it is one that Fovea was tested with."""
     install = f"pip install 'fovea-rl[{name}]'"
-    found = {each: version for each in (package, *extra.also) if (version := _version(each)) is not None}
+    found = {each: version for each in (package, *extra.also) if (version := installed_version(each)) is not None}
     if not found:
         return f"not installed; {extra.setting} needs it: {install}"
     installed, version = next(iter(found.items()))
@@ -159,13 +159,13 @@ def probe() -> Found:
 
 
 def _state(name: str, broken: str | None) -> str:
-    version = _version(name)
+    version = installed_version(name)
     if version is None:
         return f"not installed: pip install {name}"
     return f"{version}, but broken: {broken}" if broken else version
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

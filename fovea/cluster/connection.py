@@ -20,7 +20,7 @@ class ConnectionLine:
     def __init__(self, connection: Connection, pid: int | None = None) -> None:
         """`pid` is that of the worker's process, where it has one to itself."""
         self._connection = connection
-        self._pid = pid
+        self.pid = pid
 
     async def send(self, message: bytes) -> None:
         await asyncio.to_thread(self._connection.send_bytes, message)
@@ -32,9 +32,9 @@ class ConnectionLine:
         hang_up(self._connection)
 
     def kill(self) -> None:
-        if self._pid is not None:
+        if self.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, SIGKILL)
+                os.kill(self.pid, SIGKILL)
         self.hang_up()
 
 

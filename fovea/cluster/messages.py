@@ -29,7 +29,7 @@ class Packing:
         """Bytes of image tensors packed so far."""
         self.packed_bytes = 0
         """Bytes of all messages packed so far, their images included."""
-        self._named: dict[str, PromptImage] = {}
+        self.named: dict[str, PromptImage] = {}
         """Images at this end, by the keys that messages have named."""
         self._crossed: set[str] = set()
         """Keys of those that both ends hold."""
@@ -42,9 +42,9 @@ class Packing:
         """
         encoded = _encode(message)
         shared = [share.arguments.encoded for share in encoded.shares]
-        self._named |= {key: image for part in (*shared, encoded) for key, image in part.images.items()}
+        self.named |= {key: image for part in (*shared, encoded) for key, image in part.images.items()}
         needed = encoded.images.keys() | {key for share in encoded.shares for key in share.images}
-        new = {key: self._named[key] for key in needed - self._crossed}
+        new = {key: self.named[key] for key in needed - self._crossed}
         header = _Header(images=new, forget=self._forget, num_shared=len(shared))
         packed = io.BytesIO()
         # not dumped to bytes first: that would copy all pixels once more
@@ -65,10 +65,10 @@ class Packing:
         header: _Header = pickle.load(stream)
         if header.forget:
             self._free()
-        self._named |= header.images
+        self.named |= header.images
         self._crossed |= header.images.keys()
-        shared = [_Unpickler(stream, self._named).load() for _ in range(header.num_shared)]
-        return _Unpickler(stream, self._named, shared).load()
+        shared = [_Unpickler(stream, self.named).load() for _ in range(header.num_shared)]
+        return _Unpickler(stream, self.named, shared).load()
 
     def forget(self) -> None:
         """Free all images here now, and at the other end with the next message; later ones bring them again.
@@ -79,7 +79,7 @@ class Packing:
         self._forget = True
 
     def _free(self) -> None:
-        self._named.clear()
+        self.named.clear()
         self._crossed.clear()
 
 

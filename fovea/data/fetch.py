@@ -26,7 +26,7 @@ from fovea.utils.files import complete_bytes, delete_abandoned, write_atomically
 
 _REDIRECTS = {301, 302, 303, 307, 308}
 _TRY_AGAIN = {429, 500, 502, 503, 504}
-_FIRST_PAUSE_SECONDS = 0.5
+FIRST_PAUSE_SECONDS = 0.5
 
 Result = TypeVar("Result")
 
@@ -65,7 +65,7 @@ def _with_retries(limits: UrlLimits, attempt: Callable[[], Result]) -> Result:
         try:
             return attempt()
         except _Retryable:
-            time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
+            time.sleep(FIRST_PAUSE_SECONDS * 2**number)
     try:
         return attempt()
     except _Retryable as failure:

@@ -63,7 +63,7 @@ class Tape:
         self._reserved_bytes = 0
         self._used = 0
         self._pass = slice(0, 0)
-        self._graphs: list[ImageGraph] = []
+        self.graphs: list[ImageGraph] = []
         self._traces: dict[str, Trace] = {}
         """Traces of this rollout by completion id."""
 
@@ -79,7 +79,7 @@ class Tape:
     def restart(self) -> None:
         """Discard all records; called when the weights change."""
         self._reserved_bytes = self._used = 0
-        self._graphs = []
+        self.graphs = []
         self._traces = {}
         if self._distributions is not None:
             self._distributions.restart()
@@ -94,17 +94,17 @@ class Tape:
 
     def keep_graph(self, graph: ImageGraph) -> int:
         """Keep image features with their autograd graph; returns the graph's number."""
-        self._graphs.append(graph)
-        return len(self._graphs) - 1
+        self.graphs.append(graph)
+        return len(self.graphs) - 1
 
     def graph(self, number: int) -> ImageGraph:
         """Image features by the number that `keep_graph` returned; empty after `free_graphs`."""
-        return self._graphs[number]
+        return self.graphs[number]
 
     def free_graphs(self) -> None:
         """Free all image graphs."""
         # empty mappings instead of an empty list: traces still hold the numbers
-        self._graphs = [{} for _ in self._graphs]
+        self.graphs = [{} for _ in self.graphs]
 
     def reserve(self, tokens: int, other_bytes: int = 0) -> bool:
         """Reserve space for more tokens and for `other_bytes` that are kept elsewhere; False if they do not fit."""

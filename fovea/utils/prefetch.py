@@ -22,21 +22,21 @@ class Prefetch(Generic[Key, Result]):
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads, self._name = num_threads, name
-        self._ahead: dict[Key, Future[Result]] = {}
+        self.ahead: dict[Key, Future[Result]] = {}
         self._queue: SimpleQueue[Work[Result] | None] | None = None
 
     def begin(self, works: Mapping[Key, Callable[[], Result]]) -> None:
         """Compute these results ahead, and drop all others: no more than these are ever kept."""
-        for key in self._ahead.keys() - works.keys():
-            self._ahead.pop(key).cancel()
+        for key in self.ahead.keys() - works.keys():
+            self.ahead.pop(key).cancel()
         for key, work in works.items():
-            if key not in self._ahead:
-                self._ahead[key] = Future()
-                self._started().put((self._ahead[key], work))
+            if key not in self.ahead:
+                self.ahead[key] = Future()
+                self._started().put((self.ahead[key], work))
 
     def take(self, key: Key) -> Callable[[], Result] | None:
         """A function that waits for the result of a key, or raises its error; None where no thread has begun on it."""
-        future = self._ahead.pop(key, None)
+        future = self.ahead.pop(key, None)
         return None if future is None or future.cancel() else future.result
 
     def _started(self) -> SimpleQueue[Work[Result] | None]:

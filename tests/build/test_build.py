@@ -107,7 +107,7 @@ def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None
     row = run.sources.train.get(0)
     assert row is not None
     assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
-    assert run.policy.worker._scorer._temperature == 0.7  # type: ignore[attr-defined]
+    assert run.policy.worker._scorer.temperature == 0.7  # type: ignore[attr-defined]
 
 
 def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:

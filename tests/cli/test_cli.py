@@ -341,7 +341,7 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
 def test_doctor_knows_which_engines_are_good(
     installed: dict[str, str], engine: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
     assert doctor.findings(doctor.Found({}, []))[engine] == line
     # the page that it leads to says the same
     known = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8").lower()

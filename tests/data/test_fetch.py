@@ -107,7 +107,7 @@ def test_a_server_that_says_nothing_is_cut_off_in_time() -> None:
 
 
 def test_a_busy_server_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(fetch_module, "FIRST_PAUSE_SECONDS", 0.01)
     assert fetch(f"{site.url}/busy-once", WHERE, limits(retries=1)) == b"at last"
     assert reason_of(f"{site.url}/status/503", retries=2) == "url_status_503"
     assert site.asked.count("/status/503") == 3

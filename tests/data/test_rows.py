@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -166,10 +167,8 @@ def test_damaged_row_group(tmp_path: Path) -> None:
 
 
 def test_a_split_that_a_folder_lacks_is_told_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
-
-    monkeypatch.setattr("fovea.data.rows._hub", missing)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "fovea.data.readers.hub", raising=False)
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "metadata.csv").write_text("file_name,label\na.png,red\n", encoding="utf-8")

@@ -96,7 +96,7 @@ def test_the_next_step_is_ready_when_its_turn_comes() -> None:
     order = order_of(source)
     source.take(order, 3)
     assert source._ahead is not None
-    ahead = list(source._ahead._ahead.values())
+    ahead = list(source._ahead.ahead.values())
     assert [future.result(timeout=30).prompt.num_tokens for future in ahead] == [1, 1, 1]
     assert renderer.rendered == 6
     next_step = [item.task.id for item in source.take(order, 3)]

@@ -9,27 +9,27 @@ import pytest
 from numpy.typing import NDArray
 
 from fovea.models.families.qwen_vl import QwenVL
-from fovea.run.context import Run
 from fovea.run.parity_reading import DrawnToken
+from fovea.train.torch.forward import Scorer
 from fovea.types import Batch
 
 ROUNDING = 1e-5
 """float32: two ways to one log-prob."""
 
 
-def plain_positions(run: Run) -> None:
+def plain_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
-    own = run.policy.worker.annotator.policy.logprobs
+    own = Scorer.logprobs
 
     def like_words(_self: QwenVL, ids: NDArray[np.int64], _images: object, start: int) -> tuple[NDArray[np.int64], int]:
         return np.arange(start, start + len(ids))[None].repeat(3, axis=0), start + len(ids)
 
-    def scored(batch: Batch) -> Sequence[NDArray[np.float32]]:
+    def scored(scorer: Scorer, batch: Batch) -> Sequence[NDArray[np.float32]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(QwenVL, "positions", like_words)
-            return own(batch)
+            return own(scorer, batch)
 
-    run.policy.worker.annotator.policy.logprobs = scored  # type: ignore[method-assign]
+    monkeypatch.setattr(Scorer, "logprobs", scored)
 
 
 def tokens(engine: Sequence[float], trainer: Sequence[float]) -> list[DrawnToken]:

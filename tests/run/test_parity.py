@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import fovea.build.run
+from fovea.cli.doctor import Found
 from fovea.cli.main import app
-from fovea.config.run import Config
 from fovea.errors import DataError, ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.parity import kind_reading
 from fovea.run.parity_gate import gate_reading
 from fovea.run.parity_rows import without_images
+from fovea.train.torch.forward import Scorer
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import ImageRef, Message, Weights
 from fovea.utils.event_loop import wait_for
 from tests.build.small import run_of
@@ -33,16 +32,16 @@ from tests.tiny_models import FAMILIES, image
 INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 
 
-def other_weights(run: Run) -> None:
+def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is given a language model that nobody trains."""
-    own = run.policy.worker.weights
+    own = TorchPolicy.weights
 
-    def changed() -> Weights:
+    def changed(policy: TorchPolicy) -> Weights:
         torch.manual_seed(0)
-        for name, tensor in own():
+        for name, tensor in own(policy):
             yield name, tensor if ".visual." in name else tensor + 0.3 * torch.randn_like(tensor)
 
-    run.policy.worker.weights = changed  # type: ignore[method-assign]
+    monkeypatch.setattr(TorchPolicy, "weights", changed)
 
 
 def test_the_figures_are_those_of_all_tokens() -> None:
@@ -53,11 +52,11 @@ def test_the_figures_are_those_of_all_tokens() -> None:
     assert (reading.worst.number, reading.worst.gap) == (2, 1.0)
 
 
-def test_what_is_no_number_is_worst_of_all(tmp_path: Path) -> None:
+def test_what_is_no_number_is_worst_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
     run = run_of(tmp_path)
-    own = run.policy.worker.annotator.policy.logprobs
-    run.policy.worker.annotator.policy.logprobs = lambda batch: [np.full_like(array, np.nan) for array in own(batch)]  # type: ignore[method-assign]
+    own = Scorer.logprobs
+    monkeypatch.setattr(Scorer, "logprobs", lambda *call: [np.full_like(array, np.nan) for array in own(*call)])
     with run.metrics, pytest.raises(ParityError, match="differ by nan on average"):
         wait_for(begin(run))
 
@@ -67,7 +66,7 @@ def test_a_sound_model_passes_with_and_without_images(family: str, tmp_path: Pat
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12, "temperature": 0.8})
     with run.metrics:
         wait_for(begin(run))
-    assert run.engine._tape._graphs == [], "what was kept for an update is given back"  # type: ignore[attr-defined]
+    assert run.engine._tape.graphs == [], "what was kept for an update is given back"  # type: ignore[attr-defined]
     found = json.loads((tmp_path / "parity.json").read_text())
     assert (found["step"], found["model"], found["engine"], found["passed"]) == (0, f"tiny {family}", "embedded", True)
     assert [kind["kind"] for kind in found["prompts"]] == ["with images", "without images"]
@@ -87,9 +86,9 @@ def test_the_gate_is_as_large_as_is_said(count: int, limit: int, tmp_path: Path)
         assert kind.tokens <= count * 2 * min(limit, 5)
 
 
-def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path) -> None:
+def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, rollout={"max_new_tokens": 12})
-    other_weights(run)
+    other_weights(monkeypatch)
     with run.metrics, pytest.raises(ParityError) as stopped:
         wait_for(begin(run))
     message = str(stopped.value)
@@ -107,9 +106,9 @@ def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path) -> None:
     assert not read_metrics(tmp_path)
 
 
-def test_wrong_positions_show_on_images_alone(tmp_path: Path) -> None:
+def test_wrong_positions_show_on_images_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, rollout={"max_new_tokens": 12}, parity={"max_abs_logprob_diff": 0.001})
-    plain_positions(run)
+    plain_positions(monkeypatch)
     with run.metrics, pytest.raises(ParityError, match=r"on prompts with images.*Without images they agree: look at"):
         wait_for(begin(run))
     with_images, without = json.loads((tmp_path / "parity.json").read_text())["prompts"]
@@ -127,7 +126,7 @@ def test_int8_decoding_is_measured_as_it_decodes(tmp_path: Path) -> None:
         wait_for(begin(run))
 
 
-def test_a_resumed_run_passes_the_gate_too(tmp_path: Path) -> None:
+def test_a_resumed_run_passes_the_gate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "max_steps": 2,
         "rollout": {"prompts_per_step": 2, "max_new_tokens": 3},
@@ -135,7 +134,7 @@ def test_a_resumed_run_passes_the_gate_too(tmp_path: Path) -> None:
     }
     train(run_of(tmp_path, **settings))
     resumed = run_of(tmp_path, **settings | {"max_steps": 3, "resume": "auto"})
-    other_weights(resumed)
+    other_weights(monkeypatch)
     with resumed.metrics, pytest.raises(ParityError):
         wait_for(begin(resumed))
     assert json.loads((tmp_path / "parity.json").read_text())["step"] == 2
@@ -221,7 +220,7 @@ def doctor(*words: str) -> tuple[int, str, str]:
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fovea.cli.main.probe", lambda: fovea.cli.doctor.Found({}, []))
+    monkeypatch.setattr("fovea.cli.main.probe", lambda: Found({}, []))
     Path("small.yaml").write_text("model: {tiny: {}}\nrun_dir: mine\n", encoding="utf-8")
     return tmp_path
 
@@ -236,14 +235,7 @@ def test_the_doctor_reads_a_recipe_and_leaves_nothing(recipe: Path) -> None:
 
 
 def test_the_doctor_says_what_is_broken(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build: Callable[[Config], Run] = fovea.build.run.build
-
-    def broken(config: Config) -> Run:
-        run = build(config)
-        other_weights(run)
-        return run
-
-    monkeypatch.setattr("fovea.build.run.build", broken)
+    other_weights(monkeypatch)
     code, out, _ = doctor()
     assert code == 1, out
     assert "tiny qwen3_vl: on prompts with" in " ".join(out.split())

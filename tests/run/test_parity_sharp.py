@@ -33,7 +33,9 @@ def train_on_the_gates_rows(run: Run) -> float:
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
-def test_positions_of_words_fail_where_the_mean_would_let_them_pass(family: str, tmp_path: Path) -> None:
+def test_positions_of_words_fail_where_the_mean_would_let_them_pass(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warmup = {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12}, warmup=warmup)
     assert train_on_the_gates_rows(run) < 0.3
@@ -41,7 +43,7 @@ def test_positions_of_words_fail_where_the_mean_would_let_them_pass(family: str,
     sound = wait_for(gate_reading(run))
     assert sound.passed
     assert sound.worst.mean_abs < ROUNDING
-    plain_positions(run)
+    plain_positions(monkeypatch)
     wrong = wait_for(gate_reading(run))
     assert IMAGE_FLOOR_FRAC * wrong.limit < wrong.worst.mean_abs < wrong.limit, "the mean alone lets it pass"
     assert not wrong.passed

@@ -105,7 +105,7 @@ def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], 
 def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]]:
     """Those of every optimizer step, in proportion to which the weights move."""
     steps: list[dict[str, torch.Tensor]] = []
-    adamw, parameters = pair.policy._optimizer._adamw, trainable_parameters(pair.vlm)
+    adamw, parameters = pair.policy._optimizer.adamw, trainable_parameters(pair.vlm)
     # with its usual epsilon Adam turns the rounding of a gradient near 0 into a step as long as any
     for group in adamw.param_groups:
         group["eps"] = 1.0

@@ -83,7 +83,7 @@ def test_counting_changes_no_gradient(recompute: Recompute) -> None:
         parts = tiny("qwen3_vl")
         recompute_activations(parts.network, recompute)
         policy = make_policy(parts)
-        policy._backward.activations._largest = largest
+        policy._backward.activations.largest = largest
         metrics = policy.update(make_batch(parts))
         assert (metrics.pop("memory/activations_gib") > 0) is (largest == 0)
         results.append((metrics, [p.detach().clone() for p in parts.network.parameters()]))

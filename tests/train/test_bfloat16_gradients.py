@@ -40,8 +40,8 @@ def gradients_of_step(
 ) -> dict[str, torch.Tensor]:
     """What the optimizer steps on; the figures of the update go into `metrics`."""
     found: dict[str, torch.Tensor] = {}
-    masters = policy._optimizer._masters.by_name
-    policy._optimizer._adamw.register_step_pre_hook(
+    masters = policy._optimizer.masters.by_name
+    policy._optimizer.adamw.register_step_pre_hook(
         lambda *_: found.update({name: x.grad.clone() for name, x in masters.items() if x.grad is not None})
     )
     figures = policy.update(batch)
@@ -87,7 +87,7 @@ def test_there_is_one_gradient_of_each_weight(batch: Batch) -> None:
     """A float32 one, handed from the parameter to its master: no second copy."""
     policy = bfloat16_policy()
     policy._backward(batch.groups[:2], None, scale=1.0)
-    parameters, masters = policy._optimizer.parameters, policy._optimizer._masters
+    parameters, masters = policy._optimizer.parameters, policy._optimizer.masters
     before = {name: x.grad.data_ptr() for name, x in parameters.items() if x.grad is not None}
     masters.take_gradients()
     assert {name: x.grad.data_ptr() for name, x in masters.by_name.items() if x.grad is not None} == before

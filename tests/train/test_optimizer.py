@@ -90,11 +90,11 @@ def test_masters_on_the_host_take_the_same_steps(tmp_path: Path) -> None:
     resumed.load(tmp_path, "policy")
     for optimizer in (plain, resumed):
         step(optimizer, 3)
-    for one, other, masters in zip(values(plain), values(resumed), resumed._masters.by_name.values(), strict=True):
+    for one, other, masters in zip(values(plain), values(resumed), resumed.masters.by_name.values(), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(masters, one)
     trained = {x.data_ptr() for x in resumed.parameters.values()}
-    assert trained.isdisjoint(x.data_ptr() for x in resumed._masters.by_name.values())
+    assert trained.isdisjoint(x.data_ptr() for x in resumed.masters.by_name.values())
 
 
 @pytest.mark.gpu
@@ -107,8 +107,8 @@ def test_on_a_gpu_the_masters_and_moments_are_the_hosts() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.set_rate(0)
     optimizer.step()
-    state = [x for of_parameter in optimizer._adamw.state.values() for x in of_parameter.values()]
-    assert {x.device.type for x in (*optimizer._masters.by_name.values(), *state)} == {"cpu"}
+    state = [x for of_parameter in optimizer.adamw.state.values() for x in of_parameter.values()]
+    assert {x.device.type for x in (*optimizer.masters.by_name.values(), *state)} == {"cpu"}
     assert {x.device.type for x in parameters.values()} == {"cuda"}
 
 
@@ -122,7 +122,7 @@ def test_settings_of_the_run_outlive_a_checkpoint(tmp_path: Path) -> None:
     resumed, by_hand = optimizer_of(two_parameters(), **changed), optimizer_of(two_parameters(), **given)
     resumed.load(tmp_path, "policy")
     by_hand.load(tmp_path, "policy")
-    for group in by_hand._adamw.param_groups:
+    for group in by_hand.adamw.param_groups:
         group |= {"lr": 0.01, "eps": 1e-3, "betas": (0.5, 0.6)}
         group["weight_decay"] = 0.1 if group["weight_decay"] else 0.0
     step(resumed, 1)

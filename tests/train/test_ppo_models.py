@@ -129,7 +129,7 @@ def test_small_steps_of_policy_and_critic_add_up_in_bfloat16(trunk: str) -> None
     parts = [("", policy._optimizer), (CRITIC if trunk == "separate" else "", policy._critic.optimizer)]
     for prefix, optimizer in parts:
         for name, parameter in optimizer.parameters.items():
-            master = optimizer._masters.by_name[name]
+            master = optimizer.masters.by_name[name]
             assert master.dtype == torch.float32
             assert torch.equal(parameter, master.to(parameter.dtype)), name
             moved = (master - before[f"{prefix}{name}"].float()).abs()

@@ -82,7 +82,7 @@ def result_of(name: str, groups: Batch) -> Result:
     policy = POLICIES[name]()
     stepped = stepped_gradients(policy)
     loss = policy.update(groups)["loss"]
-    masters = {key: x for optimizer in policy._optimizers for key, x in optimizer._masters.by_name.items()}
+    masters = {key: x for optimizer in policy._optimizers for key, x in optimizer.masters.by_name.items()}
     gradients = {key: stepped.get(x, torch.zeros_like(x)) for key, x in masters.items()}
     return gradients | {"loss": torch.tensor(loss)}
 

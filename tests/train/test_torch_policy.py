@@ -163,7 +163,7 @@ def test_minibatches_take_that_many_optimizer_steps() -> None:
     parts = tiny("qwen3_vl")
     policy = make_policy(parts, algorithm=Algorithm(ppo_epochs=2, minibatches=3))
     steps: list[int] = []
-    policy._optimizer._adamw.register_step_post_hook(lambda *_: steps.append(1))
+    policy._optimizer.adamw.register_step_post_hook(lambda *_: steps.append(1))
     batch = make_batch(parts)
     policy.update(with_old_logprobs(batch, policy.annotator.logprobs(batch)))
     assert len(steps) == 6
@@ -299,7 +299,7 @@ def test_small_steps_move_bfloat16_weights() -> None:
     for _ in range(20):
         policy.update(batch)
     name = "model.language_model.layers.0.mlp.up_proj.weight"
-    master = policy._optimizer._masters.by_name[f"network.{name}"]
+    master = policy._optimizer.masters.by_name[f"network.{name}"]
     moved = (master - before[name].bfloat16().float()).abs()
     assert (moved > 0).float().mean() > 0.99
     assert 2e-6 < float(moved.mean()) < 3e-5, "up to 20 steps of 1e-6"
@@ -404,7 +404,7 @@ def test_the_schedule_reaches_the_optimizer() -> None:
         for step in range(10)
     ]
     assert seen == expected
-    assert policy._optimizer._adamw.param_groups[0]["lr"] == expected[-1]
+    assert policy._optimizer.adamw.param_groups[0]["lr"] == expected[-1]
 
 
 def test_the_entropy_bonus_raises_entropy_by_its_gradient() -> None:
@@ -442,7 +442,7 @@ def test_a_minibatch_stands_for_the_whole_batch_by_its_groups() -> None:
     )
     seen: list[dict[str, torch.Tensor]] = []
     policy = make_policy(parts, algorithm=Algorithm(minibatches=3))
-    policy._optimizer._adamw.register_step_pre_hook(
+    policy._optimizer.adamw.register_step_pre_hook(
         lambda *_: seen.append(
             {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
         )

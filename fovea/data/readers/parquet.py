@@ -20,8 +20,8 @@ from fovea.utils.lru_cache import LRUCache
 # Rows are drawn in random order: a row costs its whole group unless that is still in memory.
 _CACHE_BYTES = 1 << 28
 # pandas writes up to a million rows into one group, which may be all of a data set with its images.
-_MAX_GROUP_BYTES = 1 << 26
-_COPIED_GROUP_BYTES = 1 << 22
+MAX_GROUP_BYTES = 1 << 26
+COPIED_GROUP_BYTES = 1 << 22
 _COLUMN_ROWS = 1 << 16
 """Rows of one column that are decoded at a time."""
 
@@ -62,7 +62,7 @@ class ParquetTable:
         self.name, self.folder = path.name, str(path.parent)
         self.key = str(path.resolve())
         self._file = _open(path, setting)
-        if _largest_group(self._file) > _MAX_GROUP_BYTES:
+        if _largest_group(self._file) > MAX_GROUP_BYTES:
             stamp = hashlib.sha256(f"{self.key} {path.stat()}".encode()).hexdigest()[:32]
             self._file = _open(copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups), setting)
         self.columns: Sequence[str] = self._file.schema_arrow.names
@@ -104,7 +104,7 @@ class ParquetTable:
     def _copy_in_small_groups(self, into: Path) -> None:
         metadata = self._file.metadata
         num_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-        num_rows = max(1, metadata.num_rows * _COPIED_GROUP_BYTES // max(num_bytes, 1))
+        num_rows = max(1, metadata.num_rows * COPIED_GROUP_BYTES // max(num_bytes, 1))
         with pq.ParquetWriter(into, self._file.schema_arrow) as writer:
             for batch in self._batches(num_rows):
                 writer.write_batch(batch)

@@ -47,7 +47,7 @@ class MegatronOptimizer:
             group["weight_decay"] = train.weight_decay * group["wd_mult"]
         self._make_moments()
         assert isinstance(train.backend, MegatronBackend)
-        self._offloaded = Offloaded(self._states) if train.backend.optimizer_offload else None
+        self._offloaded = Offloaded(self.states) if train.backend.optimizer_offload else None
 
     def on_device(self) -> AbstractContextManager[None]:
         """A block in which `inner` may be used: elsewhere its state is in the host's memory, if that is set."""
@@ -102,7 +102,7 @@ class MegatronOptimizer:
             moments = (saved if len(optimizers) == 1 else saved[number])["param_state"]
             optimizer.load_state_dict(own | {"param_state": moments, "param_state_sharding_type": LAYOUT})
 
-    def _states(self) -> Iterator[torch.Tensor]:
+    def states(self) -> Iterator[torch.Tensor]:
         """Moments, and the float32 weights beside those of 16 bits; others are the model's own."""
         for optimizer in self.inner.chained_optimizers:
             for weights in optimizer.shard_fp32_from_float16_groups:

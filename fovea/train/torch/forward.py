@@ -33,7 +33,7 @@ class Scorer:
     ) -> None:
         self.vlm = vlm
         self._dealer = RowDealer(vlm, train, ranks, limit, shards_tower=shards_tower(vlm))
-        self._temperature = temperature
+        self.temperature = temperature
         self._ranks = ranks
         # the largest tensor of a pass is that of the logits: it is made for so many actions at a time
         self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
@@ -41,7 +41,7 @@ class Scorer:
     def __call__(self, row: PackedRow, slopes: Slopes | None = None) -> TokenScores:
         """Scores of the row's actions; `slopes` of the loss of a backward pass, where they are known before it."""
         scores: TokenScores = self.vlm(
-            row, temperature=self._temperature, chunk_tokens=self._chunk_tokens, slopes=slopes
+            row, temperature=self.temperature, chunk_tokens=self._chunk_tokens, slopes=slopes
         )
         return scores
 

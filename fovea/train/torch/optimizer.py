@@ -29,9 +29,9 @@ class Optimizer:
         self._train = train
         self._peak = peak_learning_rate
         self._max_steps = max_steps
-        self._masters = MasterWeights(parameters, on_host=train.backend.cpu_offload)
-        self._adamw = make_adamw(
-            list(self._masters.by_name.values()),
+        self.masters = MasterWeights(parameters, on_host=train.backend.cpu_offload)
+        self.adamw = make_adamw(
+            list(self.masters.by_name.values()),
             betas=train.betas,
             eps=train.adam_eps,
             weight_decay=train.weight_decay,
@@ -45,12 +45,12 @@ class Optimizer:
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
         rate = rate_of_run(step, self._train, peak=self._peak, max_steps=self._max_steps)
-        set_learning_rate(self._adamw, rate)
+        set_learning_rate(self.adamw, rate)
         return rate
 
     def zero_grad(self) -> None:
         """Free the gradients of parameters and master weights."""
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -60,24 +60,24 @@ class Optimizer:
 
     def step(self) -> None:
         """Take an optimizer step on the master weights and round them into the model."""
-        self._masters.take_gradients()
-        self._adamw.step()
-        self._masters.write_back()
+        self.masters.take_gradients()
+        self.adamw.step()
+        self.masters.write_back()
 
     def sync_from_model(self) -> None:
         """Copy the model's weights into the master weights, after another optimizer has trained it."""
-        self._masters.sync_from_model()
+        self.masters.sync_from_model()
 
     def tensors(self, name: str) -> dict[str, Mapping[str, Tensor]]:
         """What `load` restores, by the folder it is saved in: master weights, and the state of the optimizer."""
-        weights = self._masters.by_name
-        return {name: weights, optimizer_folder(name): optimizer_tensors(weights, self._adamw)}
+        weights = self.masters.by_name
+        return {name: weights, optimizer_folder(name): optimizer_tensors(weights, self.adamw)}
 
     def load(self, folder: Path, name: str) -> None:
         """Restore `tensors(name)` from their folders in `folder`; TrainError when they belong to another model."""
-        load_weights(folder, name, self._masters.by_name)
-        load_optimizer(folder, name, self._masters.by_name, self._adamw)
-        self._masters.write_back()
+        load_weights(folder, name, self.masters.by_name)
+        load_optimizer(folder, name, self.masters.by_name, self.adamw)
+        self.masters.write_back()
 
 
 class MasterWeights:

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def states_of(policy: PushedPolicy) -> list[torch.Tensor]:
-    return list(policy._optimizer._states())
+    return list(policy._optimizer.states())
 
 
 def steps(policy: PushedPolicy, folder: Path, *numbers: int) -> Any:
