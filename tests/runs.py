@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli.main import app
 from fovea.metrics.log import read_metrics
 from tests.saved import saved_bytes
+from tests.warm import WarmProcess, run_warm
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -47,15 +48,8 @@ def environment() -> dict[str, str]:
 
 
 def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    """A command in a process of its own, without the seconds of its imports."""
+    return run_warm(["fovea", *arguments], environment(), timeout=240)
 
 
 def fovea_here(*arguments: str) -> Result:
@@ -90,7 +84,7 @@ def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
 
 def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
     """SIGKILL: no handler, no flush, no goodbye."""
-    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    process = WarmProcess(["fovea", *arguments], environment(), stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while len(read_metrics(run_dir)) < steps:
@@ -106,33 +100,27 @@ def arguments(run_dir: Path, *settings: str) -> list[str]:
     return ["train", "recipes/shapes.yaml", f"run_dir={run_dir}", *QUICK, *settings]
 
 
-def _as_in_a_terminal() -> None:
-    """Undo what a shell does to the signals of a suite that runs in the background, and a child would inherit."""
-    for each in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_DFL)
+@contextmanager
+def going(run_dir: Path, *settings: str, steps: int) -> Iterator[subprocess.Popen[str]]:
+    """A run that has taken at least so many steps; killed at the end of the block if it still goes."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with until_killed(WarmProcess(["fovea", *arguments(run_dir, *settings)], environment(), **pipes)) as process:
+        wait_for_steps(run_dir, steps, process)
+        yield process
 
 
 @contextmanager
-def going(run_dir: Path, *settings: str, steps: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A run that has taken at least so many steps; killed at the end of the block if it still goes."""
-    command = [*before, sys.executable, "-m", "fovea", *arguments(run_dir, *settings)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=_as_in_a_terminal,  # noqa: PLW1509
-    )
+def until_killed(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(run_dir)) < steps:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "the run took too long to get going"
-            time.sleep(0.01)
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_metrics(run_dir)) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run took too long to get going"
+        time.sleep(0.01)

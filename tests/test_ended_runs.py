@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fovea.metrics.log import read_metrics
-from tests.runs import arguments, final_weights, fovea, fovea_here, going, untimed
+from tests.runs import (
+    ROOT,
+    arguments,
+    environment,
+    final_weights,
+    fovea,
+    fovea_here,
+    going,
+    until_killed,
+    untimed,
+    wait_for_steps,
+)
 
-ROOT = Path(__file__).parent.parent
 STEPS = 12
 
 
@@ -82,7 +94,9 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
 
 
 def test_under_nohup_a_closed_terminal_is_nothing_to_a_run(tmp_path: Path) -> None:
-    with going(tmp_path, f"max_steps={STEPS}", steps=3, before=["nohup"]) as process:
+    command = ["nohup", sys.executable, "-m", "fovea", *arguments(tmp_path, f"max_steps={STEPS}")]
+    with until_killed(subprocess.Popen(command, cwd=ROOT, env=environment(), text=True)) as process:
+        wait_for_steps(tmp_path, 3, process)
         process.send_signal(signal.SIGHUP)
         assert process.wait(timeout=120) == 0
     assert len(read_metrics(tmp_path)) == STEPS

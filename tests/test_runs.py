@@ -19,7 +19,6 @@ from fovea.run.checkpoint import Checkpoints
 from tests.runs import (
     ROOT,
     SMALL,
-    command,
     environment,
     final_weights,
     fovea,
@@ -29,6 +28,7 @@ from tests.runs import (
     untimed,
 )
 from tests.tiny_models import DENSE_FAMILIES, FAMILIES
+from tests.warm import WarmProcess
 
 GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
 NEEDS_GEO3K = pytest.mark.skipif(
@@ -44,7 +44,7 @@ WIDE = ["model.tiny.hidden_size=256", "model.tiny.num_heads=4", "model.tiny.num_
 
 def kill_amid_a_save(arguments: Sequence[str], run_dir: Path, step: int) -> None:
     """SIGKILL while the files of this step's checkpoint are written, at least one of them and not all."""
-    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    process = WarmProcess(["fovea", *arguments], environment(), stdout=subprocess.DEVNULL)
     partial = run_dir / "checkpoints" / f".step-{step}.partial"
     try:
         deadline = time.monotonic() + 120

@@ -28,7 +28,7 @@ from fovea.models.trainable import choose_trainable, factored_weights, trainable
 from fovea.train.ranks import ALONE
 from fovea.types import Weights
 from fovea.utils.event_loop import wait_for
-from tests.forks import run_ranks
+from tests.warm import run_ranks
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny

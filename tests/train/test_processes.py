@@ -21,7 +21,7 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.forks import run_ranks
+from tests.warm import run_ranks
 from tests.policies import make_batch, make_policy, stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny

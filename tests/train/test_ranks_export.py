@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.policy import TorchPolicy
-from tests.forks import run_ranks
+from tests.warm import run_ranks
 from tests.reference import model_inputs
 from tests.saved import save_policy
 from tests.tiny_models import tiny
