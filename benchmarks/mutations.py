@@ -1,0 +1,239 @@
+"""Which of so many seeded small faults of the product the tests notice.
+
+    python -m benchmarks.mutations before.json --count 200 --seed 0
+    python -m benchmarks.mutations after.json --earlier before.json
+
+Writes all mutants into a copy of the tree (benchmarks/mutants.py), runs the tests once to see which of them reach which
+mutant, then for each mutant those that do, the ones of its own folder and short ones first, until one fails. With
+`--earlier` the mutants are those of another result, and the tests that noticed them then come first: what a change of
+the tests has lost. A mutant that no test reaches, or that all of them pass within `--seconds`, has survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.mutants import Mutant, drawn, found_again, mutants_of, write_switches
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("fovea", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements", "docker", "examples")
+MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
+MAX_TESTS = 250
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one mutant."""
+
+    mutant: Mutant
+    ended: str
+    """killed, survived, unreached, or gone (its code is no longer there)"""
+    by: str = ""
+    """The test that failed."""
+    tests: int = 0
+    """Number of tests that reach it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """What one run of all tests without a mutant told."""
+
+    tests_of: Mapping[int, Sequence[str]]
+    """Tests that reach a mutant, by its number."""
+    seconds: Mapping[str, float]
+    """Time of each test that passed; no other is asked."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="the JSON file to write")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--earlier", type=Path, help="an earlier result, whose mutants are taken again")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose product and tests are taken")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutations", help="where the copy is made")
+    parser.add_argument("--markers", default=MARKERS, help="the tests, as pytest's -m says it")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=60, help="most seconds of tests for one mutant")
+    options = parser.parse_args(arguments)
+
+    earlier = read(options.earlier) if options.earlier else []
+    mutants = chosen(options.tree, earlier, options.count, options.seed)
+    copy = copied(options.tree, options.folder)
+    write_switches(copy, "fovea", mutants)
+    reached = reach(copy, options.markers, options.processes)
+    first = {number: outcome.by for number, outcome in enumerate(earlier)}
+
+    def judged(number: int) -> Outcome:
+        return judge(copy, number, mutants[number], earlier, reached, first.get(number, ""), options.seconds)
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        outcomes = list(pool.map(judged, range(len(mutants))))
+    options.result.write_text(json.dumps([asdict(each) for each in outcomes], indent=1), encoding="utf-8")
+    show(outcomes, earlier)
+
+
+def read(file: Path) -> list[Outcome]:
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    return [Outcome(**{**row, "mutant": Mutant(**row["mutant"])}) for row in rows]
+
+
+def chosen(tree: Path, earlier: Sequence[Outcome], count: int, seed: int) -> list[Mutant | None]:
+    mutants = mutants_of(tree, "fovea")
+    if earlier:
+        return found_again([each.mutant for each in earlier], mutants)
+    return [*drawn(mutants, count, seed)]
+
+
+def copied(tree: Path, folder: Path) -> Path:
+    """A copy of what the tests need, with the same environments beside it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder = folder / tree.name  # some tests look at the folders beside the checkout
+    folder.mkdir(parents=True)
+    for source in tree.iterdir():
+        if source.is_file():
+            shutil.copy(source, folder)
+        elif source.name in COPIED or source.name == ".ci":
+            shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.name.startswith(".venv"):
+            (folder / source.name).symlink_to(source.resolve())
+    if (tree.parent / "shared").is_dir():
+        (folder.parent / "shared").symlink_to((tree.parent / "shared").resolve())
+    return folder
+
+
+def pytest_command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+
+
+def environment(copy: Path, **more: str) -> dict[str, str]:
+    # the copy comes before the checkout that is installed
+    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", **more}
+
+
+def reach(copy: Path, markers: str, processes: int) -> Reached:
+    """Run all tests once, and collect who reaches what."""
+    hits, report = copy.parent / "hits", copy.parent / "report.xml"
+    hits.mkdir()
+    words = ["-n", str(processes), "--dist", "loadfile", "-m", markers, f"--junitxml={report}"]
+    with (copy.parent / "reach.log").open("w") as log:
+        subprocess.run(
+            pytest_command(*words),
+            cwd=copy,
+            env=environment(copy, FOVEA_MUTANT_HITS=str(hits)),
+            stdout=log,
+            stderr=log,
+            check=False,
+        )
+    seconds = dict(passed(report, copy))
+    tests: dict[int, set[str]] = {}
+    for line in (line for file in hits.iterdir() for line in file.read_text(encoding="utf-8").splitlines()):
+        number, _, test = line.partition("\t")
+        name, _, phase = test.rpartition(" (")
+        # what a fixture of a module reaches is reached for all of its tests
+        names = [name] if phase != "setup)" else [each for each in seconds if each.startswith(name.partition("::")[0])]
+        tests.setdefault(int(number), set()).update(names)
+    return Reached(tests_of={number: sorted(names & seconds.keys()) for number, names in tests.items()}, seconds=seconds)
+
+
+def passed(report: Path, copy: Path) -> Iterator[tuple[str, float]]:
+    """The tests that have passed, by the names that pytest takes, and their seconds."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        if not list(case):
+            parts = case.attrib["classname"].split(".")
+            cut = next(at for at in range(len(parts), 0, -1) if (copy / Path(*parts[:at])).with_suffix(".py").is_file())
+            file = Path(*parts[:cut]).with_suffix(".py").as_posix()
+            yield "::".join([file, *parts[cut:], case.attrib["name"]]), float(case.attrib["time"])
+
+
+def judge(
+    copy: Path,
+    number: int,
+    mutant: Mutant | None,
+    earlier: Sequence[Outcome],
+    reached: Reached,
+    first: str,
+    seconds: float,
+) -> Outcome:
+    """Run the tests that reach a mutant with it on."""
+    if mutant is None:
+        return replace(earlier[number], ended="gone", by="")
+    tests = reached.tests_of.get(number, [])
+    if not tests:
+        return Outcome(mutant=mutant, ended="unreached")
+    folder = mutant.file.replace("fovea/", "tests/", 1).rpartition("/")[0]
+    order = sorted(tests, key=lambda x: (x != first, not x.startswith(folder), reached.seconds[x]))
+    taken: list[str] = []
+    total = 0.0
+    for test in order[:MAX_TESTS]:
+        total += reached.seconds[test]
+        if taken and total > seconds:
+            break
+        taken.append(test)
+    by = first_failure(copy, number, taken, limit=60 + 4 * total)
+    return Outcome(mutant=mutant, ended="killed" if by else "survived", by=by, tests=len(tests))
+
+
+def first_failure(copy: Path, number: int, tests: Sequence[str], limit: float) -> str:
+    """The first test that fails with a mutant on, or does not end; empty if all pass."""
+    report = copy.parent / f"mutant-{number}.log"
+    began = time.monotonic()
+    with report.open("w") as log:
+        process = subprocess.Popen(
+            pytest_command("-x", "--tb=no", "-rfE", *tests),
+            cwd=copy,
+            env=environment(copy, FOVEA_MUTANT=str(number)),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = -9
+        subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
+        process.wait()
+    if code == 0:
+        return ""
+    failed = [line.split(" ", 2)[1] for line in report.read_text().splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    took = f"{time.monotonic() - began:.0f} s"
+    return failed[0] if failed else f"exit code {code} after {took}"
+
+
+def show(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
+    """Counts, the survivors, and what was noticed earlier and no longer is."""
+    console = Console()
+    counts = Table("ended", "mutants")
+    for ended in ("killed", "survived", "unreached", "gone"):
+        counts.add_row(ended, str(sum(each.ended == ended for each in outcomes)))
+    console.print(counts)
+    alive = Table("place", "original", "mutant", "tests", title="survivors")
+    for each in outcomes:
+        if each.ended in ("survived", "unreached"):
+            place = f"{each.mutant.file}:{each.mutant.line}"
+            alive.add_row(place, each.mutant.original[:60], each.mutant.mutated[:60], str(each.tests))
+    console.print(alive)
+    lost = [
+        f"{now.mutant.file}:{now.mutant.line} {now.mutant.mutated}: was noticed by {before.by}"
+        for before, now in zip(earlier, outcomes, strict=False)
+        if before.ended == "killed" and now.ended in ("survived", "unreached")
+    ]
+    console.print(f"noticed earlier and no longer: {len(lost)}", *lost, sep="\n", markup=False)
+
+
+if __name__ == "__main__":
+    main()
