@@ -43,7 +43,7 @@ class RemoteWorker:
 
     def __init__(self, line: Line, rank: int, heartbeat_timeout_seconds: float) -> None:
         """`heartbeat_timeout_seconds` is the silence after which the worker is killed."""
-        self._line = line
+        self.line = line
         self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self._is_silent = False
         self._last_call = "its start"
@@ -92,7 +92,7 @@ class RemoteWorker:
     async def close(self) -> None:
         """Hang up, upon which the worker ends."""
         self._watch.end()
-        self._line.hang_up()
+        self.line.hang_up()
         await asyncio.to_thread(self._receiver.join)
 
     async def _send_queued(self) -> None:
@@ -101,7 +101,7 @@ class RemoteWorker:
         async with self._sending:
             message = self._packing.pack(calls)
             try:
-                await self._line.send(message)
+                await self.line.send(message)
             except OSError as error:
                 raise self._gone(error) from error
 
@@ -119,7 +119,7 @@ class RemoteWorker:
 
     def _hand_over_answers(self) -> NoReturn:
         while True:
-            message = self._line.receive()
+            message = self.line.receive()
             self._watch.heard()
             if message == BEAT:
                 continue
@@ -133,7 +133,7 @@ class RemoteWorker:
     def _kill(self) -> None:
         self._is_silent = True
         # also for the other ranks: they leave the collective calls in which they wait for it
-        self._line.kill()
+        self.line.kill()
 
     def _gone(self, error: Exception) -> LostWorkerError:
         if self._is_silent:

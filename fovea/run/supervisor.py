@@ -57,7 +57,7 @@ def supervise(config: Config, words: Sequence[str]) -> int:
 
 def _train(restarts: Restarts, words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "fovea", "train", f"--supervised-by={os.getpid()}", *words]
-    with _Child().receiving_signals() as child:
+    with Child().receiving_signals() as child:
         while True:
             code = child.run([*command, *restarts.words()])
             cause = cause_of_death(code)
@@ -142,7 +142,7 @@ class Restarts:
         return monotonic() - self._started
 
 
-class _Child:
+class Child:
     """The process of one attempt after the other, and the signals that the parent passes on to it."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class _Child:
         return code
 
     @contextmanager
-    def receiving_signals(self) -> Iterator[_Child]:
+    def receiving_signals(self) -> Iterator[Child]:
         """Pass on the signals that end a run within the block, and stop and continue the child with this process."""
         handlers = dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}
         before = {each: signal.getsignal(each) for each in handlers}

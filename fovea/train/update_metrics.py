@@ -132,7 +132,7 @@ class ActivationMeter:
         """`kept_bytes` counts what is kept in other ways than by autograd, in all passes so far."""
         self._module = module
         self._kept_bytes = kept_bytes
-        self.largest = 0
+        self._largest = 0
         self.num_bytes = 0
 
     @property
@@ -143,7 +143,7 @@ class ActivationMeter:
     def __call__(self, size: int) -> Iterator[None]:
         """Measure the forward pass in this context if its `size` (tokens, say) is the largest so far."""
         # the hooks run for every saved tensor: a smaller pass would pay for them and change nothing
-        if size <= self.largest:
+        if size <= self._largest:
             yield
             return
         saved: dict[int, UntypedStorage] = {}
@@ -163,7 +163,7 @@ class ActivationMeter:
             # weights are no activations; those gathered from shards for the pass are freed by now and count 0 bytes
             if not isinstance(parameter, DTensor):
                 saved.pop(parameter.untyped_storage().data_ptr(), None)
-        self.largest = size
+        self._largest = size
         # a longer row may save less: its linear outputs may have come from the activation tape
         self.num_bytes = max(self.num_bytes, kept + sum(storage.nbytes() for storage in saved.values()))
         # autograd may hold the hook as long as the graph: through it, nothing would be freed during the backward pass

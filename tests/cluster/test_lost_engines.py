@@ -69,7 +69,7 @@ def requests() -> list[Request]:
 
 
 def pid_of(workers: Workers, place: int) -> int:
-    return cast(int, cast(Any, workers.engines[place])._line.pid)
+    return cast(int, cast(Any, workers.engines[place]).line.pid)
 
 
 def test_requests_of_a_killed_engine_are_made_again_with_the_same_completions(engines: Workers) -> None:

@@ -174,7 +174,6 @@ def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_it_had_not(
 LOSE_AN_ENGINE = """
 import sys, threading, time
 from pathlib import Path
-import ray
 from fovea import loop
 from fovea.build.run import build
 from fovea.config.loading import load_config
@@ -185,7 +184,7 @@ run = build(load_config([Path(sys.argv[1])], sys.argv[2:]))
 def kill() -> None:
     while not read_metrics(run.folder):
         time.sleep(0.02)
-    ray.kill(run.engine._workers.engines[1]._line._actor)  # its process, at once
+    run.engine._workers.engines[1].line.kill()  # its process, at once
 
 threading.Thread(target=kill, daemon=True).start()
 loop.train(run)

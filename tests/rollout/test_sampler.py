@@ -15,9 +15,9 @@ from transformers import (
 
 from fovea.rollout.embedded.sampler import (
     Draw,
-    _kept,
     inverse_cdf,
     inverse_cdf_plain,
+    kept_tokens,
     needs_of,
     row_settings,
     sample_tokens,
@@ -67,7 +67,7 @@ def test_kept_tokens_equal_transformers_warpers(settings: dict[str, float]) -> N
         warpers.append(MinPLogitsWarper(settings["min_p"]))
     expected = torch.isfinite(warpers(None, logits))
     rows = row_settings([Sampling(max_new_tokens=1, **settings)] * len(logits), logits.device)  # type: ignore[arg-type]
-    torch.testing.assert_close(_kept(logits.log_softmax(-1), rows), expected)
+    torch.testing.assert_close(kept_tokens(logits.log_softmax(-1), rows), expected)
 
 
 def test_frequencies_are_the_probabilities() -> None:

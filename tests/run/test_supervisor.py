@@ -10,7 +10,7 @@ import pytest
 
 from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError, ParityError, TrainError
-from fovea.run.supervisor import Restarts, _Child, cause_of_death, supervise
+from fovea.run.supervisor import Child, Restarts, cause_of_death, supervise
 
 KILLED = -signal.SIGKILL
 
@@ -122,7 +122,7 @@ def test_torchrun_restarts_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_signal_between_two_attempts_is_for_the_next_one() -> None:
-    child = _Child()
+    child = Child()
     assert child.run(["true"]) == 0
     child._pass_on(signal.SIGTERM, None)
     assert child.was_signalled

@@ -69,7 +69,7 @@ class Pair:
     def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:
         """Completions of different lengths: 300 tokens of near-uniform sampling meet a stop."""
         settings = [
-            Sampling(max_new_tokens=max_new_tokens - 2 * index, temperature=0.9, seed=index, **sampling)  # type: ignore[arg-type]
+            Sampling(**{"max_new_tokens": max_new_tokens - 2 * index, "temperature": 0.9, "seed": index} | sampling)  # type: ignore[arg-type]
             for index in range(len(self.prompts))
         ]
         return generate(self.engine, self.prompts, settings, n, for_update=True)

@@ -163,9 +163,7 @@ def test_ppo_with_a_value_function(separate: bool, heads: list[int]) -> None:
 
 def test_another_temperature_than_that_of_the_update_is_not_recorded(heads: list[int]) -> None:
     pair = Pair(tiny("qwen3_vl"), distributions=True)
-    assert pair.tape._distributions is not None
-    pair.tape._distributions.temperature = 1.0
-    pair.policy.update(batch_of(pair.prompts, pair.rollout()))
+    pair.policy.update(batch_of(pair.prompts, pair.rollout(temperature=1.0)))
     assert heads
 
 

@@ -122,7 +122,7 @@ def _choose(drawn: DrawnWeights, draw: Draw) -> Tensor:
         return likeliest_B
     weights_BW = drawn.weights_BW
     if draw.needs.needs_truncation:
-        weights_BW = weights_BW.masked_fill(~_kept(drawn.relative_BW, draw.settings), 0.0)
+        weights_BW = weights_BW.masked_fill(~kept_tokens(drawn.relative_BW, draw.settings), 0.0)
     drawn_B: Tensor = inverse_cdf(weights_BW, draw.uniform_B)
     if not draw.needs.has_greedy:
         return drawn_B
@@ -174,7 +174,7 @@ def inverse_cdf_plain(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     return _find(probs_BW, uniform_B[:, None])[0][:, 0]
 
 
-def _kept(logits_BW: Tensor, settings: RowSettings) -> Tensor:
+def kept_tokens(logits_BW: Tensor, settings: RowSettings) -> Tensor:
     """Mask of the tokens that remain after top-k, then top-p among those, and min-p."""
     sorted_BW, order_BW = logits_BW.sort(dim=-1, descending=True, stable=True)
     rank_W = torch.arange(logits_BW.shape[1], device=logits_BW.device)

@@ -1,0 +1,135 @@
+"""Rules about how tests reach what they test; scripts in strings, which other processes run, keep them too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+Imported = tuple[int, str, str]
+"""Line, local name and dotted origin."""
+
+
+def faults(code: str) -> set[str]:
+    """Faults of a module's code, each with its line."""
+    nodes = list(ast.walk(ast.parse(code)))
+    imports = list(imports_of(nodes))
+    origins = {name: origin for _, name, origin in imports}
+    return {*faults_of_imports(imports), *faults_of_paths(nodes, origins), *faults_of_scripts(nodes)}
+
+
+def imports_of(nodes: Iterable[ast.AST]) -> Iterator[Imported]:
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                origin = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                yield node.lineno, alias.asname or alias.name.partition(".")[0], origin
+
+
+def faults_of_imports(imports: Iterable[Imported]) -> Iterator[str]:
+    for line, _, origin in imports:
+        package, *parts = origin.split(".")
+        if package == "tests" and any(part.startswith("test_") for part in parts):
+            yield f"{line}: {origin} is in a test module; move it to a module of helpers"
+        if package == "fovea" and any(map(is_private, parts)):
+            yield f"{line}: {origin} is private; test a public function, or make it one"
+
+
+def faults_of_paths(nodes: Iterable[ast.AST], origins: dict[str, str]) -> Iterator[str]:
+    for node in nodes:
+        path, patched = attributes_of(node)
+        origin = origins.get(path[0], path[0])
+        if path[0] in origins and not is_ours(origin):
+            continue  # private names of other packages are not ours to change
+        name, of_module = ".".join(path), is_module(origin)
+        while len(path) > 1 and is_module(origin := f"{origin}.{path[1]}"):
+            path = path[1:]
+        private = sum(map(is_private, path[1:]))
+        if is_private(path[-1]) and (private > 1 or (of_module and len(path) == 2)):
+            yield f"{node.lineno}: {name} is too private; make what tests need public"
+        if patched and len(path) > (3 if private else 4):
+            yield f"{node.lineno}: {name} is patched too deep; patch a class, or test by behaviour"
+
+
+def attributes_of(node: ast.AST) -> tuple[list[str], bool]:
+    """The name and the attributes on the way to an attribute, and whether it is patched."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="setattr" | "delattr"), args=[owner, *more]):
+            match owner, more:
+                case ast.Constant(value=str(path)), _:
+                    return path.split("."), True
+                case _, [ast.Constant(value=str(last)), *_]:
+                    return [*path_of(owner), last], True
+        case ast.Attribute(ctx=context):
+            return path_of(node), not isinstance(context, ast.Load)
+    return [""], False
+
+
+def path_of(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Attribute(value=owner, attr=name):
+            return [*path_of(owner), name]
+        case ast.Call(func=ast.Name(id="cast"), args=[_, value]):
+            return path_of(value)
+        case ast.Subscript(value=value) | ast.Call(func=value):
+            return path_of(value)
+    return [""]
+
+
+def faults_of_scripts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import " in node.value:
+            try:
+                found = faults(node.value)
+            except SyntaxError:
+                continue
+            yield from (f"{node.lineno}, in a script, {fault}" for fault in found)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_ours(origin: str) -> bool:
+    return origin.partition(".")[0] in ("fovea", "tests")
+
+
+@cache
+def is_module(origin: str) -> bool:
+    path = ROOT / origin.replace(".", "/")
+    return is_ours(origin) and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def test_tests_reach_what_they_test_by_public_names() -> None:
+    files = sorted((ROOT / "tests").glob("**/*.py"))
+    found = [f"{file.relative_to(ROOT)}:{fault}" for file in files for fault in sorted(faults(file.read_text("utf-8")))]
+    assert found == []
+
+
+EXAMPLES = """
+1: from tests.train.test_ppo import scored
+1: from tests.train import test_ppo
+1: SCRIPT = "from tests.train.test_ppo import scored"
+1: from fovea.data.rows import _hub
+0: from fovea import __version__
+1: from fovea.data import rows; rows._hub()
+1: monkeypatch.setattr("fovea.data.rows._hub", None)
+0: policy._optimizer.adamw.step()
+1: policy._optimizer._adamw.step()
+1: cast(Any, engines[1]._line)._pid
+1: monkeypatch.setattr(policy._optimizer, "_adamw", None)
+0: import torch; torch._dynamo._config
+0: policy._limit.max_tokens = 3
+1: policy._backward.activations.largest = 3
+1: run.policy.worker.annotator.policy.logprobs = None
+"""
+"""Numbers of faults, and lines with so many."""
+
+
+def test_faults_are_found() -> None:
+    examples = [line.split(": ", 1) for line in EXAMPLES.strip().splitlines()]
+    assert [code for number, code in examples if len(faults(code)) != int(number)] == []
