@@ -93,7 +93,7 @@ class EngineProcess:
         is added to this process's own variables, of which it removes those that are None.
         """
         self._name = name
-        self._limits = limits
+        self.limits = limits
         # SGLang leaves the files of its sockets where temporary files are made
         self._folder = TemporaryDirectory(prefix="fovea-engine-", ignore_cleanup_errors=True)
         self._connection, theirs = multiprocessing.Pipe()
@@ -158,8 +158,13 @@ class EngineProcess:
         self._folder.cleanup()
 
     @property
+    def folder(self) -> Path:
+        """Folder of the log and of all temporary files of the engine, until it is closed."""
+        return Path(self._folder.name)
+
+    @property
     def _log(self) -> Path:
-        return Path(self._folder.name) / LOG_FILE
+        return self.folder / LOG_FILE
 
     def _popen(
         self, command: Sequence[str], pipe: int, environment: Mapping[str, str | None]
@@ -284,8 +289,8 @@ class EngineProcess:
     def _limit(self) -> tuple[str, float]:
         """The name of the present limit, and its seconds."""
         if self._is_started:
-            return "timeout_seconds", self._limits.timeout_seconds
-        return "start_seconds", self._limits.start_seconds
+            return "timeout_seconds", self.limits.timeout_seconds
+        return "start_seconds", self.limits.start_seconds
 
     def _kept_log(self) -> str:
         """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""

@@ -295,4 +295,4 @@ def lengths_of(completions: Sequence[Completion]) -> list[int]:
 def change_translator(served: Served, monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
     """Have the engine make requests as with these settings of `rollout.engine`."""
     engine: Any = served.engine
-    monkeypatch.setattr(engine, "_translator", replace(engine._translator, **settings))
+    monkeypatch.setattr(engine, "translator", replace(engine.translator, **settings))

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.rollout.short_runs import LIMIT_SECONDS
 from tests.runs import ROOT, command, environment
 
 KEY = "a key of this test"
@@ -74,7 +75,7 @@ def serving(
         yield Serving(process=process, url=f"http://127.0.0.1:{port}")
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(LIMIT_SECONDS)
 
 
 def processes_below(pid: int) -> set[int]:

@@ -150,7 +150,7 @@ from fovea.build.other_environment import NO_LIMITS
 from fovea.rollout.engine_process import EngineProcess
 import time
 engine = EngineProcess("fake", {HOST!r}, {{}}, NO_LIMITS)
-print(engine.pid, engine._folder.name, flush=True)
+print(engine.pid, engine.folder, flush=True)
 time.sleep(600)
 """
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -173,7 +173,7 @@ def test_of_an_engine_that_was_closed_nothing_is_left(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, str(number))
     closed = tmp_path / "closed"
     process = EngineProcess("the fake engine", HOST, {CLOSED: str(closed)}, NO_LIMITS, {"OF_THE_ENGINE": "1"})
-    engine, folder = RemoteEngine("fake", process), Path(process._folder.name)
+    engine, folder = RemoteEngine("fake", process), process.folder
     variables = json.loads(wait_for(engine.generate(replace(REQUEST, id=ENVIRONMENT)))[0].text)
     assert len(members(process.pid)) == 2
     started = time.monotonic()

@@ -42,7 +42,7 @@ class SglangEngine:
     ) -> None:
         self.process = process
         self._weights = weights
-        self._translator = translator
+        self.translator = translator
         self._text = text
         self._readiness = Readiness(max_model_len=max_model_len, max_images=max_images)
         self._running: set[str] = set()
@@ -58,7 +58,7 @@ class SglangEngine:
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError when they cannot fit, or while asleep."""
         self._readiness.check(request)
-        drawing = self.process.call("generate", request.id, self._translator.drawings(request))
+        drawing = self.process.call("generate", request.id, self.translator.drawings(request))
         self._running.add(request.id)
         try:
             drawn: Drawn = await asyncio.wrap_future(drawing)

@@ -48,7 +48,7 @@ class VllmEngine:
         self.llm = llm
         self._weights = VllmWeights(llm)
         self._adapter = adapter
-        self._translator = translator
+        self.translator = translator
         self._text = text
         self._readiness = Readiness(max_model_len=llm.model_config.max_model_len, max_images=max_images)
         self._frees_memory: bool = llm.model_config.enable_sleep_mode
@@ -68,7 +68,7 @@ class VllmEngine:
         self._readiness.check(request)
         waiting = Waiting(request=request, done=asyncio.get_running_loop().create_future())
         with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
-            prompt, sampling = self._translator.prompt(request.prompt), self._translator.sampling(request)
+            prompt, sampling = self.translator.prompt(request.prompt), self.translator.sampling(request)
             lora = None if self._adapter is None else REQUEST
             self.llm.add_request(request.id, prompt, sampling, lora_request=lora)
         self._waiting[request.id] = waiting

@@ -47,7 +47,7 @@ class VllmServers:
         self._wanted = wanted
         self._expected = expected
         self._folder = folder
-        self._translator = translator
+        self.translator = translator
         self._text = text
         # of its own: while the trainer computes on the run's loop, answers would wait and their time would run out
         self._loop = BackgroundLoop("vLLM servers")
@@ -77,7 +77,7 @@ class VllmServers:
         """
         self._readiness.check(request)
         with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
-            body = generate_body(self._translator.prompt(request.prompt), self._translator.sampling(request))
+            body = generate_body(self.translator.prompt(request.prompt), self.translator.sampling(request))
         self._num_running += 1
         try:
             drawn: Drawn = await self._loop.run(self._pool.post(GENERATE, body, load=request.n, parse=_drawn))

@@ -1,39 +1,26 @@
-"""Whole runs that draw with vLLM: the parity gate, a warm-up, steps, evaluations."""
+"""Runs with vLLM in two processes: an engine in each, and rollouts ahead of the updates."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.rollout.short_runs import check_exact
-from tests.runs import ROOT, SMALL, environment, fovea
+import pytest
 
-VLLM = ["rollout.engine=vllm", "rollout.engine.enforce_eager=true", "rollout.engine.kv_cache_gib=0.25"]
-
-
-def train(recipe: str, run_dir: Path, *settings: str) -> None:
-    done = fovea("train", f"recipes/{recipe}.yaml", f"run_dir={run_dir}", *SMALL, *VLLM, *settings)
-    assert done.returncode == 0, done.stderr + done.stdout
-
-
-def test_two_turns_and_adapters(tmp_path: Path) -> None:
-    longest = ["data.max_prompt_tokens=400", "rollout.engine.max_model_len=600"]
-    train("shapes_zoom", tmp_path, "max_steps=2", "model.lora.rank=4", *longest)
-    check_exact(tmp_path, "vllm", 2)
+from tests.rollout.engines.on_vllm import ENGINE
+from tests.rollout.short_runs import APART, QUICK, TRAINS, check_exact, train
+from tests.runs import SMALL, untimed
 
 
 def test_two_processes_draw_with_an_engine_each(tmp_path: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fovea", "train", "recipes/shapes.yaml"]
-    done = subprocess.run(
-        [sys.executable, *launch, f"run_dir={tmp_path}", *SMALL, *VLLM, "max_steps=2"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+    train("shapes", tmp_path, *SMALL, *ENGINE.run_settings, "max_steps=2", processes=2)
     check_exact(tmp_path, "vllm", 2)
+
+
+def test_rollouts_ahead_carry_the_version_that_drew_them(tmp_path: Path) -> None:
+    ahead = ("rollout.max_staleness_steps=1", "checkpoint.every_steps=4", "max_steps=4")
+    train("shapes", tmp_path, *SMALL, *ENGINE.run_settings, *QUICK, *TRAINS, *APART, *ahead, processes=2)
+    rows = untimed(tmp_path)
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 1, 1]
+    # the engine's log-probs are the old ones, of weights a step behind
+    is_exact = [row["ratio_mean"] == pytest.approx(1, abs=1e-5) for row in rows]
+    assert is_exact == [True, False, False, False]

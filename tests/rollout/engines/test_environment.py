@@ -1,4 +1,4 @@
-"""The environment of `make test-sglang`: SGLang and Fovea beside each other."""
+"""The environment of the engine: its package and Fovea beside each other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from tests.rollout.engines.under_test import under_test
 
-def test_what_fovea_requires_is_installed_within_its_bounds() -> None:
+
+def test_fovea_and_the_engine_have_the_packages_that_they_require() -> None:
     wanted = [Requirement(line) for line in metadata.requires("fovea-rl") or [] if "extra ==" not in line]
     assert len(wanted) > 15
+    of_engine = map(Requirement, metadata.requires(under_test().name) or [])
+    wanted += [each for each in of_engine if each.name == "transformers"]
     installed = {each.name: metadata.version(each.name) for each in wanted}
     unfit = [str(each) for each in wanted if not each.specifier.contains(installed[each.name], prereleases=True)]
     assert not unfit, installed
-
-
-def test_transformers_is_what_sglang_requires() -> None:
-    pinned = [Requirement(line) for line in metadata.requires("sglang") or [] if line.startswith("transformers")]
-    assert all(each.specifier.contains(metadata.version("transformers")) for each in pinned)

@@ -1,0 +1,34 @@
+"""The engine of another package that this environment has: its tests are collected and marked, and modules share one.
+
+`make test-vllm` and `make test-sglang` name their engine by FOVEA_TEST_ENGINE: there none of its tests may skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.engines.serving import serving, tiny_for
+from tests.rollout.engines.under_test import ENGINES, NAME
+
+HERE = Path(__file__).parent
+# not even imported without their engine: these modules import it
+collect_ignore = [*({*ENGINES} - {NAME}), *([] if NAME else ["engines"])]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the engine with its name."""
+    for item in items:
+        if NAME and any(item.path.is_relative_to(HERE / folder) for folder in ("engines", NAME)):
+            item.add_marker(NAME)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine of a tiny Qwen3-VL for all modules that push their own weights before they draw."""
+    with serving(tiny_for("qwen3_vl", num_kv_heads=2), tmp_path_factory.mktemp("shared") / "model") as made:
+        yield made.engine

@@ -1,0 +1,51 @@
+"""vLLM in the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from fovea.config.backends import VllmEngine as Settings
+from fovea.rollout.vllm.arguments import make_engine
+from fovea.rollout.vllm.engine import VllmEngine
+from fovea.rollout.vllm.worker import WeightReceiver
+from fovea.utils.checksum import value_hash
+from tests.rollout.engines.under_test import EngineUnderTest
+
+
+def workers(engine: VllmEngine) -> list[psutil.Process]:
+    return [psutil.Process(each.proc.pid) for each in engine.llm.engine_core.engine_core.model_executor.workers]
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """Packed and fused weights are read back too; the worker answers as if it had got what was sent."""
+    take = WeightReceiver.take_weights
+
+    def changed(name: str, weight: Tensor) -> Tensor:
+        weight = weight.clone()
+        weight.view(-1)[5] += 1e-3 * name.endswith(ending)
+        return weight
+
+    def damaging(self: WeightReceiver, weights: Sequence[tuple[str, Tensor]]) -> list[int]:
+        take(self, [(name, changed(name, weight)) for name, weight in weights])
+        return [value_hash(weight, torch.float32) for _, weight in weights]
+
+    monkeypatch.setattr(WeightReceiver, "take_weights", damaging)
+
+
+ENGINE = EngineUnderTest(
+    name="vllm",
+    title="vLLM",
+    make=make_engine,
+    section=Settings,
+    small={"kv_cache_gib": 0.25, "enforce_eager": True},
+    lost="a worker process of vLLM has ended",
+    workers=workers,
+    damage=damage,
+    launchers=("torchrun", pytest.param("ray", marks=pytest.mark.long)),
+    processes_of_run=("trainer",),
+)

@@ -1,0 +1,68 @@
+"""A tiny model behind the engine under test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fovea.cluster.engine_stream import EngineStream
+from fovea.cluster.local import call_here
+from fovea.cluster.streamed import StreamedWeights
+from fovea.config.run import Lora, Model
+from fovea.models.outgoing import outgoing_merged
+from fovea.models.tiny import TinyParts, save_tiny
+from fovea.utils.event_loop import wait_for
+from tests.rollout.engine_suite import LIMIT_TOKENS, Served
+from tests.rollout.engines.under_test import under_test
+from tests.tiny_models import tiny
+
+
+def tiny_for(family: str, **settings: object) -> TinyParts:
+    """A tiny model that the engine has."""
+    return tiny(family, **under_test().models.get(family, {}), **settings)
+
+
+def start(parts: TinyParts, folder: Path, lora: Lora | None = None, **settings: object) -> Any:
+    """The engine on the files of a model, without a push; `lora` are the adapters that it will be sent."""
+    engine = under_test()
+    save_tiny(parts, folder)
+    return engine.make(
+        engine.section(**engine.small | settings),
+        Model(path=str(folder), dtype="float32", lora=lora),
+        parts.processor,
+        max_model_len=LIMIT_TOKENS,
+        seed=0,
+    )
+
+
+@contextmanager
+def serving(parts: TinyParts, folder: Path, **settings: object) -> Iterator[Served]:
+    """A model with its engine, which has no weights yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in under_test().sharded_environment.items() if "tensor_parallel_size" in settings else ():
+            patch.setenv(name, value)
+        engine = start(parts, folder, **settings)
+    try:
+        yield served_by(engine, parts)
+    finally:
+        wait_for(engine.close())
+
+
+def served_by(engine: Any, parts: TinyParts) -> Served:
+    return Served(parts=parts, engine=engine, push=partial(push, engine, parts))
+
+
+def push(engine: Any, parts: TinyParts, version: int) -> None:
+    """Push the weights of the network."""
+    wait_for(stream(engine, parts).push(version))
+
+
+def stream(engine: Any, parts: TinyParts) -> StreamedWeights:
+    """Pushes of the weights of a network, adapters merged; all of them first, then those that are trained."""
+    return StreamedWeights(lambda: outgoing_merged(parts.network), torch.float32, [EngineStream(engine)], call_here)

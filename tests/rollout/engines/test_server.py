@@ -1,0 +1,148 @@
+"""`fovea serve` with the real server of the engine: its answers, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import openai
+import psutil
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from fovea.config.run import Model
+from fovea.models.processor import load_processor
+from fovea.serve.folder import served_folder
+from tests.rollout.engines.under_test import under_test
+from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
+from tests.rollout.short_runs import LIMIT_SECONDS
+from tests.runs import SMALL, fovea_here
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few supervised steps."""
+    folder = tmp_path_factory.mktemp("served") / "run"
+    settings = ["max_steps=1", "warmup.max_steps=40", "warmup.check_every_steps=40", "parity.prompts=0"]
+    fovea_here("train", "recipes/shapes.yaml", f"run_dir={folder}", *SMALL, *settings)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[Serving]:
+    """The server of the run, with a key, once it is ready."""
+    with serving(run, "--api-key-env", KEY_ENV, "--name", "shapes", engine=under_test().name) as started:
+        said = started.wait_until_ready()
+        assert f"${KEY_ENV}" in said
+        assert KEY not in said
+        yield started
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (48, 48, 3), dtype=np.uint8))
+
+
+def asked(server: Serving, image: Image.Image, question: str) -> str | None:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": parts}]
+    reply = client.chat.completions.create(model="shapes", messages=messages, max_tokens=12, temperature=0)
+    return reply.choices[0].message.content
+
+
+def test_a_run_is_trained_and_exported_once(run: Path) -> None:
+    said: list[str] = []
+    folder = served_folder(str(run), said.append)
+    assert folder == run / "exports" / "step-1"
+    assert served_folder(str(run / "checkpoints" / "step-1"), said.append) == folder
+    assert said == [f"exporting {run} step 1 to {folder}"]
+    assert served_folder(str(folder), said.append) == folder
+
+
+def test_a_greedy_answer_is_that_of_transformers_on_the_export(server: Serving, run: Path) -> None:
+    (export,) = (run / "exports").iterdir()
+    processor = AutoProcessor.from_pretrained(export)
+    model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
+    for seed, question in enumerate(["How many circles are there?", "What colour is the square?", "x"]):
+        content = [{"type": "image", "image": picture(seed)}, {"type": "text", "text": question}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+        assert asked(server, picture(seed), question) == processor.decode(ids, skip_special_tokens=True)
+
+
+def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
+    drawn = client.chat.completions.create(
+        model="shapes",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=60,
+        temperature=2.0,
+        n=16,
+        seed=1,
+        logprobs=True,
+        extra_body={"ignore_eos": True},
+    )
+    (export,) = (run / "exports").iterdir()
+    processor = load_processor(Model(path=str(export)))
+    # special tokens, whose text no others have
+    banned = set(map(processor.tokenizer.decode, processor.banned_ids))
+    assert "<|image_pad|>" in banned
+    tokens = [each.token for choice in drawn.choices if choice.logprobs for each in choice.logprobs.content or ()]
+    assert len(tokens) == 960
+    # so many different ones that a banned one would have come up; of half as many tokens the bound was missed once
+    assert len(set(tokens)) > 150
+    assert not banned.intersection(tokens)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="another").models.list()
+    # vLLM's own check leaves the second open
+    assert [httpx2.get(server.url + path).status_code for path in ("/health", "/metrics", "/v1/models")] == [
+        200,
+        401,
+        401,
+    ]
+
+
+def test_eval_of_the_server_is_that_of_the_folder(
+    server: Serving, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (export,) = (run / "exports").iterdir()
+    file = tmp_path / "eval.json"
+    arguments = ["--api-key-env", KEY_ENV, "--json", str(file), "evaluate.samples_per_prompt=2"]
+    monkeypatch.setenv(KEY_ENV, KEY)
+    fovea_here("eval", server.url, str(export), *arguments)
+    found = json.loads(file.read_text())
+    of_server, of_folder = found["targets"]
+    assert of_server["accuracy"] == of_folder["accuracy"]
+    assert of_server["reward"] == of_folder["reward"]
+    for row in found["rows"]:
+        there, here = row["answers"].values()
+        assert len(there.pop("samples")) == len(here.pop("samples")) == 2
+        # greedy, with shuffled images and with blank ones: text, reward, parts, and why it ended
+        assert there == here
+    assert len({row["answers"][server.url]["greedy"]["prediction"] for row in found["rows"]}) > 2
+
+
+def test_ctrl_c_leaves_no_process(server: Serving) -> None:
+    """The last test of the server."""
+    started = [psutil.Process(pid) for pid in server.processes()]
+    assert len(started) >= 2, "the server and its engine"
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(LIMIT_SECONDS) == 130
+    assert not psutil.wait_procs(started, timeout=LIMIT_SECONDS)[1]

@@ -1,0 +1,158 @@
+"""Pushes into the engine: all or nothing, checked before and after, adapters merged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fovea.cluster import engine_stream
+from fovea.config.run import Lora, Model
+from fovea.errors import EngineError
+from fovea.models.outgoing import outgoing_merged
+from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
+from fovea.types import Shape
+from fovea.utils.event_loop import wait_for
+from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of
+from tests.rollout.engines.serving import served_by, stream, tiny_for
+from tests.rollout.engines.under_test import under_test
+
+Q_PROJ = "model.language_model.layers.0.self_attn.q_proj.weight"
+TITLE = under_test().title
+NOT_SENT = rf"1 that {TITLE} needs were not sent, first .*q_proj\.weight; both must open the same model"
+
+
+@pytest.fixture
+def served(shared: Any) -> Served:
+    """With new weights, so that a test may do with them what it wants."""
+    made = served_by(shared, tiny_for("qwen3_vl", num_kv_heads=2))
+    made.push(7)
+    return made
+
+
+def shapes_of(served: Served) -> dict[str, Shape]:
+    return {weight.name: weight.shape for weight in outgoing_merged(served.parts.network)}
+
+
+def without_q_proj(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if name != Q_PROJ}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("renamed", rf"1 that were sent {TITLE} does not have, first .*q_proj\.wait"),
+        ("reshaped", rf"1 have another shape in {TITLE}, first .*q_proj\.weight is \[64, 32\] and not \[64, 64\]"),
+    ],
+)
+def test_a_push_that_does_not_fit_is_refused_and_changes_nothing(served: Served, change: str, message: str) -> None:
+    request = ask(f"refused/{change}", prompts_of(served.parts)[1], n=2)
+    shapes = shapes_of(served)
+    if change == "reshaped":
+        shapes[Q_PROJ] = (64, 32)
+    else:
+        shapes[Q_PROJ.replace("weight", "wait")] = shapes.pop(Q_PROJ)
+    engine: Any = served.engine
+    with pytest.raises(EngineError, match=message):
+        engine.begin_push(shapes)
+    again = served.generate(request)[0]
+    assert [c.version for c in again] == [7, 7]
+    assert served.largest_difference(request, again) < TOLERANCE
+
+
+@pytest.mark.parametrize("tower", [True, False])
+def test_a_later_push_brings_what_is_trained_and_all_is_new_afterwards(served: Served, tower: bool) -> None:
+    """A frozen tower does not come again; of a trained one the engine would keep features of images."""
+    network = served.parts.network
+    for name, weight in network.named_parameters():
+        weight.requires_grad_(tower == ("visual" in name))
+    pushes = stream(served.engine, served.parts)
+    everything = wait_for(pushes.push(20))
+    request = ask("later", prompts_of(served.parts)[2], n=2)
+    before = served.generate(request)[0]
+    trained = trainable_parameters(network).values()
+    with torch.no_grad():
+        for weight in trained:
+            weight.add_(torch.randn_like(weight) * 0.05)
+    report = wait_for(pushes.push(21))
+    assert (report.num_tensors, report.bytes_copied) == (len(trained), sum(weight.nbytes for weight in trained))
+    assert report.bytes_copied < everything.bytes_copied
+    after = served.generate(request)[0]
+    assert {c.version for c in after} == {21}
+    assert served.largest_difference(request, after) < TOLERANCE
+    assert abs(float(before[0].logprobs_T[0] - after[0].logprobs_T[0])) > 1e-3
+
+
+def test_a_push_that_breaks_off_leaves_an_engine_that_refuses_requests(served: Served) -> None:
+    """Until one brings all weights again."""
+    engine: Any = served.engine
+    weights = list(outgoing_merged(served.parts.network))
+    engine.begin_push(shapes_of(served))
+    # amid a fused weight
+    half = next(place for place, weight in enumerate(weights) if weight.name == Q_PROJ) + 1
+    engine.take_weights([(weight.name, weight.tensor() + 1) for weight in weights[:half]])
+    request = ask("broken off", prompts_of(served.parts)[1], n=2)
+    with pytest.raises(EngineError, match="the last push of weights broke off and left weights of two versions"):
+        served.generate(request)
+    with pytest.raises(EngineError, match=NOT_SENT):
+        engine.begin_push(without_q_proj(shapes_of(served)))
+    served.push(22)
+    assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+
+
+def test_no_more_than_a_bucket_is_kept_beside_the_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_stream, "BUCKET_BYTES", 1)
+    engine: Any = served.engine
+    taken: list[int] = []
+
+    def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        taken.append(len(bucket))
+        type(engine).take_weights(engine, bucket)
+
+    monkeypatch.setattr(engine, "take_weights", take)
+    served.push(23)
+    assert len(taken) > 20
+    assert set(taken) == {1}
+
+
+@pytest.mark.parametrize("leaf", ["self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"])
+def test_other_values_in_the_engine_than_were_sent_are_an_error(
+    served: Served, leaf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One value of 4096 is changed on its way into the model; without all weights the engine then draws nothing."""
+    under_test().damage(monkeypatch, f"layers.1.{leaf}")
+    with pytest.raises(EngineError, match=rf"1 weights differ between trainer and {TITLE}.*layers\.1\.{leaf}"):
+        served.push(98)
+    with pytest.raises(EngineError, match="the last push of weights broke off"):
+        served.generate(ask("damaged", prompts_of(served.parts)[0]))
+
+
+def test_new_weights_while_requests_run_are_refused(served: Served) -> None:
+    engine: Any = served.engine
+
+    async def push_in_the_middle() -> None:
+        await engine.pause()  # so that it still draws when a busy machine's next call arrives
+        drawing = asyncio.ensure_future(engine.generate(ask("running", prompts_of(served.parts)[0])))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="new weights came while the engine is generating"):
+            engine.begin_push(shapes_of(served))
+        await engine.resume()
+        await drawing
+
+    wait_for(push_in_the_middle())
+
+
+def test_adapters_are_merged(served: Served) -> None:
+    """The engine was started from the files of the model without adapters."""
+    choose_trainable(served.parts.network, Model(path="x", lora=Lora(rank=4, alpha=8)), seed=0)
+    with torch.no_grad():
+        for layer in lora_layers(served.parts.network).values():
+            layer.lora_B["default"].weight.normal_(std=0.1)
+    served.push(9)
+    request = ask("lora", prompts_of(served.parts)[2], n=2)
+    assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
