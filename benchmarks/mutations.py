@@ -129,7 +129,8 @@ def reach(copy: Path, markers: str, processes: int) -> Reached:
     """Run all tests once, and collect who reaches what."""
     hits, report = copy.parent / "hits", copy.parent / "report.xml"
     hits.mkdir()
-    words = ["-n", str(processes), "--dist", "loadfile", "-m", markers, f"--junitxml={report}"]
+    patience = "faulthandler_timeout=1200"  # of a busy machine
+    words = ["-n", str(processes), "--dist", "loadfile", "-o", patience, "-m", markers, f"--junitxml={report}"]
     with (copy.parent / "reach.log").open("w") as log:
         subprocess.run(
             pytest_command(*words),

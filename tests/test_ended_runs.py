@@ -24,6 +24,8 @@ from tests.runs import (
     wait_for_steps,
 )
 
+pytestmark = pytest.mark.kill
+
 STEPS = 12
 
 

@@ -58,6 +58,7 @@ def kill_amid_a_save(arguments: Sequence[str], run_dir: Path, step: int) -> None
     assert not (partial / "manifest.json").exists()
 
 
+@pytest.mark.kill
 def test_kill_9_amid_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """And in the end a run that waits for its files, bit for bit; with readings before checkpoints."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -71,8 +72,13 @@ def test_kill_9_amid_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step-14", "step-7"]
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize(
-    "extra", [[], ["model.freeze_vision_tower=true", "threads=2"]], ids=["full", "cached features"]
+    "extra",
+    [
+        pytest.param([], id="full", marks=pytest.mark.smoke),
+        pytest.param(["model.freeze_vision_tower=true", "threads=2"], id="cached features"),
+    ],
 )
 def test_kill_9_and_resume_equals_never_stopped(extra: list[str], tmp_path: Path) -> None:
     """Weights byte for byte, metrics digit for digit; prompts are rendered ahead only in the run that is killed."""

@@ -14,6 +14,8 @@ import pytest
 from fovea.metrics.log import read_metrics
 from tests.runs import ROOT, arguments, environment, final_weights, fovea, fovea_here, going, untimed
 
+pytestmark = pytest.mark.kill
+
 STEPS = 12
 SETTINGS = (f"max_steps={STEPS}", "checkpoint.every_steps=4", "max_restarts=1")
 

@@ -23,6 +23,8 @@ from fovea.utils.event_loop import wait_for
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
 
+pytestmark = pytest.mark.kill
+
 LIMIT_SECONDS = 60
 
 

@@ -14,6 +14,8 @@ from fovea.metrics.log import read_metrics
 from tests.cluster.torchrun_runs import settings
 from tests.runs import ROOT, environment
 
+pytestmark = pytest.mark.kill
+
 SETTING = 16_000
 SCRIPT = """
 import os, resource

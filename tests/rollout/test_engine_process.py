@@ -22,6 +22,8 @@ from fovea.rollout.engine_process import KEPT_LOGS, EngineProcess, Limits, NotSt
 from tests.process_groups import members
 from tests.rollout.fake_calls_host import BEGUN, LIMITS, Unreadable
 
+pytestmark = pytest.mark.kill
+
 SECONDS = 20.0
 """Longest wait for an end, of which the slowest takes three."""
 

