@@ -75,6 +75,7 @@ def theirs() -> PreTrainedTokenizerBase:
 
 
 @torch.no_grad()
+@pytest.mark.smoke
 def test_logits_are_those_of_transformers_llama(network: PreTrainedModel, processor: Processor) -> None:
     llama = AutoModelForCausalLM.from_pretrained(GGUF, gguf_file=FILE, dtype=torch.float32).eval()
     for text in TEXTS:

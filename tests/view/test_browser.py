@@ -95,6 +95,7 @@ def text_of(browser: Browser, selector: str) -> str:
     return browser.evaluate(f"document.querySelector({selector!r}).textContent")
 
 
+@pytest.mark.smoke
 def test_curves_are_drawn_and_grow(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with served(folder) as address:
