@@ -1,4 +1,4 @@
-"""Seeded small faults (mutants) of a source tree, all of them written into one copy of it and switched on one at a time.
+"""Seeded small faults (mutants) of a source tree, all written into one copy of it and switched on one at a time.
 
 `a < b` becomes `(a <= b if _mutant_(17) else a < b)`, so that one tree and one import serve all mutants, and a run
 without any tells which tests reach which of them.
@@ -115,9 +115,7 @@ def drawn(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
     for mutant in order:
         if len(taken) == count:
             break
-        if not any(
-            mutant.file == each.file and mutant.start < each.end and each.start < mutant.end for each in taken
-        ):
+        if not any(mutant.file == each.file and mutant.start < each.end and each.start < mutant.end for each in taken):
             taken.append(mutant)
     return sorted(taken, key=lambda each: (each.file, each.start))
 
@@ -197,7 +195,9 @@ def _changed(node: ast.expr) -> Iterator[ast.expr]:
     if isinstance(changed, ast.Compare) and type(changed.ops[0]) in COMPARED:
         changed.ops[0] = COMPARED[type(changed.ops[0])]()
         yield changed
-    elif isinstance(changed, ast.BinOp) and type(changed.op) in COMPUTED and not isinstance(changed.left, ast.JoinedStr):
+    elif (
+        isinstance(changed, ast.BinOp) and type(changed.op) in COMPUTED and not isinstance(changed.left, ast.JoinedStr)
+    ):
         changed.op = COMPUTED[type(changed.op)]()
         yield changed
     elif isinstance(changed, ast.BoolOp):
@@ -209,5 +209,5 @@ def _changed(node: ast.expr) -> Iterator[ast.expr]:
         yield changed.orelse
     elif isinstance(changed, ast.Constant) and isinstance(changed.value, bool):
         yield ast.Constant(not changed.value)
-    elif isinstance(changed, ast.Constant) and type(changed.value) in (int, float):
+    elif isinstance(changed, ast.Constant) and isinstance(changed.value, int | float):
         yield ast.Constant(changed.value + 1)

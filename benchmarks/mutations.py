@@ -17,11 +17,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import Queue
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -30,9 +30,39 @@ from rich.table import Table
 from benchmarks.mutants import Mutant, drawn, found_again, mutants_of, write_switches
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("fovea", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements", "docker", "examples")
+COPIED = (".ci", "fovea", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements", "docker", "examples")
 MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
 MAX_TESTS = 250
+QUIET = ("-q", "-p", "no:cacheprovider")
+FORK = """
+import builtins, json, os, signal, sys, time
+import pytest, fovea.build.run, fovea.cli.main, fovea.loop
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if (child := os.fork()) == 0:
+        os.setsid()
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+        builtins._mutant_.active = request["number"]
+        os.environ["FOVEA_MUTANT"] = str(request["number"])
+        code = int(pytest.main(request["words"]))
+        sys.stdout.flush()
+        os._exit(code)
+    end, code = time.monotonic() + request["limit"], None
+    while code is None:
+        done, status = os.waitpid(child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if done else None
+        if code is None and time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.02)
+    try:
+        os.killpg(child, signal.SIGKILL)  # what it has left behind
+    except ProcessLookupError:
+        pass
+    print(code, flush=True)
+"""
+"""The program of a process that forks for each mutant: a fresh one would import for five seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +97,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose product and tests are taken")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutations", help="where the copy is made")
     parser.add_argument("--markers", default=MARKERS, help="the tests, as pytest's -m says it")
+    parser.add_argument("--again", action="store_true", help="take the copy that an interrupted call has left there")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60, help="most seconds of tests for one mutant")
     options = parser.parse_args(arguments)
 
     earlier = read(options.earlier) if options.earlier else []
     mutants = chosen(options.tree, earlier, options.count, options.seed)
-    copy = copied(options.tree, options.folder)
-    write_switches(copy, "fovea", mutants)
-    reached = reach(copy, options.markers, options.processes)
+    copy = options.folder / options.tree.name  # some tests look at the folders beside the checkout
+    if not options.again:
+        copy_tree(options.tree, copy)
+        write_switches(copy, "fovea", mutants)
+        run_all(copy, options.markers, options.processes)
+    reached = read_reached(copy)
     first = {number: outcome.by for number, outcome in enumerate(earlier)}
+    warm = Queue[Warm]()
+    for _ in range(options.processes):
+        warm.put(Warm(copy))
 
     def judged(number: int) -> Outcome:
-        return judge(copy, number, mutants[number], earlier, reached, first.get(number, ""), options.seconds)
+        process = warm.get()
+        try:
+            return judge(process, number, mutants[number], earlier, reached, first.get(number, ""), options.seconds)
+        finally:
+            warm.put(process)
 
     with ThreadPoolExecutor(options.processes) as pool:
         outcomes = list(pool.map(judged, range(len(mutants))))
@@ -99,25 +140,19 @@ def chosen(tree: Path, earlier: Sequence[Outcome], count: int, seed: int) -> lis
     return [*drawn(mutants, count, seed)]
 
 
-def copied(tree: Path, folder: Path) -> Path:
-    """A copy of what the tests need, with the same environments beside it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder = folder / tree.name  # some tests look at the folders beside the checkout
+def copy_tree(tree: Path, folder: Path) -> None:
+    """Copy what the tests need, with the same environments beside it."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
     folder.mkdir(parents=True)
     for source in tree.iterdir():
         if source.is_file():
             shutil.copy(source, folder)
-        elif source.name in COPIED or source.name == ".ci":
+        elif source.name in COPIED:
             shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.name.startswith(".venv"):
             (folder / source.name).symlink_to(source.resolve())
     if (tree.parent / "shared").is_dir():
         (folder.parent / "shared").symlink_to((tree.parent / "shared").resolve())
-    return folder
-
-
-def pytest_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
 
 
 def environment(copy: Path, **more: str) -> dict[str, str]:
@@ -125,30 +160,37 @@ def environment(copy: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", **more}
 
 
-def reach(copy: Path, markers: str, processes: int) -> Reached:
-    """Run all tests once, and collect who reaches what."""
-    hits, report = copy.parent / "hits", copy.parent / "report.xml"
+def run_all(copy: Path, markers: str, processes: int) -> None:
+    """Run all tests once without a mutant, and note which of them reach which."""
+    hits = copy.parent / "hits"
     hits.mkdir()
     patience = "faulthandler_timeout=1200"  # of a busy machine
-    words = ["-n", str(processes), "--dist", "loadfile", "-o", patience, "-m", markers, f"--junitxml={report}"]
-    with (copy.parent / "reach.log").open("w") as log:
+    words = ["-n", str(processes), "--dist", "loadfile", "-o", patience, "-m", markers]
+    with (copy.parent / "all.log").open("w") as log:
         subprocess.run(
-            pytest_command(*words),
+            [sys.executable, "-m", "pytest", *QUIET, *words, f"--junitxml={copy.parent / 'all.xml'}"],
             cwd=copy,
             env=environment(copy, FOVEA_MUTANT_HITS=str(hits)),
             stdout=log,
             stderr=log,
             check=False,
         )
-    seconds = dict(passed(report, copy))
+
+
+def read_reached(copy: Path) -> Reached:
+    seconds = dict(passed(copy.parent / "all.xml", copy))
     tests: dict[int, set[str]] = {}
-    for line in (line for file in hits.iterdir() for line in file.read_text(encoding="utf-8").splitlines()):
-        number, _, test = line.partition("\t")
-        name, _, phase = test.rpartition(" (")
-        # what a fixture of a module reaches is reached for all of its tests
-        names = [name] if phase != "setup)" else [each for each in seconds if each.startswith(name.partition("::")[0])]
-        tests.setdefault(int(number), set()).update(names)
-    return Reached(tests_of={number: sorted(names & seconds.keys()) for number, names in tests.items()}, seconds=seconds)
+    for file in (copy.parent / "hits").iterdir():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            number, _, test = line.partition("\t")
+            name, _, phase = test.rpartition(" (")
+            module = name.partition("::")[0]
+            # what a fixture of a module reaches is reached for all of its tests
+            names = [name] if phase != "setup)" else [each for each in seconds if each.startswith(module)]
+            tests.setdefault(int(number), set()).update(names)
+    return Reached(
+        tests_of={number: sorted(names & seconds.keys()) for number, names in tests.items()}, seconds=seconds
+    )
 
 
 def passed(report: Path, copy: Path) -> Iterator[tuple[str, float]]:
@@ -162,7 +204,7 @@ def passed(report: Path, copy: Path) -> Iterator[tuple[str, float]]:
 
 
 def judge(
-    copy: Path,
+    process: Warm,
     number: int,
     mutant: Mutant | None,
     earlier: Sequence[Outcome],
@@ -185,34 +227,43 @@ def judge(
         if taken and total > seconds:
             break
         taken.append(test)
-    by = first_failure(copy, number, taken, limit=60 + 4 * total)
+    by = process.first_failure(number, taken, limit_seconds=60 + 4 * total)
     return Outcome(mutant=mutant, ended="killed" if by else "survived", by=by, tests=len(tests))
 
 
-def first_failure(copy: Path, number: int, tests: Sequence[str], limit: float) -> str:
-    """The first test that fails with a mutant on, or does not end; empty if all pass."""
-    report = copy.parent / f"mutant-{number}.log"
-    began = time.monotonic()
-    with report.open("w") as log:
-        process = subprocess.Popen(
-            pytest_command("-x", "--tb=no", "-rfE", *tests),
+class Warm:
+    """A process that has imported the product, and forks for each mutant."""
+
+    def __init__(self, copy: Path) -> None:
+        self._folder = copy.parent
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FORK],
             cwd=copy,
-            env=environment(copy, FOVEA_MUTANT=str(number)),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            env=environment(copy),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = -9
-        subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
-        process.wait()
-    if code == 0:
-        return ""
-    failed = [line.split(" ", 2)[1] for line in report.read_text().splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    took = f"{time.monotonic() - began:.0f} s"
-    return failed[0] if failed else f"exit code {code} after {took}"
+
+    def first_failure(self, number: int, tests: Sequence[str], limit_seconds: float) -> str:
+        """The first test that fails with a mutant on, or does not end; empty if all pass."""
+        log = self._folder / f"mutant-{number}.log"
+        request = {
+            "number": number,
+            "words": [*QUIET, "-x", "--tb=no", "-rfE", *tests],
+            "log": str(log),
+            "limit": limit_seconds,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        if code == 0:
+            return ""
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        failed = [line.split(" ", 2)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return failed[0] if failed else f"exit code {code}"
 
 
 def show(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
