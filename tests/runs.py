@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from typer.testing import CliRunner, Result
@@ -90,42 +91,26 @@ def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
 
 def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
     """SIGKILL: no handler, no flush, no goodbye."""
-    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(run_dir)) < steps:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "the run took too long to get going"
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with _under_way(command(*arguments), run_dir, steps, stdout=subprocess.DEVNULL):
+        pass
 
 
 def arguments(run_dir: Path, *settings: str) -> list[str]:
     return ["train", "recipes/shapes.yaml", f"run_dir={run_dir}", *QUICK, *settings]
 
 
-def _as_in_a_terminal() -> None:
-    """Undo what a shell does to the signals of a suite that runs in the background, and a child would inherit."""
-    for each in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_DFL)
-
-
 @contextmanager
 def going(run_dir: Path, *settings: str, steps: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """A run that has taken at least so many steps; killed at the end of the block if it still goes."""
-    command = [*before, sys.executable, "-m", "fovea", *arguments(run_dir, *settings)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=_as_in_a_terminal,  # noqa: PLW1509
-    )
+    words = [*before, *command(*arguments(run_dir, *settings))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with _under_way(words, run_dir, steps, **pipes, text=True, preexec_fn=_as_in_a_terminal) as process:
+        yield process
+
+
+@contextmanager
+def _under_way(words: Sequence[str], run_dir: Path, steps: int, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), **options)
     try:
         deadline = time.monotonic() + 120
         while len(read_metrics(run_dir)) < steps:
@@ -136,3 +121,9 @@ def going(run_dir: Path, *settings: str, steps: int, before: Sequence[str] = ())
     finally:
         process.kill()
         process.wait()
+
+
+def _as_in_a_terminal() -> None:
+    """Undo what a shell does to the signals of a suite that runs in the background, and a child would inherit."""
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
