@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -85,15 +84,8 @@ def final_weights(run_dir: Path, step: int) -> dict[str, bytes]:
 def kill_when_steps_are_taken(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
     """SIGKILL: no handler, no flush, no goodbye."""
     process = WarmProcess(["fovea", *arguments], environment(), stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(run_dir)) < steps:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "the run took too long to get going"
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with until_killed(process):
+        wait_for_steps(run_dir, steps, process)
 
 
 def arguments(run_dir: Path, *settings: str) -> list[str]:

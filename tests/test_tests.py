@@ -8,13 +8,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LOOKED_AT = ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.Constant
 Imported = tuple[int, str, str]
 """Line, local name and dotted origin."""
 
 
 def faults(code: str) -> set[str]:
     """Faults of a module's code, each with its line."""
-    nodes = list(ast.walk(ast.parse(code)))
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, LOOKED_AT)]
     imports = list(imports_of(nodes))
     origins = {name: origin for _, name, origin in imports}
     return {*faults_of_imports(imports), *faults_of_paths(nodes, origins), *faults_of_scripts(nodes)}
