@@ -21,6 +21,7 @@ from fovea.cli import main as cli
 from fovea.cli.words import sort_words
 from fovea.config.describe import describe
 from fovea.config.loading import load_config
+from tests.tables import table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,7 +115,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("command", OURS, ids=name_of)
+@table("command", OURS)
 def test_the_command_line_takes_it(command: Command) -> None:
     words = command.fovea
     assert words
@@ -128,7 +129,7 @@ def test_the_command_line_takes_it(command: Command) -> None:
         assert all(describe(key) for key in keys)
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each not in OURS], ids=name_of)
+@table("command", [each for each in COMMANDS if each not in OURS])
 def test_what_it_names_of_ours_is_there(command: Command) -> None:
     words = command.words
     if words[0] == "make":

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import fovea
 from fovea.errors import BadRowError, FoveaError, MicrobatchMemoryError, first_line, raised, result_or_error
+from tests.tables import table
 
 MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
     BadRowError: ("image_damaged",),
@@ -36,7 +35,7 @@ def all_errors() -> list[type[FoveaError]]:
     return sorted(set(found), key=lambda each: each.__name__)
 
 
-@pytest.mark.parametrize("kind", all_errors())
+@table("kind", all_errors())
 def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
     error = kind("the message", *MORE_ARGUMENTS.get(kind, ()))
     arrived = pickle.loads(pickle.dumps(error))

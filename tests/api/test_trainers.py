@@ -26,6 +26,7 @@ from fovea.config.run import Config
 from fovea.types import ImageRef, Message, Score, Task
 from tests.api.small import SETTINGS
 from tests.saved import saved_bytes
+from tests.tables import table
 
 SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
 TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/", "gib/")
@@ -300,7 +301,7 @@ def test_of_several_recipes_later_ones_win() -> None:
     assert yaml.safe_load(done.output) == yaml.safe_load(dump_config(config))
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "message"),
     [
         ({"rollout": {"top_q": 1}}, r"arguments: rollout\.top_q: no such setting; did you mean rollout\.top_k|top_p"),

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from fovea.cli import main as cli
 from fovea.cli.errors import with_options
+from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
@@ -35,7 +36,7 @@ def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
     assert "..." not in summaries
 
 
-@pytest.mark.parametrize(
+@table(
     "words",
     [[name] for name in COMMANDS]
     + [["data", name] for name in DATA_SETS]

@@ -23,6 +23,7 @@ from fovea.config.loading import dump_config, load_config
 from fovea.config.papers import DEFAULTS_OF
 from fovea.config.run import Algorithm, Config, Model
 from fovea.errors import ConfigError
+from tests.tables import table
 
 RECIPE = "recipes/shapes.yaml"
 
@@ -102,8 +103,8 @@ def test_true_and_false_stand_for_an_optional_section() -> None:
     assert settings("algorithm.name=rloo", "algorithm.kl=null").algorithm.kl is None
 
 
-@pytest.mark.parametrize("old", DEFAULTS_OF)
-@pytest.mark.parametrize("new", DEFAULTS_OF)
+@table("old", DEFAULTS_OF)
+@table("new", DEFAULTS_OF)
 def test_a_name_over_a_resolved_config_leaves_nothing_of_the_old_one(old: str, new: str, tmp_path: Path) -> None:
     written = tmp_path / "config.yaml"
     written.write_text(dump_config(settings(f"algorithm.name={old}", "algorithm.entropy_coef=0.02")))
@@ -186,7 +187,7 @@ def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
         settings("algorithm.kl.estimator=k1")
 
 
-@pytest.mark.parametrize(
+@table(
     ("overrides", "message"),
     [
         (["algorithm.name=rloo", "rollout.samples_per_prompt=1"], "advantage=rloo compares the completions"),
@@ -217,8 +218,8 @@ def test_what_a_run_is_told(overrides: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("shapes*.yaml")), ids=str)
-@pytest.mark.parametrize("name", DEFAULTS_OF)
+@table("recipe", sorted(Path("recipes").glob("shapes*.yaml")))
+@table("name", DEFAULTS_OF)
 def test_any_name_goes_over_any_recipe(recipe: Path, name: str) -> None:
     assert load_config([recipe], [f"algorithm.name={name}"]).algorithm.name == name
 

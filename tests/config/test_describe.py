@@ -6,6 +6,7 @@ import pytest
 
 from fovea.config.describe import describe
 from fovea.errors import ConfigError
+from tests.tables import table
 
 
 def test_every_setting_is_described() -> None:
@@ -14,7 +15,7 @@ def test_every_setting_is_described() -> None:
     assert [setting.key for setting in described if not setting.doc.strip()] == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("key", "type_text", "default"),
     [
         ("seed", "integer >= 0 and < 4294967296", "0"),

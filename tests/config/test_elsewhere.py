@@ -15,6 +15,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.metrics.names import definition_of
+from tests.tables import table
 
 ALL = [(system, each) for system in systems().values() for each in system.settings]
 OURS = {setting.key for setting in describe()} | {
@@ -57,7 +58,7 @@ def reads_as(system: System, setting: Counterpart) -> str:
     return f"{system.name}-{setting.theirs}"
 
 
-@pytest.mark.parametrize(("typed", "right"), TYPED.items())
+@table(("typed", "right"), TYPED.items())
 def test_what_people_typed_leads_to_the_right_setting(typed: str, right: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([Path("recipes/shapes.yaml")], [f"{typed}=1"])
@@ -75,7 +76,7 @@ def moved_or_unknown() -> Iterator[tuple[str, Counterpart]]:
             yield reads_as(system, setting), setting
 
 
-@pytest.mark.parametrize(("name", "setting"), list(moved_or_unknown()))
+@table(("name", "setting"), list(moved_or_unknown()))
 def test_every_setting_with_a_counterpart_leads_to_it(name: str, setting: Counterpart) -> None:
     message = unknown_key(setting.theirs)
     assert any(key in message for key in setting.ours), message
@@ -85,7 +86,7 @@ def test_there_are_at_least_as_many_as_were_counted_once() -> None:
     assert len(list(moved_or_unknown())) >= 118
 
 
-@pytest.mark.parametrize(("name", "setting"), [(reads_as(*pair), pair[1]) for pair in ALL])
+@table(("name", "setting"), [(reads_as(*pair), pair[1]) for pair in ALL])
 def test_a_counterpart_is_a_setting(name: str, setting: Counterpart) -> None:
     assert bool(setting.ours) != bool(setting.none), "a counterpart, or the reason why there is none"
     assert [key for key in setting.ours if key not in SECTIONS and key not in Config.model_fields] == []

@@ -17,6 +17,7 @@ import pytest
 from fovea.config.base import leaves
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_recipe
+from tests.tables import table
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE, VERL_RECIPE = RECIPES / "geo3k.yaml", RECIPES / "geo3k_qwen2_5_vl_7b.yaml"
@@ -127,7 +128,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize(
+@table(
     ("recipes", "key", "theirs", "value"),
     [(recipes, key, *entry) for recipes, table in TABLES for key, entry in table.items()],
 )

@@ -23,6 +23,7 @@ from fovea.config.run import (
     Warmup,
 )
 from fovea.errors import ConfigError
+from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -145,7 +146,7 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
 # Errors
 
 
-@pytest.mark.parametrize(
+@table(
     ("override", "message"),
     [
         ("rollout.top_pp=1", "rollout.top_pp: no such setting; did you mean rollout.top_p?"),
@@ -271,7 +272,7 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
     )
 
 
-@pytest.mark.parametrize(
+@table(
     ("content", "message"),
     [
         ("seed: 1\nseed: 2\n", " line 2: not valid YAML: seed is written twice"),
@@ -412,7 +413,7 @@ def test_what_a_missing_recipe_is_told(recipe: Path, name: str, message: str) ->
 # Round trip
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@table("path", RECIPES)
 def test_every_recipe_parses_and_comes_back(path: Path, tmp_path: Path) -> None:
     config = load_config([path], [])
     (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")

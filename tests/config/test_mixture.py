@@ -11,6 +11,7 @@ from fovea.config.loading import dump_config, keys_of, load_config
 from fovea.config.mixture import MixtureEnvironment
 from fovea.config.run import Config, Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from fovea.errors import ConfigError
+from tests.tables import table
 
 RECIPE = """
 model: {tiny: {}}
@@ -65,7 +66,7 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
+@table(
     ("override", "message"),
     [
         (f"{GEOMETRY}.shar=2", r"geometry\.shar: no such setting; did you mean environment\.parts\.PART\.share\?"),

@@ -12,6 +12,7 @@ from fovea.config.loading import dump_config, load_config
 from fovea.config.recipes import read_yaml
 from fovea.config.run import Config
 from fovea.errors import ConfigError
+from tests.tables import table
 
 OLD = read_yaml(OLD_KEYS.read_bytes(), str(OLD_KEYS))
 RECIPE = Path("recipes/shapes.yaml")
@@ -28,7 +29,7 @@ def exists(key: str, section: type[Section] = Config) -> bool:
     return any(exists(below, inner) for inner in sections_of(field))
 
 
-@pytest.mark.parametrize(("old", "new"), OLD["moved"].items())
+@table(("old", "new"), OLD["moved"].items())
 def test_each_moved_key_names_a_setting_that_there_is(old: str, new: str) -> None:
     assert not exists(old), "a key that has not moved"
     assert exists(new.split(maxsplit=1)[0])

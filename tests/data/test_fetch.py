@@ -23,6 +23,7 @@ from fovea.data.pinned_network import is_public
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.data.web import Site, served
+from tests.tables import table
 
 WHERE = "rows.jsonl row 3, image 1"
 CERTIFICATE = Path(__file__).with_name("images.example.pem")
@@ -137,7 +138,7 @@ def test_private_addresses_are_refused(host: str, site: Site) -> None:
     assert not site.asked, "nothing was sent to it"
 
 
-@pytest.mark.parametrize(
+@table(
     ("address", "public"),
     [
         ("93.184.216.34", True),

@@ -20,6 +20,7 @@ from fovea.config.sections import Conversion
 from fovea.data.images import open_image
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
+from tests.tables import table
 
 WHERE = "train.parquet row 12, image 1"
 
@@ -129,8 +130,8 @@ def test_first_frame_of_an_animation(kind: str) -> None:
     np.testing.assert_allclose(values(open_bytes(content))[4, 4], (255, 0, 0), atol=1)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@table("orientation", range(1, 9))
+@table("kind", ["PNG", "TIFF"])
 def test_exif_rotation_is_applied_once(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation

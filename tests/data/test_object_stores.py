@@ -22,6 +22,7 @@ from fovea.build.given import rows_as_files
 from fovea.config.run import Config
 from fovea.data.cells import image_refs
 from fovea.errors import BadRowError, MissingExtraError
+from tests.tables import table
 
 COLOURS = {
     "s3://bucket/image1.png": (255, 0, 0),
@@ -137,8 +138,8 @@ def test_a_store_whose_package_is_missing_names_it(url: str, extra: str, tmp_pat
         make_opener(config_of(tmp_path, []).data, tmp_path)(ref)
 
 
-@pytest.mark.parametrize("folder", [None, "/data", "s3://bucket/data"])
-@pytest.mark.parametrize(
+@table("folder", [None, "/data", "s3://bucket/data"])
+@table(
     ("path", "reason"),
     [
         ("file:///etc/passwd", "image_outside_folder"),

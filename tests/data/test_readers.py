@@ -25,6 +25,7 @@ from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.errors import BadRowError, DataError, MissingExtraError
 from tests.data.three_rows import ROWS, as_csv, opened
 from tests.data.web import served
+from tests.tables import table
 
 
 def as_parquet(path: Path) -> str:
@@ -89,7 +90,7 @@ def as_in_a_bucket(path: Path) -> str:
     return f"memory://{path.name}/r.jsonl"
 
 
-@pytest.mark.parametrize(
+@table(
     "make",
     [
         *(as_parquet, as_jsonl, as_json, as_lines_called_json, as_csv, as_tsv),
@@ -210,8 +211,8 @@ def test_a_key_that_comes_twice_makes_a_bad_row(tmp_path: Path) -> None:
         rows[1]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-@pytest.mark.parametrize("make", [as_csv, as_tsv, as_jsonl, as_json])
+@table("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@table("make", [as_csv, as_tsv, as_jsonl, as_json])
 def test_text_in_another_encoding_is_one_line(make: Callable[[Path], str], encoding: str, tmp_path: Path) -> None:
     path = Path(make(tmp_path))
     path.write_text(path.read_text(encoding="utf-8-sig"), encoding=encoding)
@@ -443,7 +444,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
     assert len(image_refs(objects, None, forms(), where="w", folder=tmp_path)) == 2 + len(forms())
 
 
-@pytest.mark.parametrize(
+@table(
     ("cell", "reason"),
     [
         ("", "image_kind"),

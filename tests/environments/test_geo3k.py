@@ -20,6 +20,7 @@ from fovea.environments.geo3k import Geo3k, grade
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef, Task
 from tests.grading import scored
+from tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
 VERL = {"prompt_key": "prompt", "answer_key": "reward_model"}
@@ -203,7 +204,7 @@ def test_a_grade_says_why() -> None:
     assert grade("12", "12").reason == r"no \boxed{} that closes"
 
 
-@pytest.mark.parametrize(
+@table(
     ("cells", "problem"),
     [
         (row(num_images=2), "1 <image> marks but 2 images, which do not pair up"),

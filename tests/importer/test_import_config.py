@@ -19,6 +19,7 @@ from tests.importer.runs_of_others import (
     VERL_VARIANTS,
     WITHOUT_ITS_OWN_LIMIT,
 )
+from tests.tables import table
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_share_of_an_unknown_number_of_steps_is_not_guessed(run: Path) -> None
     assert "a share of a number of steps" in error_of("geo3k.yaml", "actor.training_backend=megatron")
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         (

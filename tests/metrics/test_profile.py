@@ -17,6 +17,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "shapes.yaml"
 SMALL = [
     *("environment.train_size=64", "environment.dev_size=8", "environment.test_size=8"),
     *("warmup=null", "evaluate.image_controls=false", "evaluate.shared_images=ignore", "log.tensorboard=false"),
+    *("evaluate.test_size=2", "parity.prompts=0"),
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"),
 ]
 
@@ -75,7 +76,7 @@ def test_what_runs_beside_the_update_or_within_a_phase_is_not_counted_twice() ->
     assert times == {name: x for name, x in seconds.items() if name != "push"} | {"between": 0.5}
 
 
-def test_a_real_run_leaves_a_trace_and_a_table(tmp_path: Path) -> None:
+def test_a_real_run_leaves_a_trace_and_a_table_and_a_step_more_its_own(tmp_path: Path) -> None:
     output = train(tmp_path, "max_steps=5", "profile=true")
     folder = tmp_path / "profile"
     assert f"profile: {folder / 'phases.txt'}, {folder / 'trace.json.gz'}" in output.splitlines()
@@ -96,11 +97,8 @@ def test_a_real_run_leaves_a_trace_and_a_table(tmp_path: Path) -> None:
     assert "aten::mm" in text
     assert "rollout (outside operators)" in text
 
-
-def test_one_step_is_enough_and_a_finished_run_has_none_to_look_at(tmp_path: Path) -> None:
-    assert "Phases, step 1 (tracer on)" in train(tmp_path, "max_steps=1", "profile=true")
-    assert "profile:" not in train(tmp_path, "max_steps=1", "profile=true", "resume=auto")
-    assert "Phases, step 2 (tracer on)" in train(tmp_path, "max_steps=2", "profile=true", "resume=auto")
+    assert "profile:" not in train(tmp_path, "max_steps=5", "profile=true", "resume=auto"), "no step is left"
+    assert "Phases, step 6 (tracer on)" in train(tmp_path, "max_steps=6", "profile=true", "resume=auto")
 
 
 def test_off_leaves_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fovea.train.base import ModelFacts
 from fovea.types import Batch, Completion, Group, Sample, SampleGroup, Score, Task
 from tests.policies import make_policy
 from tests.records import all_actions, one_turn
+from tests.tables import table
 from tests.tiny_models import image, mixed_prompts, renderer, tiny, user
 
 ONE_TERATION = 1e12
@@ -82,7 +83,7 @@ def test_what_is_not_known_is_not_reported() -> None:
     assert rates([group(5)], seconds, 200).keys() == {"samples_per_second", "tokens_per_second"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "tflops"),
     [
         ("NVIDIA A100-SXM4-80GB", 312),

@@ -4,54 +4,123 @@ from __future__ import annotations
 
 import json
 import socket
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from fovea.cli.main import app
+from fovea.cli.doctor import check_parity
+from fovea.environments.prompt_source import PromptedTask, PromptSource
+from fovea.errors import DataError
+from fovea.run.parity_rows import usable_prompts
+from tests.fakes import bandit_run
 
 TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300, vision_depth: 1}"
-SLOW = ["data.allow_private_addresses=true", "data.url_timeout_seconds=0.4", "data.url_retries=0"]
+SLOW = ["data.allow_private_addresses=true", "data.url_timeout_seconds=0.1", "data.url_retries=0"]
+PLAIN: dict[str, object] = {"question": "How many are two?", "answer": "2", "image": None}
 
 
-def doctor(folder: Path, rows: list[dict[str, object]], *words: str) -> Result:
+def look(folder: Path, rows: list[dict[str, object]], *words: str) -> bool:
+    """Run the gate of `fovea doctor`."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"environment: {{name: vqa, train_files: [{file}], test_files: [{file}], dev_share: 0}}\n")
     small = [TINY, "data.on_bad_row=skip", "parity.prompts=2", "rollout.max_new_tokens=4", *SLOW]
-    return CliRunner().invoke(app, ["doctor", str(recipe), *small, *words], env={"COLUMNS": "400"})
+    return check_parity([recipe], [*small, *words])
 
 
 @pytest.fixture
-def dead() -> object:
-    with socket.create_server(("127.0.0.1", 0), backlog=500) as silent:
-        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+def silent() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=500) as server:
+        yield server
 
 
-def row(url: str, number: int) -> dict[str, object]:
-    return {"question": f"How many in {number}?", "answer": "2", "image": f"{url}/{number}.png"}
+def row(server: socket.socket, number: int) -> dict[str, object]:
+    url = f"http://127.0.0.1:{server.getsockname()[1]}/{number}.png"
+    return {"question": f"How many in {number}?", "answer": "2", "image": url}
 
 
-def test_a_dead_host_is_named_and_not_waited_for(tmp_path: Path, dead: str) -> None:
-    """300 rows at .4 s each would be two minutes."""
-    started = time.monotonic()
-    done = doctor(tmp_path, [row(dead, number) for number in range(300)])
-    assert time.monotonic() - started < 60
-    assert "none of the first 300 training rows can be used" in done.output
-    host = dead.removeprefix("http://")
-    assert done.output.count(f"{host} failed for 3 images in a row, the last one: ") == 1
-    assert "parity gate: 0 of 2 rows found among 1 tried" in done.output
+def connections(server: socket.socket) -> int:
+    """How many came, whether or not they have ended."""
+    server.setblocking(False)
+    for number in range(500):
+        try:
+            server.accept()[0].close()
+        except BlockingIOError:
+            return number
+    return 500
 
 
-def test_the_search_ends_in_time_with_the_rows_found(tmp_path: Path, dead: str) -> None:
-    plain: dict[str, object] = {"question": "How many are two?", "answer": "2", "image": None}
-    rows = [plain, *(row(dead, number) for number in range(300)), plain]
-    never_given_up = "data.url_host_pause_seconds=0"
-    done = doctor(tmp_path, rows, never_given_up, "parity.max_search_seconds=2")
-    assert done.exit_code == 0, done.output
-    assert "1 of 2 rows found among" in done.output
-    failed = doctor(tmp_path, rows[1:], never_given_up, "parity.max_search_seconds=2")
-    assert "training rows can be used in parity.max_search_seconds=2, the last one: " in failed.output
+def test_a_dead_host_is_named_and_not_waited_for(
+    tmp_path: Path, silent: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match="none of the first 300 training rows can be used"):
+        look(tmp_path, [row(silent, number) for number in range(300)])
+    assert connections(silent) == 3
+    said = "".join(capfd.readouterr())
+    host = f"127.0.0.1:{silent.getsockname()[1]}"
+    assert said.count(f"{host} failed for 3 images in a row, the last one: ") == 1
+    assert "parity gate: 0 of 2 rows found among 1 tried" in said
+
+
+def test_the_search_ends_before_its_last_row_with_the_rows_found(
+    tmp_path: Path, silent: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [PLAIN, *(row(silent, number) for number in range(300)), PLAIN]
+    # 300 rows at .1 s each are 30 s
+    assert look(tmp_path, rows, "data.url_host_pause_seconds=0", "parity.max_search_seconds=0.3")
+    assert "│ 1 without images │" in capfd.readouterr().out
+
+
+TASKS, ROW_SECONDS = 16, 10.0
+
+
+def search(folder: Path, usable: Callable[[int], bool], *, max_seconds: float) -> tuple[list[str], list[str]]:
+    """The rows that are found where each takes its time, and the lines about the others."""
+    run = bandit_run(folder)
+    source, now, said = run.sources.train, 0.0, list[str]()
+
+    class Slow(PromptSource):
+        def __init__(self) -> None:
+            pass
+
+        tasks = source.tasks
+
+        def __len__(self) -> int:
+            return len(source)
+
+        def render(self, task: object, *messages: object) -> PromptedTask:
+            nonlocal now
+            now += ROW_SECONDS / 2  # a row is rendered twice, the second time without its images
+            if not usable(source.tasks.index(task)):
+                raise DataError(f"{task.id} is broken")
+            return source.render(task, *messages)
+
+    found = usable_prompts(Slow(), run.environment, 3, max_seconds=max_seconds, say=said.append, clock=lambda: now)
+    return [prompted.task.id for _, prompted in found], said
+
+
+def test_the_search_has_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
+    found, said = search(tmp_path, lambda number: number in (1, 2, 4, 5), max_seconds=1000.0)
+    assert found == ["train/1", "train/2", "train/4"]
+    assert said == [
+        "parity gate: 0 of 3 rows found among 1 tried; train/0 is broken",
+        "parity gate: 2 of 3 rows found among 4 tried; train/3 is broken",
+    ]
+
+
+def test_rows_found_in_time_are_all(tmp_path: Path) -> None:
+    found, _ = search(tmp_path, lambda number: number in (0, 4, 5), max_seconds=2 * ROW_SECONDS)
+    assert found == ["train/0"]
+    assert search(tmp_path, lambda _: True, max_seconds=0.0)[0] == ["train/0"], "one row is always tried"
+
+
+def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"^none of the first 4 training rows can be used in parity\.max_search_seconds=20, the last one: train/3 is",
+    ):
+        search(tmp_path, lambda _: False, max_seconds=2 * ROW_SECONDS)
+    with pytest.raises(DataError, match=rf"^none of the first {TASKS} training rows can be used, the last one: train/15"):
+        search(tmp_path, lambda _: False, max_seconds=1000.0)

@@ -22,6 +22,7 @@ from fovea.workflows.inputs import (
     read_inputs,
     settings_of,
 )
+from tests.tables import table
 
 PUBLISHED = {
     "env_name": "geospot",
@@ -114,7 +115,7 @@ def test_a_file_and_json_are_the_same(tmp_path: Path) -> None:
     assert read_inputs(TrainingInputs, str(tmp_path / "in.json")) == read_inputs(TrainingInputs, text)
 
 
-@pytest.mark.parametrize(
+@table(
     ("source", "message"),
     [
         ('{"learning_rat": 1}', "learning_rat: no such input; did you mean learning_rate?"),

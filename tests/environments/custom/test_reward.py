@@ -32,6 +32,7 @@ from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
 from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
+from tests.tables import table
 
 CONFIG = Config.model_validate({"model": {"tiny": {}}})
 TASK = BanditEnvironment().tasks("train")[0]
@@ -149,7 +150,7 @@ def test_marks_are_kept_beside_the_parts() -> None:
             score_of({"answer": 1, "marks": marks}, num_images=2)
 
 
-@pytest.mark.parametrize(
+@table(
     ("returned", "problem"),
     [
         (None, "None, which is no number (is there a `return`?); a score is one, or parts by name; fix it"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fovea.environments.geospot.countries import country_code, country_codes, country_name
+from tests.tables import table
 
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "cases" / "country_alias_cases_sample.jsonl"
 
@@ -80,13 +81,13 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "code"), [case for case in cases() if case[0] != "GER."])
+@table(("name", "code"), [case for case in cases() if case[0] != "GER."])
 def test_names_of_countries(name: str, code: str) -> None:
     assert country_code(name) == code
     assert country_code(f"  **{name}**. ") == code
 
 
-@pytest.mark.parametrize("name", ["", " ", *NO_COUNTRY])
+@table("name", ["", " ", *NO_COUNTRY])
 def test_what_is_no_country_or_two(name: str) -> None:
     assert country_code(name) is None
 
@@ -107,7 +108,7 @@ def test_every_country_is_known_by_its_name_and_codes() -> None:
     assert all(country_code(code) == code for code in country_codes())
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "code"),
     [
         ("Probably France", "FR"),

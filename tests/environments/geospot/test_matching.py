@@ -11,6 +11,7 @@ import pytest
 from fovea.environments.geospot.folding import fold, spellings
 from fovea.environments.geospot.gazetteer import LatLon, country_distance_km, great_circle_km
 from fovea.environments.geospot.matching import same_city, same_region
+from tests.tables import table
 
 LOCATIONS = Path(__file__).parents[4] / "shared" / "data" / "geospot" / "locations_160.csv"
 
@@ -50,17 +51,17 @@ def pairs(text: str) -> list[tuple[str, str, str]]:
     return [(entry[3:].partition("=")[0], entry.partition("=")[2], entry[:2]) for entry in entries]
 
 
-@pytest.mark.parametrize(("given", "truth", "country"), pairs(SAME_REGION))
+@table(("given", "truth", "country"), pairs(SAME_REGION))
 def test_one_region(given: str, truth: str, country: str) -> None:
     assert same_region(given, truth, country)
 
 
-@pytest.mark.parametrize(("given", "truth", "country"), [*pairs(OTHER_REGION), ("", "Montana", "US")])
+@table(("given", "truth", "country"), [*pairs(OTHER_REGION), ("", "Montana", "US")])
 def test_other_regions(given: str, truth: str, country: str) -> None:
     assert not same_region(given, truth, country)
 
 
-@pytest.mark.parametrize(("given", "truth", "country"), pairs(SAME_CITY))
+@table(("given", "truth", "country"), pairs(SAME_CITY))
 def test_one_city(given: str, truth: str, country: str) -> None:
     assert same_city(given, truth, country)
 

@@ -14,6 +14,7 @@ from fovea.environments.geospot.gazetteer import LatLon
 from fovea.environments.geospot.parsing import parse_answer
 from fovea.environments.geospot.reward import grade
 from tests.grading import within_a_second
+from tests.tables import table
 
 SYDNEY = -(33 + 52 / 60 + 10 / 3600)
 PARIS = """
@@ -49,7 +50,7 @@ City: Paris\\nRegion (state or province): Île-de-France\\nCountry: FR\\nLatitud
 """
 
 
-@pytest.mark.parametrize("text", PARIS.strip().splitlines())
+@table("text", PARIS.strip().splitlines())
 def test_forms_of_one_answer(text: str) -> None:
     text = text.replace("\\n", "\n").replace("\\\\", "\\")
     answer = parse_answer(text)
@@ -110,7 +111,7 @@ def test_alternatives_inside_an_object_are_not_the_answer() -> None:
     assert parse_answer(json.dumps(nested)).country == "Australia"
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "fields"),
     [
         ("", (None, None, None, None)),
@@ -145,7 +146,7 @@ def test_what_is_there_and_what_is_not(text: str, fields: tuple[object, ...]) ->
     assert (answer.country, answer.region, answer.city, answer.at) == fields
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "degrees"),
     [
         *(
@@ -175,7 +176,7 @@ def test_latitudes(text: str, degrees: float | None) -> None:
     assert parse_degrees(text, "lat") == (None if degrees is None else pytest.approx(degrees, abs=1e-9))
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "point"),
     [
         *(
@@ -228,7 +229,7 @@ def test_twenty_thousand_texts_get_a_score(text: str) -> None:
     check_any_text(text)
 
 
-@pytest.mark.parametrize(
+@table(
     "text",
     [
         "{" * 200_000,

@@ -14,6 +14,7 @@ from fovea.environments.geo3k import grade
 from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.environments.graders.math_formula import formula_value
 from tests.grading import within_a_second
+from tests.tables import table
 
 OWN = [
     json.loads(line) for line in Path(__file__).with_name("maths_cases.jsonl").read_text(encoding="utf-8").splitlines()
@@ -23,7 +24,7 @@ CASES = Path(__file__).parents[4] / "shared" / "data" / "cases" / "grading_cases
 MIN_PER_SECOND = 1000
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "boxed"),
     [
         (r"\boxed{12}", "12"),
@@ -158,13 +159,13 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize(("truth", "given_answer"), [(t, g) for t, given in EQUAL.items() for g in given])
+@table(("truth", "given_answer"), [(t, g) for t, given in EQUAL.items() for g in given])
 def test_equal(truth: str, given_answer: str) -> None:
     assert same_answer(given_answer, truth)
     assert same_answer(truth, given_answer)
 
 
-@pytest.mark.parametrize(("truth", "given_answer"), [(t, g) for t, given in DIFFERENT.items() for g in given])
+@table(("truth", "given_answer"), [(t, g) for t, given in DIFFERENT.items() for g in given])
 def test_different(truth: str, given_answer: str) -> None:
     assert not same_answer(given_answer, truth)
     assert not same_answer(truth, given_answer)
@@ -214,7 +215,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@table("text", HOSTILE)
 def test_hostile_answers_end_quickly(text: str) -> None:
     def grade_it() -> bool:
         last_boxed(text)
@@ -269,7 +270,7 @@ def test_formulas_have_the_value_of_their_arithmetic(a: int, b: int, c: int) -> 
         assert found.error < 1e-11
 
 
-@pytest.mark.parametrize("case", OWN, ids=[case["truth"] for case in OWN])
+@table("case", OWN)
 def test_right_and_wrong_answers(case: dict[str, list[str]]) -> None:
     truth = str(case["truth"])
     assert [answer for answer in case["right"] if not same_answer(answer, truth)] == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import permutations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.environments.geo3k import grade
+from tests.tables import table
 
 # Names alone are left out: `x = y` says the value y of x, and is right for both.
 TRUTHS = [
@@ -62,7 +62,7 @@ def test_every_truth_is_right_for_itself_alone() -> None:
     assert [right_for(truth) for truth in TRUTHS] == [[truth] for truth in TRUTHS]
 
 
-@pytest.mark.parametrize("between", BETWEEN)
+@table("between", BETWEEN)
 def test_no_pair_of_answers_is_right_for_two_truths(between: str) -> None:
     pairs = permutations(("12", "6", "5.5", "6.71", r"\frac{11}{2}", r"3 \sqrt{5}"), 2)
     answers = [f"{before}{one}{between}{other}" for before in ("", "x = ") for one, other in pairs]
@@ -79,7 +79,7 @@ def test_no_hedge_is_right_for_two_truths(before: str, parts: list[tuple[str, st
     assert len(right_for(answer)) <= 1, right_for(answer)
 
 
-@pytest.mark.parametrize(
+@table(
     ("answer", "truths"),
     [
         (r"\frac{11}{2} \approx 6", ["5.5"]),

@@ -16,6 +16,7 @@ from fovea.environments.graders.vqa_words import same_words, spelled
 from fovea.environments.vqa import grade
 from fovea.errors import BadRowError
 from tests.grading import within_a_second
+from tests.tables import table
 
 OWN = [
     json.loads(line) for line in Path(__file__).with_name("vqa_cases.jsonl").read_text(encoding="utf-8").splitlines()
@@ -24,7 +25,7 @@ SHARED = Path(__file__).parents[4] / "shared" / "data" / "cases" / "vqa_cases_sa
 OPTIONS = ("cat", "dog", "red car", "4")
 
 
-@pytest.mark.parametrize("case", OWN, ids=[case["truth"] for case in OWN])
+@table("case", OWN)
 def test_right_and_wrong_answers(case: dict[str, list[str]]) -> None:
     truth = str(case["truth"])
     assert [answer for answer in case["right"] if grade(answer, truth).score != 1] == []
@@ -57,7 +58,7 @@ def test_where_an_answer_is_found(response: str, answer: str) -> None:
     assert found_answer(response) == answer
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "words"),
     [
         ("The Two  Dogs!", "2 dogs"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fovea.environments.data_sets.vqa_questions import QUESTION_TYPES, ask
 from fovea.environments.vqa import grade
+from tests.tables import table
 
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "vqa"
 TRUTHS = [
@@ -247,7 +248,7 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize("truth", HONEST)
+@table("truth", HONEST)
 def test_honest_sentences_are_right(truth: str) -> None:
     assert [answer for answer in HONEST[truth] if grade(answer, truth).score != 1] == []
 
