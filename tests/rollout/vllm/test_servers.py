@@ -15,9 +15,10 @@ from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
+from tests.rollout.engines.serving import push, served_by
 from tests.rollout.serve_command import KEY, KEY_ENV
 from tests.rollout.short_runs import QUICK, check_exact
-from tests.rollout.vllm.sites import Site, push, two_servers
+from tests.rollout.vllm.sites import Site, two_servers
 from tests.runs import SMALL, train_here
 
 
@@ -30,9 +31,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def served(site: Site) -> Iterator[Served]:
     engine = site.connect()
-    push(engine, site.parts, 7)
+    made = served_by(engine, site.parts)
     try:
-        yield Served(parts=site.parts, engine=engine, push=lambda version: push(engine, site.parts, version))
+        made.push(7)
+        yield made
     finally:
         wait_for(engine.close())
 
