@@ -21,10 +21,15 @@ collect_ignore = [*({*ENGINES} - {NAME}), *([] if NAME else ["engines"])]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the engine with its name."""
+    """Mark the tests of the engine with its name; for --dist loadgroup, keep those together that share a process."""
     for item in items:
         if NAME and any(item.path.is_relative_to(HERE / folder) for folder in ("engines", NAME)):
             item.add_marker(NAME)
+            fixtures = getattr(item, "fixturenames", ())
+            if "shared" in fixtures:
+                item.add_marker(pytest.mark.xdist_group("shared"))
+            elif not {"served", "server", "site"}.isdisjoint(fixtures):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")

@@ -43,12 +43,19 @@ class Serving:
         """The processes that the command has started."""
         return processes_below(self.process.pid)
 
+    def suspend(self) -> None:
+        """SIGSTOP for the command and all that it has started: it takes requests, and answers none of them."""
+        self._signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         """SIGKILL for the command and all that it has started."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
         for pid in {self.process.pid, *self.processes()}:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+                os.kill(pid, number)
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
 from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, SETTINGS, make_engine, server_arguments
-from tests.rollout.sglang.serving import start
+from tests.rollout.engines.serving import start
 from tests.tiny_models import tiny
 
 

@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
-from fovea.cluster.engine_stream import EngineStream
-from fovea.cluster.local import call_here
-from fovea.cluster.streamed import StreamedWeights
 from fovea.config.backends import VllmServersEngine
 from fovea.config.run import Model
-from fovea.models.outgoing import outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.rollout.vllm.connect import connect
 from fovea.rollout.vllm.servers import VllmServers
-from fovea.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.tiny_models import tiny
@@ -67,9 +61,3 @@ def two_servers(folder: Path) -> Iterator[Site]:
         # started together: each takes its time
         made.servers.extend(made.start() for _ in range(2))
         yield made
-
-
-def push(engine: VllmServers, parts: TinyParts, version: int) -> None:
-    """Push the weights of the network."""
-    sync = StreamedWeights(lambda: outgoing_merged(parts.network), torch.float32, [EngineStream(engine)], call_here)
-    wait_for(sync.push(version))

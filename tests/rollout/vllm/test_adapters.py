@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.utils.event_loop import wait_for
-from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of
-from tests.rollout.vllm.serving import start
+from tests.rollout.engine_suite import TOLERANCE, ask, prompts_of
+from tests.rollout.engines.serving import serving
 from tests.tiny_models import tiny
 
 LORA = Lora(rank=4, alpha=8)
@@ -24,33 +25,30 @@ LORA = Lora(rank=4, alpha=8)
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_an_adapter_that_is_pushed_alone_draws_as_transformers_with_it(family: str, tmp_path: Path) -> None:
-    parts = tiny(family)
     # the files are those of the model without adapters
-    engine = start(parts, tmp_path / "model", lora=LORA, enable_lora=True)
-    try:
-        choose_trainable(parts.network, Model(path="x", lora=LORA), seed=0)
-        sync = StreamedWeights(lambda: outgoing(parts.network), torch.float32, [EngineStream(engine)], call_here)
-        served = Served(parts=parts, engine=engine, push=lambda version: None)
-        before = {name: weight.clone() for name, weight in parts.network.named_parameters() if ".lora_A" in name}
+    with serving(tiny(family), tmp_path / "model", lora=LORA, enable_lora=True) as served:
+        engine: Any = served.engine
+        network = served.parts.network
+        choose_trainable(network, Model(path="x", lora=LORA), seed=0)
+        sync = StreamedWeights(lambda: outgoing(network), torch.float32, [EngineStream(engine)], call_here)
+        before = {name: weight.clone() for name, weight in network.named_parameters() if ".lora_A" in name}
         for version in (1, 2, 3):
             with torch.no_grad():
-                for layer in lora_layers(parts.network).values():
+                for layer in lora_layers(network).values():
                     layer.lora_B["default"].weight.normal_(std=0.1)
             report = wait_for(sync.push(version))
             # the same requests each time: nothing of older weights is left in a cache
-            requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(prompts_of(parts))]
+            requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(prompts_of(served.parts))]
             for request, completions in zip(requests, served.generate(*requests), strict=True):
                 assert {c.version for c in completions} == {version}
                 assert served.largest_difference(request, completions) < TOLERANCE
-            adapters = trainable_parameters(parts.network).values()
-            everything = list(parts.network.parameters())
+            adapters = trainable_parameters(network).values()
+            everything = list(network.parameters())
             brought = everything if version == 1 else adapters
             assert report.bytes_copied == sum(weight.nbytes for weight in brought)
         for name, weight in before.items():
-            assert torch.equal(parts.network.get_parameter(name), weight), "vLLM changed the trainer's adapter"
-        half = {name: tuple(w.shape) for name, w in trainable_parameters(parts.network).items() if ".lora_A" in name}
+            assert torch.equal(network.get_parameter(name), weight), "vLLM changed the trainer's adapter"
+        half = {name: tuple(w.shape) for name, w in trainable_parameters(network).items() if ".lora_A" in name}
         with pytest.raises(EngineError, match="layers have one of them, first model"):
             engine.begin_push(half)
         assert served.largest_difference(requests[0], served.generate(requests[0])[0]) < TOLERANCE
-    finally:
-        wait_for(engine.close())
