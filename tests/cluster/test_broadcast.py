@@ -28,10 +28,10 @@ from fovea.models.trainable import choose_trainable, factored_weights, trainable
 from fovea.train.ranks import ALONE
 from fovea.types import Weights
 from fovea.utils.event_loop import wait_for
-from tests.warm import run_ranks
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny
+from tests.warm import run_ranks
 
 PATIENCE = timedelta(seconds=120)
 LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))

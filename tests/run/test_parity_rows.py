@@ -122,5 +122,7 @@ def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Pa
         match=r"^none of the first 4 training rows can be used in parity\.max_search_seconds=20, the last one: train/3 is",
     ):
         search(tmp_path, lambda _: False, max_seconds=2 * ROW_SECONDS)
-    with pytest.raises(DataError, match=rf"^none of the first {TASKS} training rows can be used, the last one: train/15"):
+    with pytest.raises(
+        DataError, match=rf"^none of the first {TASKS} training rows can be used, the last one: train/15"
+    ):
         search(tmp_path, lambda _: False, max_seconds=1000.0)

@@ -21,11 +21,11 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.warm import run_ranks
 from tests.policies import make_batch, make_policy, stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import ppo_policy, scored
+from tests.warm import run_ranks
 
 TOLERANCE = 1e-6
 PATIENCE = timedelta(seconds=120)

@@ -24,7 +24,6 @@ from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.train.torch.shards import SavedShards, StagedShards
-from tests.warm import run_ranks
 from tests.policies import many_groups
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
@@ -47,6 +46,7 @@ from tests.train.rank_policies import (
     two_groups,
     with_nan,
 )
+from tests.warm import run_ranks
 
 
 def grpo(ranks: Ranks, folder: Path) -> Found:

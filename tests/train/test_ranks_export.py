@@ -13,11 +13,11 @@ from transformers import AutoModelForImageTextToText
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.policy import TorchPolicy
-from tests.warm import run_ranks
 from tests.reference import model_inputs
 from tests.saved import save_policy
 from tests.tiny_models import tiny
 from tests.train.rank_policies import PATIENCE, batch_of, policy_of, step
+from tests.warm import run_ranks
 
 FAMILY = "qwen3_vl_moe"
 

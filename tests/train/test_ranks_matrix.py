@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.types import Batch
-from tests.warm import run_ranks
 from tests.train.rank_policies import PATIENCE, STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
+from tests.warm import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
