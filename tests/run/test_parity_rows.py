@@ -119,7 +119,7 @@ def test_rows_found_in_time_are_all(tmp_path: Path) -> None:
 def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"^none of the first 4 training rows can be used in parity\.max_search_seconds=20, the last one: train/3 is",
+        match=r"^none of the first 4 training rows can be used in parity\.max_search_seconds=20, .* one: train/3 is",
     ):
         search(tmp_path, lambda _: False, max_seconds=2 * ROW_SECONDS)
     with pytest.raises(
