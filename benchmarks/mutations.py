@@ -34,6 +34,8 @@ COPIED = (".ci", "fovea", "tests", "benchmarks", "recipes", "docs", "notebooks",
 MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
 MAX_TESTS = 250
 QUIET = ("-q", "-p", "no:cacheprovider")
+HANG_SECONDS = 60
+"""For one test with a mutant on: it hangs."""
 FORK = """
 import builtins, json, os, signal, sys, time
 import pytest, fovea.build.run, fovea.cli.main, fovea.loop
@@ -250,7 +252,7 @@ class Warm:
         log = self._folder / f"mutant-{number}.log"
         request = {
             "number": number,
-            "words": [*QUIET, "-x", "--tb=no", "-rfE", *tests],
+            "words": [*QUIET, "-o", f"faulthandler_timeout={HANG_SECONDS}", "-x", "--tb=no", "-rfE", *tests],
             "log": str(log),
             "limit": limit_seconds,
         }
