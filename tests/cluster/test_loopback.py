@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-
-import pytest
 
 from tests.runs import ROOT, environment
 
@@ -32,24 +29,6 @@ Path(__file__).with_name(f"{ranks.rank}.json").write_text(
 )
 dist.barrier()
 """
-OF_RAY = """
-from fovea.cluster.loopback import own_ray_on_loopback
-from fovea.cluster.ray_token import make_token, use_token
-make_token()
-use_token()
-own_ray_on_loopback()
-
-import ray
-from fovea.cluster.ray import ANSWERS, RayWorker, connect
-from fovea.config.cluster import Cluster
-
-assert connect(Cluster(gpus_per_node=1))
-actor = ray.remote(concurrency_groups={ANSWERS: 1})(RayWorker).remote()
-host, port = ray.get(actor.meeting_point.remote())
-me = psutil.Process()
-print(json.dumps([host, *listening(me, *me.children(recursive=True))]))
-ray.shutdown()
-"""
 
 
 def test_process_groups_under_torchrun(tmp_path: Path) -> None:
@@ -67,20 +46,3 @@ def test_process_groups_under_torchrun(tmp_path: Path) -> None:
     )
     for rank in (0, 1):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["lo", "127.0.0.1"]
-
-
-@pytest.mark.slow
-def test_ray_and_the_meeting_point_of_its_workers() -> None:
-    pytest.importorskip("ray", reason="needs the extra ray")
-    with tempfile.TemporaryDirectory(prefix="fv") as folder:
-        own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN_PATH": f"{folder}/token", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", LISTENING + OF_RAY],
-            env=environment() | own,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == ["127.0.0.1", "127.0.0.1"]

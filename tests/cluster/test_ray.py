@@ -21,36 +21,46 @@ from fovea.cluster.ray_token import make_token
 from fovea.config.run import Cluster, Config, Model, TinyModel
 from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
-from tests.cluster.ray_environment import own_ray
+from tests.cluster.ray_environment import NODE_CPUS, RayCluster, cluster_of_three, own_ray
 from tests.cluster.torchrun_runs import LONG, LONG_STEPS, STEPS, compare, settings
 from tests.runs import ROOT, command, environment, final_weights, fovea_here, untimed
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
 LIMIT_SECONDS = 300
-NODES = """
-import sys
-from ray.cluster_utils import Cluster
-
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-cluster.add_node(num_cpus=1)
-print(cluster.address, flush=True)
-sys.stdin.read()  # until the test closes it
-cluster.shutdown()
-"""
+EACH_STEP = "checkpoint.every_steps=1"
+ENGINES_ONLY = "cluster.placement=disaggregated"
+TWO_AND_ONE = ("cluster.gpus_per_node=3", ENGINES_ONLY, "cluster.rollout_gpus=1")
+"""Two learners and an engine."""
+COLLOCATED = ("cluster.gpus_per_node=2",)
+LOOPBACK = {"127.0.0.1"}
+PROMPTS_PER_STEP = 6
+IMAGE_BYTES = 36 * 3 * 2 * 8**2 * 4 + 3 * 8
+"""36 patches of 8 x 8 pixels in three colours, twice, in float32; and the numbers of patches along three axes."""
 
 
 @pytest.fixture(scope="module")
 def ray_environment() -> Iterator[dict[str, str]]:
+    """Environment in which a run finds no cluster, and starts one."""
     with own_ray() as own:
         yield own
 
 
-def train(ray_environment: dict[str, str], *arguments: str) -> None:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with cluster_of_three() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def on_ray(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two learners and an engine, on a node each, that nobody has killed."""
+    run_dir = tmp_path_factory.mktemp("ray") / "run"
+    three_nodes = ("cluster.num_nodes=3", "cluster.gpus_per_node=1", ENGINES_ONLY, "cluster.rollout_gpus=1")
     done = subprocess.run(
-        command("train", *arguments),
+        command("train", *settings("recipes/shapes.yaml", run_dir, EACH_STEP, *three_nodes)),
         cwd=ROOT,
-        env=ray_environment,
+        env=cluster.environment,
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
@@ -58,29 +68,11 @@ def train(ray_environment: dict[str, str], *arguments: str) -> None:
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "ray" not in done.stderr.lower(), "Ray's own logs are on the terminal"
-
-
-EACH_STEP = "checkpoint.every_steps=1"
-TWO_AND_ONE = ("cluster.gpus_per_node=3", "cluster.placement=disaggregated", "cluster.rollout_gpus=1")
-"""Two learners and an engine."""
-COLLOCATED = ("cluster.gpus_per_node=2",)
-
-
-PROMPTS_PER_STEP = 6
-IMAGE_BYTES = 36 * 3 * 2 * 8**2 * 4 + 3 * 8
-"""36 patches of 8 x 8 pixels in three colours, twice, in float32; and the numbers of patches along three axes."""
-
-
-@pytest.fixture(scope="module")
-def on_ray(ray_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two learners and an engine that nobody has killed."""
-    run_dir = tmp_path_factory.mktemp("ray") / "run"
-    train(ray_environment, *settings("recipes/shapes.yaml", run_dir, EACH_STEP, *TWO_AND_ONE))
     return run_dir
 
 
 @pytest.mark.slow
-def test_two_learners_and_an_engine_train_as_one_process(on_ray: Path, tmp_path: Path) -> None:
+def test_two_learners_and_an_engine_on_three_nodes_train_as_one_process(on_ray: Path, tmp_path: Path) -> None:
     fovea_here("train", *settings("recipes/shapes.yaml", tmp_path))
     compare(tmp_path, on_ray)
     # each to the engine once and to one of the two learners, but one for dummies to both; without the first step, which
@@ -89,32 +81,13 @@ def test_two_learners_and_an_engine_train_as_one_process(on_ray: Path, tmp_path:
     assert sent == pytest.approx([(2 * PROMPTS_PER_STEP + 1) * IMAGE_BYTES] * (STEPS - 1))
 
 
-@pytest.fixture
-def two_nodes(ray_environment: dict[str, str]) -> Iterator[str]:
-    """The address of a cluster of two nodes with a CPU each."""
-    with subprocess.Popen(
-        [sys.executable, "-c", NODES], env=ray_environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as cluster:
-        assert cluster.stdout is not None
-        yield cluster.stdout.readline().strip()
-        cluster.communicate("")
-
-
-@pytest.mark.slow
-def test_two_nodes_train_by_ppo_as_one_process(two_nodes: str, ray_environment: dict[str, str], tmp_path: Path) -> None:
-    fovea_here("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one"))
-    on_both = settings("recipes/shapes_ppo.yaml", tmp_path / "two", "cluster.num_nodes=2", "cluster.gpus_per_node=1")
-    train({**ray_environment, "RAY_ADDRESS": two_nodes}, *on_both)
-    compare(tmp_path / "one", tmp_path / "two")
-
-
 @contextmanager
-def going(ray_environment: dict[str, str], run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def going(environment: dict[str, str], run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """A run that has taken a step and is still going; killed at the end of the block if it still goes."""
     with subprocess.Popen(
         command("train", *settings("recipes/shapes.yaml", run_dir, *more)),
         cwd=ROOT,
-        env=ray_environment,
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -131,11 +104,12 @@ def going(ray_environment: dict[str, str], run_dir: Path, *more: str) -> Iterato
 
 
 def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes of a run that has started Ray itself."""
     return cast(list[psutil.Process], psutil.Process(process.pid).children(recursive=True))
 
 
-def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in family if is_worker(each)]
+def workers_in(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if is_worker(each)]
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -145,20 +119,30 @@ def is_worker(process: psutil.Process) -> bool:
         return False
 
 
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses at which a process takes connections."""
+    try:
+        found = process.net_connections("inet")
+    except psutil.Error:  # it has ended
+        return set()
+    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
+
+
 def outlived(processes: list[psutil.Process]) -> list[psutil.Process]:
     return cast(list[psutil.Process], psutil.wait_procs(processes, timeout=60)[1])
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_it_had_not(
-    on_ray: Path, ray_environment: dict[str, str], tmp_path: Path
+    on_ray: Path, cluster: RayCluster, tmp_path: Path
 ) -> None:
-    with going(ray_environment, tmp_path, EACH_STEP, *TWO_AND_ONE, "max_restarts=1") as process:
-        workers = workers_of(family_of(process))
+    with going(cluster.environment, tmp_path, EACH_STEP, *TWO_AND_ONE, "max_restarts=1") as process:
+        workers = workers_in(cluster.processes())
         assert len(workers) == 3
         workers[1].kill()
         assert not outlived(workers), "old workers beside the new ones"
-        while not (new := workers_of(family_of(process))):
+        while not (new := workers_in(cluster.processes())):
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)
         _, said = process.communicate(timeout=LIMIT_SECONDS)
@@ -193,16 +177,17 @@ assert len(run.engine._workers.engines) == 1
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_a_run_that_loses_one_of_two_engines_goes_on_with_the_other(
-    on_ray: Path, ray_environment: dict[str, str], tmp_path: Path
+    on_ray: Path, cluster: RayCluster, tmp_path: Path
 ) -> None:
     """Without a restart, in the next step too: weights are then pushed to the engine that is left."""
-    two_engines = ("cluster.gpus_per_node=3", "cluster.placement=disaggregated", "cluster.rollout_gpus=2")
+    two_engines = ("cluster.gpus_per_node=3", ENGINES_ONLY, "cluster.rollout_gpus=2")
     arguments = settings("recipes/shapes.yaml", tmp_path, EACH_STEP, *two_engines)
     done = subprocess.run(
         [sys.executable, "-c", LOSE_AN_ENGINE, *arguments],
         cwd=ROOT,
-        env=ray_environment,
+        env=cluster.environment,
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
@@ -213,22 +198,27 @@ def test_a_run_that_loses_one_of_two_engines_goes_on_with_the_other(
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_ends_the_run(ray_environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.kill
+def test_a_stopped_worker_ends_the_run(cluster: RayCluster, tmp_path: Path) -> None:
     """The other one waits in a collective call meanwhile."""
     patience = "cluster.heartbeat_timeout_seconds=10"
-    with going(ray_environment, tmp_path, *LONG, *COLLOCATED, patience) as process:
-        family = family_of(process)
-        workers_of(family)[1].suspend()
+    with going(cluster.environment, tmp_path, *LONG, *COLLOCATED, patience) as process:
+        workers = workers_in(cluster.processes())
+        assert len(workers) == 2
+        workers[1].suspend()
         _, said = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 3, said
     assert re.search(r"the worker process of rank [01] hangs: for cluster\.heartbeat_timeout_seconds=10", said)
-    assert not outlived(family), "processes left behind"
+    assert not outlived(workers), "workers left behind"
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_sigterm_ends_the_run_saved(ray_environment: dict[str, str], tmp_path: Path) -> None:
+    """With the Ray that it has started, and in which all listen on loopback alone."""
     with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
         family = family_of(process)
+        assert {address for each in (psutil.Process(process.pid), *family) for address in listening(each)} == LOOPBACK
         process.terminate()
         _, said = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 143, said
@@ -240,15 +230,32 @@ def test_sigterm_ends_the_run_saved(ray_environment: dict[str, str], tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_a_killed_driver_leaves_no_worker_behind(ray_environment: dict[str, str], tmp_path: Path) -> None:
     with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
-        family = family_of(process)
-        workers = workers_of(family)
+        workers = workers_in(family_of(process))
         assert len(workers) == 2
         process.kill()
         process.wait()
         # those that serve the cluster end by themselves, some of them when they next look for their node
         assert not outlived(workers), "workers left behind"
+
+
+@pytest.mark.slow
+def test_a_cluster_is_shown_and_stopped(cluster: RayCluster) -> None:
+    """Behind the tests whose runs are on it."""
+    shown = run_cluster(cluster.environment, "status")
+    assert f"{sum(NODE_CPUS):.1f} CPU" in shown.stdout, shown
+    refused = run_cluster({**cluster.environment, "RAY_AUTH_TOKEN": "guessed"}, "status")
+    assert refused.returncode == 3, refused
+    assert "token is missing or incorrect" in refused.stderr
+    nodes = [each for each in cluster.processes() if each.name() == "raylet"]
+    assert len(nodes) == len(NODE_CPUS)
+    if any(each.name() == "raylet" and each not in nodes for each in psutil.process_iter()):
+        pytest.skip("another Ray cluster runs on this machine, which `ray stop` would end too")
+    stopped = run_cluster(cluster.environment, "stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not outlived(nodes)
 
 
 def run_cluster(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -261,25 +268,6 @@ def run_cluster(environment: dict[str, str], *arguments: str) -> subprocess.Comp
         timeout=120,
         check=False,
     )
-
-
-@pytest.mark.slow
-def test_a_cluster_is_started_shown_and_stopped(ray_environment: dict[str, str]) -> None:
-    if any(each.name() == "raylet" for each in psutil.process_iter()):
-        pytest.skip("another Ray cluster runs on this machine, which `ray stop` would end too")
-    started = run_cluster(ray_environment, "start", "--port=6399", "--num-cpus=2")
-    try:
-        assert started.returncode == 0, started.stderr
-        assert "fovea cluster start --address" in started.stdout
-        shown = run_cluster(ray_environment, "status")
-        assert "2.0 CPU" in shown.stdout, shown
-        refused = run_cluster({**ray_environment, "RAY_AUTH_TOKEN": "guessed"}, "status")
-        assert refused.returncode == 3, refused
-        assert "token is missing or incorrect" in refused.stderr
-    finally:
-        stopped = run_cluster(ray_environment, "stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert not outlived([each for each in psutil.process_iter() if each.name() in ("raylet", "gcs_server")])
 
 
 def test_a_machine_without_the_token_joins_no_cluster(tmp_path: Path) -> None:
