@@ -5,14 +5,25 @@ from __future__ import annotations
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from fovea.metrics.log import read_metrics
-from tests.runs import ROOT, arguments, environment, final_weights, fovea, fovea_here, going, untimed
+from tests.runs import (
+    ROOT,
+    arguments,
+    command,
+    environment,
+    final_weights,
+    fovea,
+    fovea_here,
+    going,
+    until_killed,
+    untimed,
+    wait_for_steps,
+)
 
 pytestmark = pytest.mark.kill
 
@@ -70,7 +81,10 @@ def test_a_killed_run_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) ->
     deaths.mkdir()
     for step in (4, 8):
         (deaths / f"{step:02}").touch()
-    with going(killed, *settings, steps=1) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen(command(*arguments(killed, *settings)), cwd=ROOT, env=environment(), text=True, **pipes)
+    with until_killed(started) as process:
+        wait_for_steps(killed, 1, process)
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "the parent is small"
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -192,10 +206,9 @@ def test_a_supervised_run_stops_and_continues_with_its_shell(tmp_path: Path) -> 
 def test_a_supervised_run_has_the_terminal(tmp_path: Path) -> None:
     """The live display writes to the terminal that `script` makes, and a killed one gives its cursor back."""
     (tmp_path / "own.py").write_text(SUICIDE)
-    words = [sys.executable, "-m", "fovea", *arguments(tmp_path / "run", *SETTINGS)]
-    command = shlex.join([*words, f"reward={tmp_path / 'own.py'}:reward", "evaluate.before_training=false"])
+    more = (f"reward={tmp_path / 'own.py'}:reward", "evaluate.before_training=false")
     done = subprocess.run(
-        ["script", "-qec", command, "/dev/null"],
+        ["script", "-qec", shlex.join(command(*arguments(tmp_path / "run", *SETTINGS, *more))), "/dev/null"],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

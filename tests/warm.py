@@ -58,12 +58,12 @@ class WarmProcess(subprocess.Popen[str]):
     """`python -m module words...` in a fork of the server; a Popen in all else. Needs Linux."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str], **more: Any) -> None:
-        super().__init__(["python", "-m", *words], env=env, cwd=ROOT, text=True, **more)
+        super().__init__(["python", "-m", *words], env=env, text=True, **{"cwd": ROOT, **more})
 
     # a private method, but the one place where Popen makes its process
     def _execute_child(self, args: list[str], *more: Any) -> None:
-        env, pipes = more[5], more[9:15]  # by position, as Popen calls it
-        request = {"argv": args[2:], "env": dict(env)}
+        cwd, env, pipes = more[4], more[5], more[9:15]  # by position, as Popen calls it
+        request = {"argv": args[2:], "env": dict(env), "cwd": os.fspath(cwd)}
         # the child's ends of the three pipes; -1 where it has this process's own stream
         given = [end if end != -1 else number for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
         channel = server()
@@ -74,9 +74,11 @@ class WarmProcess(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def run_warm(words: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run_warm(
+    words: Sequence[str], env: Mapping[str, str], timeout: float, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` with its output captured."""
-    with WarmProcess(words, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with WarmProcess(words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:

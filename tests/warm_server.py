@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 
+import fovea.build.run
+import fovea.cli.main
+import fovea.loop  # noqa: F401
+
 MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -47,6 +51,7 @@ def become(request: dict[str, Any], files: list[int]) -> list[str]:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
     for each in (signal.SIGHUP, signal.SIGTERM):
