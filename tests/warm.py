@@ -17,16 +17,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36  # prctl.h
 MAX_ANSWER_BYTES = 100
+PROCESS_NUMBER = "FOVEA_TEST_PROCESS_NUMBER"
+"""Environment variable of each process of `run_ranks`."""
 
 
 @cache
@@ -89,21 +91,32 @@ def run_warm(
 
 def run_ranks(target: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
     """Run `target(rank, *arguments)` in so many processes to the end; AssertionError with the traceback of one."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        torch.save((target, arguments), folder / "call")
-        env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-        started = []
-        for rank in range(nprocs):
-            with (folder / f"{rank}.err").open("w") as stderr:
-                started.append(WarmProcess(["tests.warm_call", str(folder / "call"), str(rank)], env, stderr=stderr))
+    with tempfile.TemporaryDirectory() as folder:
+        call = Path(folder) / "call"
+        torch.save((target, arguments), call)
+        given = [{**os.environ, PROCESS_NUMBER: str(rank), "PYTHONFAULTHANDLER": "1"} for rank in range(nprocs)]
+        run_together(["tests.warm_call", str(call)], given)
+
+
+def run_together(words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> str:
+    """Run a command in a process per environment; returns what they print, AssertionError where one fails.
+
+    The first failure ends the others.
+    """
+    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
+        folder, started = Path(name), []
+        for number, env in enumerate(environments):
+            streams = [opened.enter_context((folder / f"{number}.{kind}").open("w")) for kind in ("out", "err")]
+            started.append(WarmProcess(words, env, stdout=streams[0], stderr=streams[1]))
         try:
             while None in (codes := [each.poll() for each in started]) and not any(codes):
                 time.sleep(0.01)
-            failed = next((rank for rank, code in enumerate(codes) if code), None)
-            message = "" if failed is None else (folder / f"{failed}.err").read_text()
-            assert failed is None, f"rank {failed} of {nprocs} ended with code {codes[cast(int, failed)]}:\n{message}"
         finally:
             for each in started:
                 each.kill()
                 each.wait()
+        printed = [(folder / f"{number}.out").read_text() for number in range(len(started))]
+        for number, code in enumerate(codes):
+            errors = (folder / f"{number}.err").read_text()
+            assert not code, f"process {number} of {len(started)} ended with code {code}:\n{printed[number]}{errors}"
+        return "".join(printed)

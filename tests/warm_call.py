@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 
+from tests.warm import PROCESS_NUMBER
+
 if __name__ == "__main__":
-    file, rank = sys.argv[1:]
-    target, arguments = torch.load(file, weights_only=False)
-    target(int(rank), *arguments)
+    target, arguments = torch.load(sys.argv[1], weights_only=False)
+    target(int(os.environ[PROCESS_NUMBER]), *arguments)

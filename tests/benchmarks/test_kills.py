@@ -47,6 +47,7 @@ def test_the_settings_of_every_case_are_valid(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 @pytest.mark.long
 @pytest.mark.parametrize(("processes", "kills", "steps"), [(1, 3, 8), (2, 2, 6)])
 def test_a_killed_run_equals_one_never_killed(processes: int, kills: int, steps: int, tmp_path: Path) -> None:

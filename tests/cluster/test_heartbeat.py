@@ -167,6 +167,7 @@ def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
     """The driver waits in a collective call meanwhile, in which it can do nothing."""
     words = [*settings("recipes/shapes.yaml", tmp_path, *LONG), "cluster.heartbeat_timeout_seconds=10"]

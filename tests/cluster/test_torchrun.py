@@ -19,6 +19,7 @@ from tests.cluster.torchrun_runs import (
     rank_of,
     settings,
     start_on_two,
+    train_by_torchrun,
     train_on,
     train_on_two,
 )
@@ -27,23 +28,21 @@ from tests.saved import saved_tensors
 
 CASES = {
     "grpo, trained tower": ("recipes/shapes.yaml", "model.freeze_vision_tower=false"),
-    "ppo": ("recipes/shapes_ppo.yaml", "rollout.samples_per_prompt=2", "algorithm.minibatches=2"),
     "lora, kl": ("recipes/shapes.yaml", "warmup=null", "model.lora={rank: 4}", "algorithm.kl={coef: 0.05}"),
     "two turns": ("recipes/shapes_zoom.yaml",),
 }
 
 
-def test_two_processes_train_by_ppo_as_one(tmp_path: Path) -> None:
-    compare_runs("ppo", tmp_path)
+def test_two_processes_of_torchrun_train_by_ppo_as_one(tmp_path: Path) -> None:
+    ppo = ("rollout.samples_per_prompt=2", "algorithm.minibatches=2")
+    fovea_here("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one", *ppo))
+    train_by_torchrun(*settings("recipes/shapes_ppo.yaml", tmp_path / "two", *ppo))
+    compare(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in CASES if name != "ppo"])
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_one(case: str, tmp_path: Path) -> None:
-    compare_runs(case, tmp_path)
-
-
-def compare_runs(case: str, tmp_path: Path) -> None:
     recipe, *more = CASES[case]
     fovea_here("train", *settings(recipe, tmp_path / "one", *more))
     train_on_two(*settings(recipe, tmp_path / "two", *more))
@@ -71,6 +70,7 @@ def test_processes_with_an_engine_alone_train_as_one(placement: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_a_killed_worker_ends_the_run_which_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start_on_two(killed)
@@ -87,6 +87,7 @@ def test_a_killed_worker_ends_the_run_which_goes_on_as_if_it_had_not(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.kill
 def test_sigterm_saves_on_two_processes_and_one_goes_on(tmp_path: Path) -> None:
     process = start_on_two(tmp_path / "run")
     process.send_signal(signal.SIGTERM)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from tests.runs import HASH_REWARD, ROOT, SMALL, environment
 from tests.saved import saved_tensors
+from tests.warm import run_together
 
 ALONE = ("reused", "transfer/", "balance/ranks")
 """Metrics that depend on the number of processes: what a rollout leaves for the update, what is sent, and to whom."""
@@ -27,13 +29,10 @@ def torchrun(*arguments: str, processes: int = 2) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "fovea", *arguments]
 
 
-def train_on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return train_on(2, *arguments)
-
-
-def train_on(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def train_by_torchrun(*arguments: str) -> None:
+    """Train on two processes to the end."""
     done = subprocess.run(
-        torchrun("train", *arguments, processes=processes),
+        torchrun("train", *arguments),
         cwd=ROOT,
         env=environment() | {"PYTHONFAULTHANDLER": "1"},
         capture_output=True,
@@ -42,7 +41,25 @@ def train_on(processes: int, *arguments: str) -> subprocess.CompletedProcess[str
         check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    return done
+
+
+def train_on_two(*arguments: str) -> str:
+    return train_on(2, *arguments)
+
+
+def train_on(processes: int, *arguments: str) -> str:
+    """Train to the end in warm processes, which have what torchrun would give its own; returns what they print."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return run_together(["fovea", "train", *arguments], [environment() | shared | rank for rank in ranks])
 
 
 def settings(recipe: str, run_dir: Path, *more: str) -> list[str]:
