@@ -13,6 +13,8 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("notebook")]
+
 ROOT = Path(__file__).parent.parent
 CELL_SECONDS = 120
 TRAIN = f"""
@@ -37,9 +39,10 @@ class Cell(NamedTuple):
 
 
 class Notebook:
-    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient, folder: Path) -> None:
         self._manager = manager
         self._client = client
+        self.folder = folder
 
     def run(self, code: str, interrupt_at: str | None = None) -> Cell:
         """Run a cell; with `interrupt_at`, press its stop button once it has shown that pattern."""
@@ -57,35 +60,35 @@ class Notebook:
         return Cell("".join(shown), reply["content"].get("ename"))
 
 
-@pytest.fixture
-def notebook(tmp_path: Path) -> Iterator[Notebook]:
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook that is used for all of these, as one may be."""
+    folder = tmp_path_factory.mktemp("notebook")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path), env=environment)
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(folder), env=environment)
     try:
-        yield Notebook(manager, client)
+        yield Notebook(manager, client, folder)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.slow
-def test_a_run_trains_and_is_evaluated_in_cells(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_run_trains_and_is_evaluated_in_cells(notebook: Notebook) -> None:
     trained = notebook.run(TRAIN + "train(run_of('run_dir=run', 'max_steps=2')).steps")
     assert trained.error is None, trained.text
     assert "step 2/2" in trained.text
-    assert (tmp_path / "run" / "summary.json").is_file()
+    assert (notebook.folder / "run" / "summary.json").is_file()
     evaluated = notebook.run(
         "from fovea.eval_targets import OutputFiles, evaluate_targets\n"
         "files = OutputFiles(json_file=Path('eval.json'))\n"
         "len(evaluate_targets(['run', 'majority'], [], recipe=None, split='test', output_files=files))"
     )
     assert evaluated.error is None, evaluated.text
-    assert len(json.loads((tmp_path / "eval.json").read_text())["targets"]) == 2
+    assert len(json.loads((notebook.folder / "eval.json").read_text())["targets"]) == 2
 
 
-@pytest.mark.slow
-def test_a_file_is_graded_in_a_cell(notebook: Notebook, tmp_path: Path) -> None:
-    (tmp_path / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
+def test_a_file_is_graded_in_a_cell(notebook: Notebook) -> None:
+    (notebook.folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
     graded = notebook.run(
         "from pathlib import Path\n"
         "from fovea.evaluation.grade_file import grade_file\n"
@@ -95,14 +98,13 @@ def test_a_file_is_graded_in_a_cell(notebook: Notebook, tmp_path: Path) -> None:
     assert graded.text.endswith("1.0")
 
 
-@pytest.mark.slow
 def test_the_stop_button_saves_the_step_and_the_next_cell_resumes_it(notebook: Notebook) -> None:
     """No checkpoint is due for long: the one to resume from is that of the stop."""
     made = (
         "import fovea\n"
         "settings = {'model.tiny': {}, 'threads': 1, 'environment.train_size': 64, 'environment.dev_size': 8,\n"
         "    'environment.test_size': 8, 'rollout.prompts_per_step': 6, 'rollout.samples_per_prompt': 4,\n"
-        "    'rollout.max_new_tokens': 8, 'parity.prompts': 1, 'checkpoint.every_steps': 0, 'run_dir': 'run'}\n"
+        "    'rollout.max_new_tokens': 8, 'parity.prompts': 1, 'checkpoint.every_steps': 0, 'run_dir': 'stopped'}\n"
     )
     stopped = notebook.run(made + "fovea.GRPO(settings=settings, max_steps=100000).train()", interrupt_at=r"step [1-9]")
     assert stopped.error == "KeyboardInterrupt"
@@ -110,7 +112,7 @@ def test_the_stop_button_saves_the_step_and_the_next_cell_resumes_it(notebook: N
     left = notebook.run("import threading\n[each.name for each in threading.enumerate() if 'fovea' in each.name]")
     assert left.text == "[]", "the run goes on in its thread"
     resumed = notebook.run(
-        "steps = len(fovea.load_run('run').metrics)\n"
+        "steps = len(fovea.load_run('stopped').metrics)\n"
         "again = fovea.GRPO(settings=settings, max_steps=steps + 1, resume='auto').train()\n"
         "(len(again.metrics) - steps, again.summary['steps'] - steps)"
     )
