@@ -27,6 +27,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36  # prctl.h
 MAX_ANSWER_BYTES = 100
+server_module = "tests.warm_server"
+"""What the server runs; tests that need other imports set it before their first process."""
 PROCESS_NUMBER = "FOVEA_TEST_PROCESS_NUMBER"
 """Environment variable of each process of `run_ranks`."""
 
@@ -37,7 +39,7 @@ def server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_server", str(theirs.fileno())],
+            [sys.executable, "-m", server_module, str(theirs.fileno())],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno()],

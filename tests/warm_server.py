@@ -68,6 +68,10 @@ def become(request: dict[str, Any], files: list[int]) -> list[str]:
     return words
 
 
-if __name__ == "__main__":
+def serve_and_run() -> None:
     name, *sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    serve_and_run()

@@ -48,7 +48,11 @@ def train_on_two(*arguments: str) -> str:
 
 
 def train_on(processes: int, *arguments: str) -> str:
-    """Train to the end in warm processes, which have what torchrun would give its own; returns what they print."""
+    return run_on(processes, "fovea", "train", *arguments)
+
+
+def run_on(processes: int, *words: str) -> str:
+    """Run a module to the end in warm processes that have what torchrun would give its own; returns what they print."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(processes),
@@ -59,7 +63,7 @@ def train_on(processes: int, *arguments: str) -> str:
         "PYTHONFAULTHANDLER": "1",
     }
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return run_together(["fovea", "train", *arguments], [environment() | shared | rank for rank in ranks])
+    return run_together(words, [environment() | shared | rank for rank in ranks])
 
 
 def settings(recipe: str, run_dir: Path, *more: str) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS
+from tests.warm import run_warm
 
 SETTINGS = (
     "train.backend.name=megatron",
@@ -21,12 +20,14 @@ SETTINGS = (
     *QUICK,
     *TRAINS,
 )
-COMMAND = ("-m", "tests.train.megatron.fovea_on_cpu", "train", "recipes/shapes.yaml")
+TRAIN = ("tests.train.megatron.fovea_on_cpu", "train")
+SHAPES = (*TRAIN, "recipes/shapes.yaml", *SETTINGS)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
 
 
 def fovea(run_dir: Path, *settings: str, limit_seconds: float = LIMIT_SECONDS) -> None:
-    command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS, *settings]
-    done = subprocess.run(
-        command, timeout=limit_seconds, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "300"}
-    )
+    done = run_warm([*SHAPES, f"run_dir={run_dir}", *settings], environment(), limit_seconds)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -15,9 +15,11 @@ if find_spec("megatron") is None and not IS_REQUIRED:
     # not even imported: these modules import Megatron
     collect_ignore_glob = ["test_*.py"]
 else:
+    from tests import warm
     from tests.train.megatron import cpu_shims
 
     cpu_shims.install()
+    warm.server_module = "tests.train.megatron.warm_server"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Five steps of GRPO on a tiny model, by either backend and on two ranks of Megatron: what a test compares."""
+"""Steps of GRPO on a tiny model, by either backend and on two ranks of Megatron: what a test compares."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from fovea.train.base import Needs, Pair, PolicyWorker
 from fovea.train.torch.policy import TorchPolicy
 from tests.policies import make_batch
 from tests.tiny_models import mixed_prompts, random_completions, tiny
-from tests.train.megatron import cpu_shims
 from tests.train.ppo_policies import with_rewards
+from tests.warm import run_ranks
 
-NUM_STEPS = 5
+NUM_STEPS = 4
 WARMED_UP = ("qwen3_vl",)
 """Families that take supervised steps first; others have the loaded model as the reference of the KL term."""
-SAVED_AFTER = 3
+SAVED_AFTER = 2
 SIZES = {"num_layers": 2, "num_kv_heads": 2, "vocabulary_size": 318}
 """What can be divided in two."""
 COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "rollout_train_abs")
@@ -71,7 +71,7 @@ Case = tuple[str, Path, Mapping[str, float], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What five steps of a policy have computed."""
+    """What some steps of a policy have computed."""
 
     metrics: list[dict[str, float]]
     logprobs: list[list[float]]
@@ -215,12 +215,12 @@ def megatron_policy(
 
 
 def steps_of_two_ranks(cases: Sequence[Case], folder: Path, resumed: Sequence[tuple[int, int]]) -> list[Steps]:
-    """The steps of each case, one after another in the same two processes: importing Megatron takes the most time.
+    """The steps of each case, one after another in the same two processes.
 
     The last steps are those of pairs of numbers: of the one case from the checkpoint of the other, of the same model.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    torch.multiprocessing.spawn(_rank, (store.port, cases, folder, resumed), nprocs=2)
+    run_ranks(_rank, (store.port, cases, folder, resumed), nprocs=2)
     names = [*range(len(cases)), *(f"{RESUMED}-{number}" for number in range(len(resumed)))]
     return [Steps(**torch.load(folder / f"{name}.pt", weights_only=True)) for name in names]
 
@@ -233,7 +233,6 @@ def checkpoint_of(folder: Path, number: int) -> Path:
 def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path, resumed: Sequence[tuple[int, int]]) -> None:
     """The first rank writes what all ranks have alike."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    cpu_shims.install()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)

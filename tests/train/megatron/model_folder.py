@@ -1,9 +1,8 @@
 """Writes tiny models as `fovea export` does, or reads such folders, in whichever environment runs this module.
 
-    python -m tests.train.megatron.model_folder write FOLDER
-    python -m tests.train.megatron.model_folder read FOLDER OUT
+    python -m tests.train.megatron.model_folder FOLDER NEW OUT OUT_OF_NEW
 
-FOLDER has a model folder of each family, and OUT gets an .npz of each.
+FOLDER has a model folder of each family and NEW gets them; OUT and OUT_OF_NEW get an .npz of each that is read.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
 from fovea.build.model import open_vlm
 from fovea.build.targets import OpenedModel
@@ -27,28 +27,16 @@ from tests.tiny_models import CPU, mixed_prompts, save, tiny
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 ANSWER = np.array([5, 17, 3, 40])
-VERSION_4 = Path(sys.executable)
 VERSION_5 = Path(os.environ.get("FOVEA_TRANSFORMERS_5_PYTHON", ".venv/bin/python"))
 """Interpreter of the environment that everything but Megatron runs in."""
 PATIENCE = 300.0
 
 
-def run_module(python: Path, *arguments: str | Path) -> None:
-    """Run this module with another interpreter."""
-    command = [python, "-m", "tests.train.megatron.model_folder", *arguments]
+def exchange(read: Path, written: Path, out: Path, out_of_new: Path) -> None:
+    """Run this module with transformers 5."""
+    command = [VERSION_5, "-m", "tests.train.megatron.model_folder", read, written, out, out_of_new]
     done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def main() -> None:
-    match sys.argv[1:]:
-        case ["write", folder]:
-            write(Path(folder))
-        case ["read", folder, out]:
-            for family in FAMILIES:
-                np.savez(Path(out) / f"{family}.npz", **read(Path(folder) / family))
-        case _:
-            raise SystemExit(__doc__)
 
 
 def write(folder: Path) -> None:
@@ -56,6 +44,11 @@ def write(folder: Path) -> None:
         own = save(tiny(family), folder / f"{family}-as-the-library-saves-it")
         (folder / family).mkdir()
         write_model(folder / family, opened(own))
+
+
+def read_all(folder: Path, out: Path) -> None:
+    for family in FAMILIES:
+        np.savez(out / f"{family}.npz", **read(folder / family))
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
@@ -67,6 +60,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         scores = model.vlm(row, temperature=1.0, chunk_tokens=100)
     tensors = [x for prompt in prompts for each in prompt.images for x in each.tensors.values()]
     return {
+        "version": np.array(transformers.__version__),
         "token_ids": np.concatenate([prompt.token_ids_L for prompt in prompts]),
         "images": np.concatenate([np.ravel(x) for x in tensors]),
         "positions": row.positions_3N.numpy(),
@@ -82,4 +76,7 @@ def opened(folder: Path) -> OpenedModel:
 
 
 if __name__ == "__main__":
-    main()
+    given, new, found, found_in_new = map(Path, sys.argv[1:])
+    write(new)
+    read_all(given, found)
+    read_all(new, found_in_new)

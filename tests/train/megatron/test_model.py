@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -20,7 +21,7 @@ from fovea.train.megatron.model import MegatronModel, skeleton
 from fovea.train.megatron.parallel import take_place
 from tests.tiny_models import image, renderer, save, tiny, user
 from tests.train.megatron.equal_steps import settings_of
-from tests.train.megatron.model_folder import FAMILIES, VERSION_5, run_module
+from tests.train.megatron.model_folder import FAMILIES, exchange, read_all, write
 
 TOLERANCE = 1e-5
 
@@ -35,17 +36,43 @@ class Both:
     rows: list[PlainRow]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exports:
+    """Folders of one version of transformers with a model of each family, and what either version reads in them."""
+
+    models: Path
+    by_version_4: Path
+    by_version_5: Path
+
+
 @pytest.fixture(scope="module")
-def by_version_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exports of tiny models, written where the torch backend trains."""
-    folder = tmp_path_factory.mktemp("exports")
-    run_module(VERSION_5, "write", folder)
-    return folder
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Exports]:
+    """Exports of tiny models by the version that wrote them: 4 for Megatron, 5 where the torch backend trains."""
+    made = {}
+    for version in (4, 5):
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("models", "by_version_4", "by_version_5")}
+        made[version] = Exports(**folders)
+    write(made[4].models)
+    exchange(made[4].models, made[5].models, made[4].by_version_5, made[5].by_version_5)
+    for each in made.values():
+        read_all(each.models, each.by_version_4)
+    return made
+
+
+@pytest.mark.parametrize("writer", [4, 5])
+def test_both_versions_of_transformers_read_the_same_model(writer: int, exports: dict[int, Exports]) -> None:
+    written = exports[writer]
+    for family in FAMILIES:
+        old, new = (np.load(out / f"{family}.npz") for out in (written.by_version_4, written.by_version_5))
+        assert (str(old["version"])[:5], str(new["version"])[:2]) == ("4.57.", "5.")
+        for name in ("token_ids", "images", "positions"):
+            np.testing.assert_array_equal(old[name], new[name], err_msg=f"{name} of {family}")
+        np.testing.assert_allclose(old["logprobs"], new["logprobs"], atol=TOLERANCE, rtol=0, err_msg=family)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def both(request: pytest.FixtureRequest, by_version_5: Path) -> Iterator[Both]:
-    folder = by_version_5 / request.param
+def both(request: pytest.FixtureRequest, exports: dict[int, Exports]) -> Iterator[Both]:
+    folder = exports[5].models / request.param
     network = load_network(Model(path=str(folder), dtype="float32"))
     parts = TinyParts(network=network, processor=load_processor(Model(path=str(folder))))
     config = settings_of(folder, train={"backend": {"name": "megatron"}})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,9 +11,11 @@ import pytest
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
 from fovea.metrics.log import read_metrics
+from tests.cluster.torchrun_runs import run_on
 from tests.environments.files import row
 from tests.runs import HASH_REWARD
 from tests.tiny_models import save, tiny
+from tests.train.megatron.commands import TRAIN
 from tests.train.megatron.equal_steps import SIZES
 
 SMALL = (
@@ -38,7 +37,6 @@ SMALL = (
     HASH_REWARD,
 )
 BASE = "geo3k_qwen2_5_vl_7b"
-PATIENCE = 400.0
 CASES = {
     "megatron_qwen2_5_vl": ("qwen2_5_vl", []),
     "megatron_qwen3_vl": ("qwen3_vl", ["train.backend.tensor_parallel_size=1"]),
@@ -52,13 +50,9 @@ def test_it_takes_two_steps(recipe: str, tmp_path: Path) -> None:
     model, file, run_dir = save(tiny(family, **SIZES), tmp_path / "model"), tmp_path / "rows.parquet", tmp_path / "run"
     rows = [row(f"How many sides have {n} squares?", str(4 * n)) for n in range(1, 13)]
     pq.write_table(pa.Table.from_pylist(rows), file)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["-m", "tests.train.megatron.fovea_on_cpu", "train", BASE, recipe, f"run_dir={run_dir}"]
-    command += [f"model.path={model}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *settings]
-    command += [f"environment.{split}_files=[{file}]" for split in ("train", "dev", "test")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-    done = subprocess.run(command, env=environment, timeout=PATIENCE, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    words = [f"run_dir={run_dir}", f"model.path={model}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *settings]
+    words += [f"environment.{split}_files=[{file}]" for split in ("train", "dev", "test")]
+    run_on(2, *TRAIN, BASE, recipe, *words)
     steps = read_metrics(run_dir)
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["actions_trained"] > 0 and step["grad_norm"] > 0 for step in steps)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -26,8 +24,9 @@ from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
 from tests.rollout.short_runs import check_exact, wait_for_steps
 from tests.runs import untimed
-from tests.train.megatron.commands import COMMAND, SETTINGS, fovea
+from tests.train.megatron.commands import SHAPES, environment, fovea
 from tests.train.megatron.equal_steps import megatron_policy
+from tests.warm import WarmProcess
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +45,8 @@ def test_the_engine_samples_with_the_weights_of_each_step(straight: Path) -> Non
 def test_a_killed_run_goes_on_as_if_it_had_not_been(straight: Path, tmp_path: Path) -> None:
     """kill -9 behind a checkpoint, which leaves no process; metrics have sums over all weights."""
     run_dir = tmp_path / "run"
-    command = [sys.executable, *COMMAND, f"run_dir={run_dir}", *SETTINGS]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = WarmProcess([*SHAPES, f"run_dir={run_dir}"], environment(), **pipes)
     try:
         wait_for_steps(run_dir, 3, process)
         others = psutil.Process(process.pid).children(recursive=True)
@@ -125,16 +124,6 @@ def with_adapters(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_the_engine_samples_with_the_adapters_of_each_step(with_adapters: Path) -> None:
     check_exact(with_adapters, "embedded", steps=4)
     assert len({row["weights_checksum"] for row in untimed(with_adapters)}) == 4
-
-
-def test_a_resumed_run_with_adapters_is_the_run_that_never_stopped(
-    straight: Path, with_adapters: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(with_adapters, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "step-4")
-    fovea(run_dir, *LORA, f"model.path={straight / 'model'}", "resume=auto")
-    assert untimed(run_dir) == untimed(with_adapters)
 
 
 @pytest.mark.parametrize("adapter_only", [False, True])
