@@ -46,6 +46,7 @@ def test_a_signal_lets_the_step_end_and_saves_it(number: signal.Signals, code: i
     assert f"{number.name}: the run ends after this step" in err
     assert f"saved at step {taken}; run_dir={stopped} resume=auto goes on from here" in out
     assert "Traceback" not in err
+    assert (number is signal.SIGINT) == err.splitlines()[-1].startswith("stopped by Ctrl-C")
     if number is not signal.SIGTERM:
         return
     fovea_here(*arguments(whole, *settings))

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -188,38 +187,6 @@ def test_ctrl_c_on_a_run_that_has_saved_itself_says_so(recipe: str, monkeypatch:
 
     stand_in(monkeypatch, save_and_stop)
     assert fovea("train", recipe).stderr == "stopped by Ctrl-C; the run is saved\n"
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_a_real_run(tmp_path: Path) -> None:
-    words = [
-        "recipes/shapes.yaml",
-        f"run_dir={tmp_path / 'run'}",
-        "warmup=null",
-        "environment.train_size=500",
-    ]
-    sizes = ["environment.test_size=8", "environment.dev_size=8", "log.progress=false"]
-    command = [sys.executable, "-m", "fovea.cli.main", "train", *words, *sizes]
-    run = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell hands "ignore" on to what it starts in the background, as a terminal does not
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
-    try:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert run.poll() is None, run.communicate()
-            time.sleep(0.1)
-        run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=120)
-    finally:
-        run.kill()
-    assert run.returncode == 130, errors
-    assert errors.splitlines()[-1].startswith("stopped by Ctrl-C")
-    assert "Traceback" not in errors
 
 
 def test_help_of_train_points_at_the_settings() -> None:

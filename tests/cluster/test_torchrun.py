@@ -28,7 +28,6 @@ from tests.saved import saved_tensors
 
 CASES = {
     "grpo, trained tower": ("recipes/shapes.yaml", "model.freeze_vision_tower=false"),
-    "lora, kl": ("recipes/shapes.yaml", "warmup=null", "model.lora={rank: 4}", "algorithm.kl={coef: 0.05}"),
     "two turns": ("recipes/shapes_zoom.yaml",),
 }
 
@@ -51,7 +50,7 @@ def test_two_processes_train_as_one(case: str, tmp_path: Path) -> None:
 
 PLACEMENTS = {
     "disaggregated": (2, "cluster.placement=disaggregated"),
-    "hybrid": (3, "cluster.placement=hybrid", "model.lora={rank: 4}", "warmup=null"),
+    "hybrid": (3, "cluster.placement=hybrid", "model.lora={rank: 4}", "algorithm.kl={coef: 0.05}", "warmup=null"),
 }
 """Number of processes, the last of which holds an engine alone, and settings."""
 
