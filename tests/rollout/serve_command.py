@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.rollout.short_runs import LIMIT_SECONDS
+from tests.rollout.short_runs import LIMIT_SECONDS, heed_ctrl_c
 from tests.runs import ROOT, command, environment
 
 KEY = "a key of this test"
@@ -77,6 +77,7 @@ def serving(
         env=environment() | {KEY_ENV: KEY},
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_ctrl_c,  # noqa: PLW1509
     )
     try:
         yield Serving(process=process, url=f"http://127.0.0.1:{port}")

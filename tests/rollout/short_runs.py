@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,11 @@ def train(recipe: str, run_dir: Path, *settings: str, processes: int = 1, env: M
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
+
+
+def heed_ctrl_c() -> None:
+    """Undo what a shell does to the signals of a suite that runs in the background, and a child would inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen[str]) -> None:

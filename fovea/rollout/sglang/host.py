@@ -48,6 +48,7 @@ class Host:
         self._manager = engine.tokenizer_manager
         self._ids: dict[str, list[str]] = {}
         """By name of a request, SGLang's ids of its completions that are being drawn."""
+        self._is_pushing = False
 
     async def generate(self, request: str, drawings: Sequence[Drawing]) -> Drawn:
         """Draw completions of one prompt, whose keys and values are computed once; `request` names them for `abort`.
@@ -91,8 +92,11 @@ class Host:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)))
 
     async def begin_push(self) -> None:
-        """Prepare for new weights."""
+        """Prepare for new weights; a push that broke off is ended first."""
+        if self._is_pushing:
+            await self._end_push()
         _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        self._is_pushing = True
 
     async def take_weights(self, payloads: Sequence[bytes]) -> None:
         """Load some weights, which come as a payload for each worker."""
@@ -101,7 +105,7 @@ class Host:
 
     async def finish_push(self, sent: str) -> None:
         """End a push, compare what workers hold with what was sent (`scheduler.compare`), and empty all caches."""
-        _check(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        await self._end_push()
         # it blocks; nothing else is going on
         self._engine.collective_rpc("compare", sent=sent)
         await self._empty_caches()
@@ -109,6 +113,10 @@ class Host:
     async def shut_down(self) -> None:
         """End all processes of the engine but this one, which ends when its loop does."""
         self._engine.shutdown()
+
+    async def _end_push(self) -> None:
+        _check(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        self._is_pushing = False
 
     async def _empty_caches(self) -> None:
         """Empty all caches, once the scheduler has put away the last requests."""

@@ -13,7 +13,17 @@ import pytest
 from fovea.metrics.log import read_metrics
 from tests.cluster.ray_environment import own_ray
 from tests.rollout.engines.under_test import under_test
-from tests.rollout.short_runs import APART, LIMIT_SECONDS, QUICK, TRAINS, check_exact, comparable, train, wait_for_steps
+from tests.rollout.short_runs import (
+    APART,
+    LIMIT_SECONDS,
+    QUICK,
+    TRAINS,
+    check_exact,
+    comparable,
+    heed_ctrl_c,
+    train,
+    wait_for_steps,
+)
 from tests.runs import ROOT, SMALL, environment, fovea_here, untimed
 from tests.saved import saved_tensors
 
@@ -40,6 +50,7 @@ def started(recipe: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_ctrl_c,  # noqa: PLW1509
     )
 
 
