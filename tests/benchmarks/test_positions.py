@@ -8,9 +8,9 @@ from benchmarks.positions import main
 from fovea.metrics.log import read_metrics
 
 SHORT = [
-    "max_steps=2", "warmup.max_steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",
-    "evaluate.every_steps=0", "evaluate.test_size=4", "evaluate.dev_size=4", "threads=1",
-    "environment.train_size=64", "evaluate.image_controls=false", "evaluate.before_training=false",
+    "max_steps=1", "warmup.max_steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",
+    "evaluate.every_steps=0", "evaluate.image_controls=false", "evaluate.before_training=false", "threads=1",
+    "environment.train_size=64", "environment.dev_size=4", "environment.test_size=4", "parity.prompts=0",
 ]  # fmt: skip
 
 
