@@ -56,7 +56,14 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/build/workers.py"),
-        *("tests/warm.py", "tests/warm_server.py"),
+        *(
+            "tests/warm.py",
+            "tests/warm_server.py",
+            "tests/cluster",
+            "tests/rollout/*.py",
+            "tests/benchmarks/test_kills.py",
+        ),
+        *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),
     ),
     "browser": (
         "fovea/view",
@@ -133,9 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     match arguments:
         case []:
             for suite in COVERS:
-                print(
-                    f"{suite:10}", "passed on these files" if is_unchanged(suite, ROOT) else "to be run: files changed"
-                )
+                print(f"{suite}: {'unchanged since it passed' if is_unchanged(suite, ROOT) else 'changed'}")
             return 0
         case ["unchanged", suite]:
             return 0 if is_unchanged(suite, ROOT) else 1
