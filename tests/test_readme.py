@@ -45,9 +45,9 @@ def paste(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def demo() -> str:
-    planned = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
+    # without its messages about folders where the tests themselves run under make
+    words = ["make", "--dry-run", "--no-print-directory", "demo"]
+    planned = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     return planned.stdout.splitlines()[-1]
 
 

@@ -246,8 +246,11 @@ def test_a_killed_driver_leaves_no_worker_behind(ray_environment: dict[str, str]
 @pytest.mark.slow
 def test_a_cluster_is_shown_and_stopped(cluster: RayCluster) -> None:
     """Behind the tests whose runs are on it."""
-    shown = run_cluster(cluster.environment, "status")
-    assert f"{sum(NODE_CPUS):.1f} CPU" in shown.stdout, shown
+    deadline = time.monotonic() + LIMIT_SECONDS
+    # the head writes its report every few seconds
+    while f"{sum(NODE_CPUS):.1f} CPU" not in (shown := run_cluster(cluster.environment, "status")).stdout:
+        assert shown.returncode == 0, shown
+        assert time.monotonic() < deadline, shown
     refused = run_cluster({**cluster.environment, "RAY_AUTH_TOKEN": "guessed"}, "status")
     assert refused.returncode == 3, refused
     assert "token is missing or incorrect" in refused.stderr
