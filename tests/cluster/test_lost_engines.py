@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -20,12 +19,13 @@ from fovea.cluster.workers import Worker, Workers
 from fovea.errors import LostWorkerError
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.forks import FORKS
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
 
 pytestmark = pytest.mark.kill
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 300
 
 
 def make() -> Any:
@@ -44,10 +44,10 @@ def serve_engine(connection: Connection) -> None:
 @pytest.fixture
 def engines() -> Iterator[Workers]:
     """Two engines with the same weights, in a process each, and no learner."""
-    context, handles, processes = get_context("spawn"), [], []
+    handles, processes = [], []
     for rank in (1, 2):
-        here, there = context.Pipe()
-        process = context.Process(target=serve_engine, args=(there,), daemon=True)
+        here, there = FORKS.Pipe()
+        process = FORKS.Process(target=serve_engine, args=(there,), daemon=True)
         process.start()
         there.close()
         assert here.poll(LIMIT_SECONDS)
@@ -80,7 +80,8 @@ def test_requests_of_a_killed_engine_are_made_again_with_the_same_completions(en
     async def draw() -> list[Sequence[Completion]]:
         os.kill(stopped, signal.SIGSTOP)  # so that it has requests, and answers none of them
         drawing = asyncio.gather(*map(WorkersEngine(engines, "test").generate, requests()))
-        await asyncio.sleep(0.5)
+        while not engines.engines[1].sent_bytes:
+            await asyncio.sleep(0.01)
         os.kill(stopped, signal.SIGKILL)
         return await asyncio.wait_for(drawing, LIMIT_SECONDS)
 
