@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from threading import Event
 
 import pytest
@@ -28,8 +28,8 @@ from fovea.errors import ClusterError, LostRankError
 from fovea.metrics.log import read_metrics
 from fovea.utils.event_loop import wait_for
 from tests.cluster.torchrun_runs import LONG, processes_of, rank_of, settings, torchrun
-from tests.forks import FORKS
 from tests.runs import ROOT, environment
+from tests.warm import start_rank
 
 TIMEOUT_SECONDS = 2.0
 PATIENCE = timedelta(seconds=600)
@@ -65,7 +65,7 @@ def test_silence_while_the_driver_itself_was_stopped_says_nothing() -> None:
         f"Watch({TIMEOUT_SECONDS}, lambda: print('silent', flush=True)); os.kill(os.getpid(), signal.SIGSTOP)\n"
         f"time.sleep({TIMEOUT_SECONDS / 4})"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with Popen([sys.executable, "-c", script], stdout=PIPE, text=True) as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         time.sleep(1.1 * TIMEOUT_SECONDS)
@@ -73,18 +73,17 @@ def test_silence_while_the_driver_itself_was_stopped_says_nothing() -> None:
         assert process.communicate() == ("", None), "nobody else was silent"
 
 
-def beat_only(there: Connection) -> None:
-    """A worker whose only call never ends, and whose thread beats on."""
+def beat_only(_: int) -> None:
+    """A worker whose only call never ends, and whose thread beats on to the other end of its standard input."""
     # oftener than one whose driver has this timeout: on a busy machine some of the beats come late
-    with beating(DriverConnection(there).send, TIMEOUT_SECONDS / 4):
+    with beating(DriverConnection(Connection(0)).send, TIMEOUT_SECONDS / 4):
         time.sleep(PATIENCE.total_seconds())
 
 
-def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_killed() -> None:
+def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_killed(tmp_path: Path) -> None:
     here, there = Pipe()
-    process = FORKS.Process(target=beat_only, args=(there,), daemon=True)
-    process.start()
-    there.close()
+    with there:
+        process = start_rank(beat_only, 1, (), tmp_path, stdin=there.fileno())
     assert here.poll(PATIENCE.total_seconds()), "it has begun to beat"
     handle = RemoteWorker(ConnectionLine(here, process.pid), 1, TIMEOUT_SECONDS)
 
@@ -92,8 +91,7 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         answer = await handle.start(Call(service="policy", method="update"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(answer), 1.5 * TIMEOUT_SECONDS)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
         with pytest.raises(
             ClusterError,
             match=r"rank 1 hangs: for cluster\.heartbeat_timeout_seconds=2\.0 nothing .*, in policy\.update",
@@ -102,8 +100,7 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         await handle.close()
 
     wait_for(run())
-    process.join(PATIENCE.total_seconds())
-    assert process.exitcode == -signal.SIGKILL, "nothing is left behind"
+    assert process.wait(PATIENCE.total_seconds()) == -signal.SIGKILL, "nothing is left behind"
 
 
 def test_a_watch_that_has_ended_is_quiet() -> None:
@@ -149,13 +146,14 @@ def first_comes_alone(rank: int, store: str) -> None:
 
 
 def test_a_rank_that_never_comes_ends_the_collective_call_of_the_others(tmp_path: Path) -> None:
-    ranks = [FORKS.Process(target=first_comes_alone, args=(rank, str(tmp_path / "store"))) for rank in range(3)]
-    for each in ranks:
-        each.start()
-    ranks[0].join(PATIENCE.total_seconds() / 2)
-    for each in ranks[1:]:
+    first, *others = (
+        start_rank(first_comes_alone, rank, (str(tmp_path / "store"),), tmp_path, stderr=PIPE) for rank in range(3)
+    )
+    _, errors = first.communicate(timeout=PATIENCE.total_seconds() / 2)
+    for each in others:
         each.kill()
-    assert ranks[0].exitcode == 0
+        each.communicate()
+    assert first.returncode == 0, errors
 
 
 class Failing:
@@ -193,12 +191,12 @@ def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
 def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
     """The driver waits in a collective call meanwhile, in which it can do nothing."""
     words = [*settings("recipes/shapes.yaml", tmp_path, *LONG), "cluster.heartbeat_timeout_seconds=10"]
-    with subprocess.Popen(
+    with Popen(
         torchrun("train", *words),
         cwd=ROOT,
         env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=DEVNULL,
+        stderr=PIPE,
         text=True,
     ) as process:
         while len(read_metrics(tmp_path)) < 2:

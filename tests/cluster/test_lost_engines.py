@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,9 +21,9 @@ from fovea.cluster.workers import Worker, Workers
 from fovea.errors import LostWorkerError
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
-from tests.forks import FORKS
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
+from tests.warm import start_rank
 
 pytestmark = pytest.mark.kill
 
@@ -34,7 +36,9 @@ def make() -> Any:
     return engine
 
 
-def serve_engine(connection: Connection) -> None:
+def serve_engine(_: int) -> None:
+    """An engine whose driver is at the other end of its standard input."""
+    connection = Connection(0)
     torch.set_num_threads(1)
     worker = cast(Any, Worker)(policy=None, engine=make(), weight_sync=None)
     connection.send_bytes(b"ready")
@@ -42,24 +46,20 @@ def serve_engine(connection: Connection) -> None:
 
 
 @pytest.fixture
-def engines() -> Iterator[Workers]:
+def engines(tmp_path: Path) -> Iterator[Workers]:
     """Two engines with the same weights, in a process each, and no learner."""
     handles, processes = [], []
     for rank in (1, 2):
-        here, there = FORKS.Pipe()
-        process = FORKS.Process(target=serve_engine, args=(there,), daemon=True)
-        process.start()
-        there.close()
-        assert here.poll(LIMIT_SECONDS)
-        here.recv_bytes()
-        processes.append(process)
-        handles.append(RemoteWorker(ConnectionLine(here, process.pid), rank, 600.0))
+        here, there = Pipe()
+        with there:
+            processes.append(start_rank(serve_engine, rank, (), tmp_path, stdin=there.fileno()))
+        assert here.recv_bytes() == b"ready"
+        handles.append(RemoteWorker(ConnectionLine(here, processes[-1].pid), rank, 600.0))
     workers = Workers([], handles)
     yield workers
     wait_for(workers.close())
     for process in processes:
-        process.join(LIMIT_SECONDS)
-        assert process.exitcode is not None, "an engine outlived its driver"
+        process.wait(LIMIT_SECONDS)  # none outlives its driver
 
 
 def requests() -> list[Request]:
