@@ -202,9 +202,9 @@ def _taking_turns(ours: Ours, theirs: list[StepTimes], mine: list[StepTimes]) ->
 
 
 def give_back_memory() -> None:
-    """Empty torch's allocator between the two sides; a finished trainer is a reference cycle, so collect that first."""
-    gc.collect()
+    """Empty torch's CUDA allocator between the two sides; a finished trainer is a reference cycle, collected first."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -91,6 +91,16 @@ def run_warm(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def start_rank(
+    target: Callable[..., None], rank: int, arguments: tuple[Any, ...], folder: Path, **more: Any
+) -> WarmProcess:
+    """Start `target(rank, *arguments)`; the call stands in a file of `folder`."""
+    call = folder / f"call-{rank}"
+    torch.save((target, arguments), call)
+    env = {**os.environ, PROCESS_NUMBER: str(rank), "PYTHONFAULTHANDLER": "1"}
+    return WarmProcess(["tests.warm_call", str(call)], env, **more)
+
+
 def run_ranks(target: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
     """Run `target(rank, *arguments)` in so many processes to the end; AssertionError with the traceback of one."""
     with tempfile.TemporaryDirectory() as folder:

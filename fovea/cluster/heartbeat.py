@@ -35,32 +35,48 @@ def beating(send: Callable[[bytes], None], timeout_seconds: float) -> Iterator[N
         ended.set()
 
 
+class Silence:
+    """How long nothing was heard, by the times of a clock; those in which this process did not run do not count."""
+
+    def __init__(self, timeout_seconds: float, now: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self.pause_seconds = timeout_seconds / LOOKS_PER_TIMEOUT
+        """Between two looks."""
+        self._heard = self._looked = now
+
+    def heard(self, now: float) -> None:
+        """Note that a message has arrived."""
+        self._heard = now
+
+    def is_over(self, now: float) -> bool:
+        """True if nothing was heard for the timeout; to be asked once a pause."""
+        if now - self._looked > 3 * self.pause_seconds:
+            # this process itself was stopped or starved, and has not yet read what came meanwhile
+            self._heard = now
+        self._looked = now
+        return now - self._heard > self._timeout_seconds
+
+
 class Watch:
     """The driver's side: calls `silent` once if nothing is heard for the timeout."""
 
     def __init__(self, timeout_seconds: float, silent: Callable[[], None]) -> None:
-        self._silent = silent
-        self._heard = monotonic()
+        self._call_silent = silent
+        # here, since this process may be stopped before its thread begins
+        self._silence = Silence(timeout_seconds, monotonic())
         self._ended = Event()
-        Thread(target=self._run, args=(timeout_seconds,), name="watch of heartbeats", daemon=True).start()
+        Thread(target=self._run, name="watch of heartbeats", daemon=True).start()
 
     def heard(self) -> None:
         """Note that a message has arrived."""
-        self._heard = monotonic()
+        self._silence.heard(monotonic())
 
     def end(self) -> None:
         """Watch no more."""
         self._ended.set()
 
-    def _run(self, timeout_seconds: float) -> None:
-        pause = timeout_seconds / LOOKS_PER_TIMEOUT
-        looked = self._heard  # this process may be stopped before its thread gets here
-        while not self._ended.wait(pause):
-            now = monotonic()
-            if now - looked > 3 * pause:
-                # this process itself was stopped or starved, and has not yet read what came meanwhile
-                self._heard = now
-            looked = now
-            if now - self._heard > timeout_seconds:
-                self._silent()
+    def _run(self) -> None:
+        while not self._ended.wait(self._silence.pause_seconds):
+            if self._silence.is_over(monotonic()):
+                self._call_silent()
                 return

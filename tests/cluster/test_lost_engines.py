@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from multiprocessing import get_context
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -22,10 +23,11 @@ from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
+from tests.warm import start_rank
 
 pytestmark = pytest.mark.kill
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 300
 
 
 def make() -> Any:
@@ -34,7 +36,9 @@ def make() -> Any:
     return engine
 
 
-def serve_engine(connection: Connection) -> None:
+def serve_engine(_: int) -> None:
+    """An engine whose driver is at the other end of its standard input."""
+    connection = Connection(0)
     torch.set_num_threads(1)
     worker = cast(Any, Worker)(policy=None, engine=make(), weight_sync=None)
     connection.send_bytes(b"ready")
@@ -42,24 +46,20 @@ def serve_engine(connection: Connection) -> None:
 
 
 @pytest.fixture
-def engines() -> Iterator[Workers]:
+def engines(tmp_path: Path) -> Iterator[Workers]:
     """Two engines with the same weights, in a process each, and no learner."""
-    context, handles, processes = get_context("spawn"), [], []
+    handles, processes = [], []
     for rank in (1, 2):
-        here, there = context.Pipe()
-        process = context.Process(target=serve_engine, args=(there,), daemon=True)
-        process.start()
-        there.close()
-        assert here.poll(LIMIT_SECONDS)
-        here.recv_bytes()
-        processes.append(process)
-        handles.append(RemoteWorker(ConnectionLine(here, process.pid), rank, 600.0))
+        here, there = Pipe()
+        with there:
+            processes.append(start_rank(serve_engine, rank, (), tmp_path, stdin=there.fileno()))
+        assert here.recv_bytes() == b"ready"
+        handles.append(RemoteWorker(ConnectionLine(here, processes[-1].pid), rank, 600.0))
     workers = Workers([], handles)
     yield workers
     wait_for(workers.close())
     for process in processes:
-        process.join(LIMIT_SECONDS)
-        assert process.exitcode is not None, "an engine outlived its driver"
+        process.wait(LIMIT_SECONDS)  # none outlives its driver
 
 
 def requests() -> list[Request]:
@@ -80,7 +80,8 @@ def test_requests_of_a_killed_engine_are_made_again_with_the_same_completions(en
     async def draw() -> list[Sequence[Completion]]:
         os.kill(stopped, signal.SIGSTOP)  # so that it has requests, and answers none of them
         drawing = asyncio.gather(*map(WorkersEngine(engines, "test").generate, requests()))
-        await asyncio.sleep(0.5)
+        while not engines.engines[1].sent_bytes:
+            await asyncio.sleep(0.01)
         os.kill(stopped, signal.SIGKILL)
         return await asyncio.wait_for(drawing, LIMIT_SECONDS)
 
