@@ -50,6 +50,8 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
     "mm_attention_backend": "sdpa",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
+    # an idle scheduler would keep a core busy that the trainer computes on
+    "sleep_on_idle": True,
 }
 
 ENVIRONMENT: Mapping[str, str] = {
