@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from copy import deepcopy
 
 import pytest
 import torch
