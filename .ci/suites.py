@@ -48,6 +48,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "sglang": (
         *(*ENGINES, "fovea/rollout/sglang", "tests/rollout/sglang"),
+        "fovea/rollout/embedded/paged_*.py",  # Triton, on CPUs, is in SGLang's environment only
         *("requirements/sglang-cpu.lock", "requirements/sgl_kernel.py", "requirements/torchvision_on_cpu.py"),
     ),
     "megatron": (

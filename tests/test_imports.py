@@ -58,6 +58,7 @@ LATE_IMPORTS = {
     "fovea/data/rows.py": {"_hub"},
     "fovea/environments/graders/by_name.py": {"grader_of"},
     "fovea/report/html.py": {"write_report"},
+    "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "fovea/utils/urls.py": {"http_parts"},
     "fovea/rollout/engine_process.py": {"groups_of", "wait_until_gone"},
 }
@@ -178,6 +179,7 @@ def test_backends_do_not_know_each_other() -> None:
         ("easy_vqa", "fovea/environments/data_sets/easy_vqa.py"),
         ("gguf", "fovea/smolvl/language.py"),
         ("mixtrain", "fovea/integrations/mixtrain.py"),
+        ("triton", "fovea/rollout/embedded/paged_triton.py"),
     ],
 )
 def test_an_extra_is_imported_in_one_file(package: str, file: str) -> None:
@@ -195,5 +197,6 @@ def test_every_imported_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
     declared = {re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines}
-    imported = {part(found.module, 0) for found in ALL_IMPORTS} - set(sys.stdlib_module_names) - {"fovea"}
+    # Triton comes with the CUDA builds of torch
+    imported = {part(found.module, 0) for found in ALL_IMPORTS} - set(sys.stdlib_module_names) - {"fovea", "triton"}
     assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared

@@ -10,19 +10,17 @@ from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.run import Config
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.tuning import slow_decoding_note
+from fovea.rollout.embedded.tuning import decoding_note
 
 
 def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
     """A line for each choice of kernels, and each refusal with its own message and what runs instead; none on CPUs."""
     if not isinstance(vlm, VLM) or vlm.device.type == "cpu":
         return ()
-    slow = vlm.slow_kernels()
-    if isinstance(config.rollout.engine, EmbeddedSettings):
-        note = slow_decoding_note(vlm.text_config, vlm.device, vlm.dtype)
-        slow += [] if note is None else [note]
     chosen = liger_note(runs_liger(config, vlm.device)) if config.train.backend.liger_kernels == "auto" else []
-    return (*chosen, *(f"slow: {note}" for note in slow))
+    if isinstance(config.rollout.engine, EmbeddedSettings):
+        chosen.append(decoding_note(vlm.text_config, vlm.device, vlm.dtype))
+    return (*chosen, *(f"slow: {note}" for note in vlm.slow_kernels()))
 
 
 def liger_note(runs: bool) -> list[str]:

@@ -13,9 +13,8 @@ from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.varlen import FlashSegments, HeadShape, Pairs, PlainSegments, Segments, flash_refusal, varlen_refusal
 from fovea.models.vision.attention import segment_attention
 from fovea.models.vision.passes import image_passes
-from fovea.rollout.embedded.tuning import slow_decoding_note
 from fovea.types import PromptImage
-from tests.tiny_models import CPU, tiny
+from tests.tiny_models import CPU
 
 BFLOAT16 = 0.02
 """Difference of outputs of about 1 that its 8 bits explain."""
@@ -70,13 +69,6 @@ def test_a_refusal_is_said_with_its_message_and_the_kernel_that_runs(monkeypatch
     assert fastest_kernel(float32) == "sdpa"
     assert note is not None
     assert "model.dtype=bfloat16 avoids it" in note
-
-
-def test_a_float32_model_is_told_why_it_decodes_slowly() -> None:
-    text = tiny("qwen3_vl").network.config.text_config
-    note = slow_decoding_note(text, torch.device("cuda"), torch.float32)
-    assert note is not None
-    assert "it takes 16-bit numbers only, not torch.float32" in note
 
 
 def test_images_are_split_by_their_patches() -> None:

@@ -1,7 +1,4 @@
-"""Paged attention by PyTorch's flash attention, on CUDA only; its slow twin is `paged_cache.gathered_attention`.
-
-Flash attention 2 may refuse a page table, whatever PyTorch's version; `activate_flash_attention_impl("FA3")` of
-`torch.nn.attention` selects version 3 where the package is installed.
+"""The paged attention of decode steps on CUDA, and the trial that it has to pass before a run uses it.
 
 Axes: as in `paged_cache`.
 """
@@ -12,44 +9,82 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn_out
 
 from fovea.models.varlen import HeadShape, why_refused
+from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
+
+TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))
+"""Rows and most keys of a row: kernels have been right for one row, or up to 128 or 256 keys, and wrong beyond."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Largest norm of the difference over that of the outputs, by dtype: rounding of scores, weights and outputs."""
+TRIAL_PAGES = 64
+"""Pages of the trial's pool, which all rows share."""
+PART_ROWS = 16
+"""Rows for which the plain twin gathers all keys at once."""
 
 
-def varlen_attention(
+@torch.library.custom_op("fovea::paged_attention", mutates_args=())
+def paged_attention(
     query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one query per row; a `PagedKernel` that CUDA graphs can capture."""
-    out = torch.empty_like(query_BHD)
-    starts = torch.arange(len(query_BHD) + 1, dtype=torch.int32, device=query_BHD.device)
-    varlen_attn_out(
-        out,
-        query_BHD.contiguous(),
-        keys,
-        values,
-        starts,
-        None,  # no starts of keys: the page table has them
-        1,  # longest query
-        table_BX.shape[1] * keys.shape[1],
-        scale=scale,
-        enable_gqa=True,
-        seqused_k=used_B,
-        block_table=table_BX.contiguous(),
-    )
-    return out
+    """Attention of one query per row by the Triton kernel; a `PagedKernel` that CUDA graphs can capture."""
+    from fovea.rollout.embedded.paged_triton import triton_attention  # noqa: PLC0415 (Triton is not everywhere)
+
+    return triton_attention(query_BHD, keys, values, table_BX, used_B, scale)
+
+
+@paged_attention.register_fake
+def _shape_of_paged_attention(
+    query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
+) -> Tensor:
+    return torch.empty_like(query_BHD, memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=64)
 def paged_refusal(shape: HeadShape, page_tokens: int) -> str | None:
-    """Why the kernel cannot run with heads of this shape and pages of this size; None where it can."""
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes 16-bit numbers only, not {shape.dtype}"
+    """Why `paged_attention` cannot be used for heads of this shape; None where it gives the plain twin's values."""
+    if shape.width < 16 or shape.width & (shape.width - 1):
+        return f"its head size is a power of two from 16 on, not {shape.width}"
+    wrong: list[str | None] = []
+    refusal = why_refused(lambda: wrong.append(difference(paged_attention, shape, page_tokens)))
+    return refusal or wrong[0]
 
-    def trial() -> None:
-        query = torch.zeros(1, shape.heads, shape.width, dtype=shape.dtype, device=shape.device)
-        pages = query.new_zeros(1, page_tokens, shape.key_heads, shape.width)
-        table = torch.zeros(1, 1, dtype=torch.int32, device=shape.device)
-        varlen_attention(query, pages, pages, table, torch.ones_like(table[0]), 1.0)
 
-    return why_refused(trial)
+def difference(kernel: PagedKernel, shape: HeadShape, page_tokens: int) -> str | None:
+    """How a kernel differs from `gathered_attention` on random heads of this shape; None where it does not."""
+    for rows, most in TRIALS:
+        given = _inputs(shape, page_tokens, rows, most)
+        found = kernel(*given, shape.width**-0.5)
+        if found.is_meta:  # no values
+            continue
+        expected = _plain(*given, shape.width**-0.5)
+        relative = float((found.float() - expected).norm() / expected.norm())
+        if not relative <= TOLERANCE[shape.dtype]:
+            return (
+                f"{rows} rows of up to {most} keys are off by {relative:.1e} of their size, and rounding to "
+                f"{shape.dtype} moves them by less than {TOLERANCE[shape.dtype]:.0e}"
+            )
+    return None
+
+
+def _inputs(shape: HeadShape, page_tokens: int, rows: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Random queries, pages of keys and of values, table and numbers of keys, among these the least and the most."""
+    random = torch.Generator().manual_seed(rows)
+    query = torch.randn(rows, shape.heads, shape.width, generator=random)
+    keys, values = torch.randn(2, TRIAL_PAGES, page_tokens, shape.key_heads, shape.width, generator=random)
+    table = torch.randint(TRIAL_PAGES, (rows, -(-most // page_tokens)), dtype=torch.int32, generator=random)
+    used = torch.randint(1, 1 + most, (rows,), dtype=torch.int32, generator=random)
+    used[0], used[-1] = 1, most
+    query, keys, values = (x.to(shape.device, shape.dtype) for x in (query, keys, values))
+    return query, keys, values, table.to(shape.device), used.to(shape.device)
+
+
+def _plain(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, scale: float) -> Tensor:
+    keys, values = keys.float(), values.float()
+    parts = (x.split(PART_ROWS) for x in (query.float(), table, used))
+    return torch.cat(
+        [
+            gathered_attention(some, keys, values, pages, tokens, scale)
+            for some, pages, tokens in zip(*parts, strict=True)
+        ]
+    )

@@ -15,7 +15,7 @@ from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import CudaCapture, GraphStepper, Stepper, rerun
 from fovea.rollout.embedded.dense_cache import DenseCache
 from fovea.rollout.embedded.linears import TextWeights, can_use_onednn
-from fovea.rollout.embedded.paged_attention import paged_refusal, varlen_attention
+from fovea.rollout.embedded.paged_attention import TRIALS, paged_attention, paged_refusal
 from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 
@@ -40,8 +40,8 @@ class OneDnnLimits:
 ONEDNN_LIMITS = {torch.float32: OneDnnLimits(64, 256), torch.bfloat16: OneDnnLimits(256, 128)}
 """By dtype: bfloat16 products are so short (AMX) that reading the weights bounds them for longer."""
 
-PAGE_TOKENS = 256
-"""Flash attention 2 requires pages of 256 tokens, later versions take smaller ones."""
+PAGE_TOKENS = 32
+"""On average half a page of each row is empty."""
 
 INT8 = "(int8 decoding)"
 """Part of the engine's name where decode steps are inexact."""
@@ -52,7 +52,7 @@ class Tuning:
     """Performance settings; only `int8_decoding` changes results."""
 
     cache: CacheKind | None = None
-    """None: paged where PyTorch has a kernel for it, else dense."""
+    """None: paged where the kernel passes its trial, else dense."""
     page_tokens: int = PAGE_TOKENS
     """Page size of the paged cache."""
     decode_steps_per_sync: int | None = None
@@ -85,20 +85,20 @@ def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens:
     has_kernel = _paged_refusal(shape, like.device, like.dtype, tuning.page_tokens) is None
     if tuning.cache == "dense" or (tuning.cache is None and not has_kernel):
         return DenseCache(shape, like)
-    kernel = varlen_attention if has_kernel else gathered_attention
+    kernel = paged_attention if has_kernel else gathered_attention
     return PagedCache(shape, like, kernel, num_tokens=num_tokens, page_tokens=tuning.page_tokens)
 
 
-def slow_decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is said at the start of a run whose GPU refuses the paged kernel of the default settings."""
+def decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """What is printed at the start of a run on a GPU: how it decodes by default, and the cost where that is slow."""
     refusal = _paged_refusal(decoder_shape(text_config), device, dtype, PAGE_TOKENS)
     if refusal is None:
-        return None
+        rows, most = TRIALS[-1]
+        return f"decoding: pages of keys by a Triton kernel (tried on {rows} rows of {most} keys), CUDA graphs"
     return (
-        f"decoding: torch's flash attention refuses pages of keys here ({refusal}); the engine decodes over a dense "
-        "cache and without CUDA graphs, which is five to ten times slower; install a flash attention that takes them "
-        "(torch.nn.attention.activate_flash_attention_impl), set model.dtype=bfloat16 if it is not, or use "
-        "rollout.engine=vllm"
+        f"slow: decoding: the kernel for pages of keys is not used ({refusal}); the engine decodes over a dense cache "
+        "and without CUDA graphs, which is three to six times slower; report it with the output of `fovea doctor`, or "
+        "use rollout.engine=vllm"
     )
 
 

@@ -1,0 +1,172 @@
+"""Paged decoding on CUDA: the trial before its use, and the Triton kernel in Triton's interpreter and compiler.
+
+Triton comes with CUDA builds of torch, and to CPUs with SGLang: the tests that need it are part of SGLang's suite.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from fovea.models.varlen import HeadShape
+from fovea.rollout.embedded.paged_attention import TOLERANCE, difference, paged_refusal
+from fovea.rollout.embedded.paged_cache import gathered_attention
+from fovea.rollout.embedded.tuning import decoding_note
+from tests.meta_device import META
+from tests.tiny_models import tiny
+
+CPU = torch.device("cpu")
+SHAPE = HeadShape(CPU, torch.float32, 4, 2, 16)
+
+
+def wrong_from_two_rows(query: Tensor, *more: Tensor | float) -> Tensor:
+    """As torch 2.13's kernel, whose output goes into a copy."""
+    out = gathered_attention(query, *more)  # type: ignore[arg-type]
+    return out if len(query) == 1 else torch.zeros_like(out)
+
+
+def wrong_beyond(limit: int) -> object:
+    def kernel(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, scale: float) -> Tensor:
+        return gathered_attention(query, keys, values, table, used.clamp(max=limit), scale)
+
+    return kernel
+
+
+def unwritten_rows(query: Tensor, *more: Tensor | float) -> Tensor:
+    out = gathered_attention(query, *more)  # type: ignore[arg-type]
+    out[290:] = torch.nan
+    return out
+
+
+def test_the_plain_twin_passes_its_trial() -> None:
+    for dtype in TOLERANCE:
+        assert difference(gathered_attention, HeadShape(CPU, dtype, 4, 2, 16), 16) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "keys"),
+    [
+        (wrong_from_two_rows, 2, 40),
+        (wrong_beyond(128), 3, 130),
+        (wrong_beyond(256), 40, 300),
+        (unwritten_rows, 300, 600),
+    ],
+    ids=["wrong from two rows", "wrong beyond 128 keys", "wrong beyond 256 keys", "unwritten rows"],
+)
+def test_a_wrong_kernel_is_refused_with_where_it_is_wrong(kernel: object, rows: int, keys: int) -> None:
+    found = difference(kernel, SHAPE, 16)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.startswith(f"{rows} rows of up to {keys} keys are off by ")
+
+
+def test_a_head_size_that_triton_cannot_hold_is_refused() -> None:
+    assert (
+        paged_refusal(HeadShape(CPU, torch.bfloat16, 4, 2, 80), 32)
+        == "its head size is a power of two from 16 on, not 80"
+    )
+
+
+def test_a_run_on_a_gpu_prints_how_it_decodes() -> None:
+    text = tiny("qwen3_vl").network.config.text_config
+    assert decoding_note(text, META, torch.float32).startswith(
+        "decoding: pages of keys by a Triton kernel (tried on 300 "
+    )
+    text.head_dim = 24
+    note = decoding_note(text, META, torch.bfloat16)
+    assert note.startswith("slow: decoding: ")
+    assert "its head size is a power of two from 16 on, not 24" in note
+    assert "three to six times slower" in note
+
+
+INTERPRET = """
+import json
+import torch
+from fovea.rollout.embedded.paged_attention import paged_attention
+from fovea.rollout.embedded.paged_cache import gathered_attention
+from fovea.rollout.embedded.paged_triton import triton_attention
+
+CASES = [  # rows, heads, key heads, head size, tokens of a page, pages of a row, splits
+    (1, 4, 4, 64, 16, 3, 1),
+    (3, 16, 8, 128, 16, 20, 4),
+    (2, 28, 4, 128, 256, 2, 2),
+    (5, 16, 2, 32, 32, 11, 8),
+    (7, 6, 2, 16, 24, 5, 16),
+    (300, 2, 1, 16, 32, 1, 1),
+]
+
+def error(dtype, rows, heads, key_heads, width, page, pages, splits):
+    random = torch.Generator().manual_seed(rows)
+    keys, values = torch.randn(2, 1 + rows * pages, page, key_heads, width, generator=random).to(dtype)
+    query = torch.randn(rows, heads, width, generator=random).to(dtype)
+    table = (1 + torch.randperm(rows * pages, generator=random)).view(rows, pages).int()
+    used = torch.randint(1, 1 + page * pages, (rows,), generator=random).int()
+    used[0] = 1
+    expected = gathered_attention(query.float(), keys.float(), values.float(), table, used, width**-0.5)
+    given = query, keys, values, table, used, width**-0.5
+    found = triton_attention(*given, splits=splits)
+    assert found.dtype == dtype
+    assert splits != 1 or torch.equal(found, paged_attention(*given))
+    return float((found.float() - expected).norm() / expected.norm())
+
+kinds = ("float32", "float16")  # the interpreter has no products of bfloat16
+errors = [(kind, case, error(getattr(torch, kind), *case)) for kind in kinds for case in CASES]
+print(json.dumps(errors))
+"""
+EXACT = {"float32": 1e-6, "float16": 1e-3}
+
+
+@pytest.mark.sglang
+def test_the_kernel_equals_its_plain_twin() -> None:
+    """At ragged lengths, from one key on; a split may have none."""
+    found = json.loads(run_triton(INTERPRET, TRITON_INTERPRET="1"))
+    assert len(found) == 12
+    assert [(kind, case, error) for kind, case, error in found if not error < EXACT[kind]] == []
+
+
+def run_triton(program: str, **variables: str) -> str:
+    """What a program prints in a process of its own: Triton reads its variables when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fovea.rollout.embedded.paged_triton import attend_to_split, constants
+
+for architecture in (80, 90):
+    for kind in ("bf16", "fp32"):
+        for heads, key_heads, width in ((16, 8, 128), (28, 4, 64)):
+            types = {name: f"*{kind}" for name in ("query", "keys", "values")}
+            types |= {"table": "*i32", "used": "*i32", "parts": "*fp32", "logs": "*fp32", "scale": "fp32"}
+            strides = ("query_row", "query_head", "page_stride", "token_stride", "head_stride", "table_row")
+            types |= dict.fromkeys(strides, "i32")
+            fixed = constants(heads, key_heads, width, 32, 4)
+            places = {(len(types) + number,): value for number, value in enumerate(fixed.values())}
+            source = ASTSource(attend_to_split, {**types, **dict.fromkeys(fixed, "constexpr")}, constexprs=places)
+            made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+            print(architecture, kind, heads, made.metadata.shared, made.asm["ptx"].count("mma"), len(made.asm["cubin"]))
+"""
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""Shared memory of a block: CUDA C++ Programming Guide, table of compute capabilities."""
+
+
+@pytest.mark.sglang
+def test_it_compiles_for_nvidias_cards() -> None:
+    """Without a card: Triton brings its assembler along."""
+    rows = [line.split() for line in run_triton(COMPILE).splitlines()]
+    assert len(rows) == 8
+    for architecture, kind, _, shared, tensor_core, size in rows:
+        assert int(shared) <= SHARED_BYTES[int(architecture)]
+        assert int(size) > 0
+        assert int(tensor_core) > 0 or kind == "fp32", "16-bit products go to the tensor cores"
