@@ -264,8 +264,9 @@ class Warm:
         if code == 0:
             return ""
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        failed = [line.split(" ", 2)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0] if failed else f"exit code {code}"
+        failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        # ids may hold spaces, and a message comes behind them
+        return failed[0].partition(" - ")[0] if failed else f"exit code {code}"
 
 
 def show(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
