@@ -12,7 +12,7 @@ from fovea.config.backends import EmbeddedEngine, ServingEngine, SglangEngine, V
 from fovea.config.base import Tree, over
 from fovea.config.run import Config
 from fovea.errors import ConfigError, TrainError
-from fovea.plan.model_sizes import model_sizes
+from fovea.plan.model_sizes import ModelSizes, model_sizes
 from fovea.plan.plan import RunPlan, make_plan
 from fovea.plan.rollout import prompt_demand
 
@@ -53,11 +53,14 @@ def advice_for(config: Config) -> list[Advice]:
 
     Empty where nothing here does.
     """
-    sizes = model_sizes(config)
+    sizes: dict[str, ModelSizes] = {}
 
     def plan(changed: Config) -> RunPlan:
         # what is trained, and thereby the sizes, depends on the model's settings alone
-        return make_plan(changed, sizes if changed.model == config.model else None)
+        model = changed.model.model_dump_json()
+        if model not in sizes:
+            sizes[model] = model_sizes(changed)
+        return make_plan(changed, sizes[model])
 
     planned = plan(config)
     changes = list(changes_for(config, planned))

@@ -75,6 +75,8 @@ def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
+FEW_PROMPTS = "rollout.prompts_per_step=64"
+"""Micro-batches are dealt anew in every plan that an advice tries."""
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
@@ -83,10 +85,22 @@ def wide(family: str) -> dict[str, int]:
     return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
 
 
+_SIZES: dict[str, ModelSizes] = {}
+"""Of published(), by the model's settings without its path: the network takes a second to make."""
+
+
 def published(folder: Path, *overrides: str) -> tuple[Config, ModelSizes]:
     path = f"model.path={folder_of(folder, QWEN2_5_VL_7B)}"
     config = load_config([RECIPES / "geo3k_qwen2_5_vl_7b.yaml"], [path, *overrides])
-    return config, model_sizes(config)
+    return config, sizes_of_published(config)
+
+
+def sizes_of_published(config: Config) -> ModelSizes:
+    """The sizes of Qwen2.5-VL-7B with the settings of a `published` config."""
+    model = config.model.model_dump_json(exclude={"path"})
+    if model not in _SIZES:
+        _SIZES[model] = model_sizes(config)
+    return _SIZES[model]
 
 
 def with_words(config: Config, words: Sequence[str]) -> Config:

@@ -28,7 +28,16 @@ from fovea.plan.rollout import decode_copies
 from fovea.plan.update import row_stages
 from fovea.plan.workload import workload_of
 from fovea.train.packing import pack_row
-from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, RECIPES, folder_of, published, wide, with_words
+from tests.plan.published import (
+    FEW_PROMPTS,
+    QWEN2_5_VL_7B,
+    QWEN3_VL_2B,
+    RECIPES,
+    folder_of,
+    published,
+    wide,
+    with_words,
+)
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import CPU, FAMILIES, image, renderer, save, tiny, user
 
@@ -237,21 +246,26 @@ def test_advice_is_what_fits(tmp_path: Path) -> None:
         [
             path,
             *small,
+            FEW_PROMPTS,
             "train.gradient_checkpointing=none",
             "data.max_prompt_tokens=1024",
             "model.freeze_vision_tower=true",
         ],
     )
-    assert not make_plan(config).fits
+    sizes = model_sizes(config)
+    assert not make_plan(config, sizes).fits
     advice = advice_for(config)
     assert advice
     for each in advice:
-        assert make_plan(with_words(config, each.settings)).fits
+        changed = with_words(config, each.settings)
+        assert make_plan(changed, sizes if changed.model == config.model else None).fits
 
 
 def test_advice_is_what_runs(tmp_path: Path) -> None:
     """An engine refuses a prompt that does not fit its cache with all completions, and LoRA trains no projector."""
-    config, sizes = published(tmp_path, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false")
+    config, sizes = published(
+        tmp_path, FEW_PROMPTS, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false"
+    )
     assert not make_plan(config, sizes).fits
     tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change.tries]
     cache = "rollout.engine.max_batch_tokens"
@@ -270,6 +284,7 @@ def test_engines_move_to_gpus_of_their_own_where_both_do_not_fit_one(tmp_path: P
 
 def test_the_command_says_what_to_change(tmp_path: Path) -> None:
     words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"]
+    words += [FEW_PROMPTS]
     fits = CliRunner().invoke(app, [*words, "--json"])
     assert fits.exit_code == 0
     assert json.loads(fits.stdout)["fits"] is True

@@ -14,7 +14,15 @@ from fovea.plan.engine import CACHE
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.plan import RunPlan, make_plan
 from fovea.plan.states import ENGINE
-from tests.plan.published import QWEN2_5_VL_7B, RECIPES, folder_of, published, with_words
+from tests.plan.published import (
+    FEW_PROMPTS,
+    QWEN2_5_VL_7B,
+    RECIPES,
+    folder_of,
+    published,
+    sizes_of_published,
+    with_words,
+)
 
 TOKEN_BYTES = 2 * 28 * 4 * 128 * 2
 """Of Qwen2.5-VL-7B: keys and values of 28 layers with 4 heads of 128 numbers, in bfloat16."""
@@ -93,18 +101,19 @@ def test_servers_take_nothing_of_the_trainers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.94])
 def test_what_is_advised_fits(engine: str, share: float, tmp_path: Path) -> None:
     """A share too small for the weights and one conversation, and one that leaves the trainer too little."""
-    words = [f"rollout.engine={engine}", f"rollout.engine.gpu_memory_utilization={share}"]
+    words = [f"rollout.engine={engine}", f"rollout.engine.gpu_memory_utilization={share}", FEW_PROMPTS]
     plan, _, config = plan_of(tmp_path, *words)
     assert not plan.fits
     advice = advice_for(config)
     assert any("gpu_memory_utilization" in each.settings[0] for each in advice)
     for each in advice:
-        assert make_plan(with_words(config, each.settings)).fits
+        changed = with_words(config, each.settings)
+        assert make_plan(changed, sizes_of_published(changed)).fits
 
 
 def test_the_command_names_the_setting(tmp_path: Path) -> None:
     path = f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"
-    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), path, "rollout.engine=vllm"]
+    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), path, "rollout.engine=vllm", FEW_PROMPTS]
     fits = CliRunner().invoke(app, words)
     assert fits.exit_code == 0, fits.output
     assert "the key-value cache of an engine has room for" in fits.stdout
