@@ -57,13 +57,8 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/build/workers.py"),
-        *(
-            "tests/warm.py",
-            "tests/warm_server.py",
-            "tests/cluster",
-            "tests/rollout/*.py",
-            "tests/benchmarks/test_kills.py",
-        ),
+        *("tests/warm*.py", "tests/cluster", "tests/rollout/fake_*.py", "tests/benchmarks/test_kills.py"),
+        *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
         *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),
     ),
     "browser": (
