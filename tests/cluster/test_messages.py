@@ -36,7 +36,7 @@ def test_forgotten_images_are_freed_at_the_receiver_and_sent_again() -> None:
     worker.unpack(driver.pack(image("a")))
     driver.forget()
     worker.unpack(driver.pack(image("b")))
-    assert list(worker._named) == ["b"]
+    assert list(worker.named) == ["b"]
     assert worker.unpack(driver.pack(image("a"))).key == "a"
     assert driver.image_bytes == 3 * image("a").num_bytes
 

@@ -28,7 +28,7 @@ def blocked() -> tuple[threading.Event, Callable[[], int]]:
 def test_results_and_errors_come_to_who_takes_them() -> None:
     ahead: Prefetch[str, float] = Prefetch(2, "test")
     ahead.begin({"half": lambda: 1 / 2, "error": lambda: 1 / 0})
-    futures = dict(ahead._ahead)
+    futures = dict(ahead.ahead)
     assert futures["half"].result(SECONDS) == 0.5
     assert isinstance(futures["error"].exception(SECONDS), ZeroDivisionError)
     half, error = ahead.take("half"), ahead.take("error")
@@ -47,9 +47,9 @@ def test_what_is_not_begun_is_left_to_the_caller_and_what_is_dropped_never_runs(
     ahead.begin({"first": work, "second": lambda: ran.append("second") or 0, "third": lambda: ran.append("third") or 0})
     assert ahead.take("second") is None, "the only thread is on the first"
     ahead.begin({"fourth": lambda: 4})
-    assert set(ahead._ahead) == {"fourth"}, "no more is kept than was asked for last"
+    assert set(ahead.ahead) == {"fourth"}, "no more is kept than was asked for last"
     event.set()
-    assert ahead._ahead["fourth"].result(SECONDS) == 4
+    assert ahead.ahead["fourth"].result(SECONDS) == 4
     assert ran == []
 
 
