@@ -64,10 +64,10 @@ test-talk: $(DEVELOPS) $(TALKS)  ## Run the tests of the model that can talk, wh
 	$(call suite,talk) $(BIN)/python $(PYTEST) --dist loadfile -m "not long$(smoke)" tests/smolvl
 
 test-vllm: .venv-vllm/.installed  ## Run the tests with vLLM, built for CPUs, in an environment of its own (2.7 GB)
-	$(call suite,vllm) FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python $(PYTEST) --dist loadgroup -m "vllm and not long$(smoke)" tests/rollout
+	$(call suite,vllm) FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python $(PYTEST) --dist loadfile -m "vllm and not long$(smoke)" tests/rollout
 
 test-sglang: .venv-sglang/.installed  ## Run the tests with SGLang, without its kernels, in an environment of its own (3.5 GB)
-	$(call suite,sglang) FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python $(PYTEST) --dist loadgroup -m "sglang$(smoke)" tests/rollout
+	$(call suite,sglang) FOVEA_TEST_ENGINE=sglang .venv-sglang/bin/python $(PYTEST) --dist loadfile -m "sglang$(smoke)" tests/rollout
 
 test-megatron: .venv-megatron/.installed .venv-vllm/.installed .venv-sglang/.installed $(DEVELOPS)  ## Run the tests with Megatron, without Transformer Engine, in an environment of its own (1.4 GB), and engines of theirs
 	$(call suite,megatron) FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python \

@@ -1,4 +1,4 @@
-"""The engine of another package that this environment has: its tests are collected and marked, and modules share one.
+"""The engine of another package that this environment has: its tests are collected, marked, and may share an engine.
 
 `make test-vllm` and `make test-sglang` name their engine by FOVEA_TEST_ENGINE: there none of its tests may skip.
 """
@@ -19,21 +19,15 @@ HERE = Path(__file__).parent
 collect_ignore = [*({*ENGINES} - {NAME}), *([] if NAME else ["engines"])]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the engine with its name; for --dist loadgroup, keep those together that share a process."""
     for item in items:
         if NAME and any(item.path.is_relative_to(HERE / folder) for folder in ("engines", NAME)):
             item.add_marker(NAME)
-            fixtures = getattr(item, "fixturenames", ())
-            if "shared" in fixtures:
-                item.add_marker(pytest.mark.xdist_group("shared"))
-            elif not {"served", "server", "site"}.isdisjoint(fixtures):
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-@pytest.fixture(scope="session")
+# of a module, not of the session: vLLM in a process loses its groups when another engine of that process is closed
+@pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine of a tiny Qwen3-VL for all modules that push their own weights before they draw."""
+    """An engine of a tiny Qwen3-VL for all tests of a module that push their own weights before they draw."""
     with serving(tiny_for("qwen3_vl", num_kv_heads=2), tmp_path_factory.mktemp("shared") / "model") as made:
         yield made.engine
