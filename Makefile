@@ -52,7 +52,7 @@ test: $(DEVELOPS)  ## Run the tests but for the slow ones and the long suites
 	$(BIN)/python $(PYTEST) --dist worksteal -m "not slow and $(SUITES)"
 
 test-slow: $(DEVELOPS)  ## Run the slow tests: torchrun, Ray, notebooks
-	$(BIN)/python $(PYTEST) --dist loadgroup -m "slow and not long and $(SUITES)" --ignore=tests/smolvl
+	$(BIN)/python $(PYTEST) --dist loadfile -m "slow and not long and $(SUITES)" --ignore=tests/smolvl
 
 test-kill: $(DEVELOPS)  ## Run the tests that kill processes (SMOKE=1, here and below: the shortest real run)
 	$(call suite,kill) $(BIN)/python $(PYTEST) --dist loadfile -m "kill and not long and not megatron$(smoke)"
