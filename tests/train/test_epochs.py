@@ -131,3 +131,15 @@ def test_each_epoch_has_minibatches_of_its_own() -> None:
     epochs = [schedule.minibatches(epoch, batch.groups) for epoch in range(EPOCHS)]
     assert taken == [groups for minibatches in epochs for groups in minibatches]
     assert epochs[0] != epochs[1]
+
+
+def test_losses_are_means_over_passes_and_the_rest_over_actions() -> None:
+    """Two passes over 4 and 2 actions; `entropy` is a sum over actions, the loss is weighted already."""
+    stats = UpdateStats()
+    stats.add({"loss": 0.6, "policy_loss": 0.4, "entropy": 8.0, "actions": 4.0, "reused_images": 1.0}, 0.01)
+    stats.add({"loss": 0.2, "policy_loss": 0.0, "entropy": 1.0, "actions": 2.0, "reused_images": 2.0}, 0.02)
+    stats.norms.append([1.0])
+    metrics = stats.metrics()
+    assert (metrics["loss"], metrics["policy_loss"]) == (pytest.approx(0.4), pytest.approx(0.2))
+    assert metrics["entropy"] == 1.5
+    assert (metrics["actions_trained"], metrics["reused_images"], metrics["kl/policy"]) == (6.0, 3.0, 0.02)
