@@ -1,9 +1,10 @@
 """The embedded engine: continuous batching in the trainer's process, on the trainer's own tensors.
 
 The images of a prompt are encoded once and the prompt is prefilled once for its n completions. Requests wait in a queue
-and are admitted while their worst-case KV cache fits the token budget; a finished completion frees its row and its
-cache at the next sync. A completion depends on its own request alone: random numbers come from the request's seed,
-and attention never crosses rows.
+and are admitted in their order while the KV cache has room (`Cache.fits`); a finished completion frees its row and its
+cache at the next sync. Where pages run short, the youngest completion gives its own up and waits at the head of the
+queue. A completion depends on its own request alone: random numbers come from the request's seed, and attention never
+crosses rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from fovea.models.trainable import adapter_scale, factored_weights, weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.embedded.batch import DecodeBatch, FinishedRow, completion_of
-from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
+from fovea.rollout.embedded.batch import DecodeBatch, completion_of
+from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.linears import (
     NamedWeights,
@@ -36,6 +36,7 @@ from fovea.rollout.embedded.linears import (
 )
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
+from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
 from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper
 from fovea.types import Completion, Request, Weights
 from fovea.utils.lru_cache import LRUCache
@@ -86,7 +87,7 @@ class EmbeddedEngine:
         self._version = 0
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[QueuedRequest, list[Completion | None]] = {}
-        """Finished completions of each running request; None for those still running."""
+        """Finished completions of each admitted request, oldest first; None for those that run or were preempted."""
         self._full = False
         """The next request of the queue does not fit until some rows finish."""
         self._kept: LRUCache[str, KeptKeys] = LRUCache(max_batch_tokens)
@@ -111,7 +112,7 @@ class EmbeddedEngine:
 
     async def _answer(self, queued: QueuedRequest) -> Sequence[Completion]:
         request = queued.request
-        needed = self._ready_cache().cost([queued.demand])
+        needed = self._ready_cache().cost(queued)
         if needed > self._max_batch_tokens:
             raise EngineError(
                 f"a prompt of {request.prompt.num_tokens} tokens with {request.n} completions of up to "
@@ -234,39 +235,62 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _admit(self, batch: DecodeBatch, cache: Cache) -> None:
-        """Prefill the queued requests that fit, and sample the first token of their completions."""
-        admitted: list[QueuedRequest] = []
-        demands = self._demands() if self._queue and not self._full else []
-        while self._queue and not self._full:
-            # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
-            request = self._queue[0]
-            demands.append(request.demand)
-            self._full = cache.cost(demands) > self._max_batch_tokens
-            if not self._full:
-                admitted.append(self._queue.popleft())
-                self._running[request] = [None] * request.n
-        if admitted:
-            weights = self._loaded_weights()
-            row = prefill_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
-            hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
-            batch.add(admitted, weights.logits(hidden_PE), self._recorder.first_distributions(admitted))
-            self._may_approximate = not any(request.sampling.exact for request in self._running)
+        """Prefill the queued requests that fit; completions go on, or sample their first token."""
+        admitted = self._take_fitting(cache)
+        if not admitted:
+            return
+        preempted = [request.preempted for request in admitted if request.preempted is not None]
+        # those that were preempted are older, and so the first
+        resumed, new = admitted[: len(preempted)], admitted[len(preempted) :]
+        alone = not batch.rows and not resumed
+        if resumed:
+            self._prefill(resumed, cache, Recorder(self._vlm, None), alone=alone)
+            batch.resume(preempted)
+        if new:
+            self._running |= {request: [None] * request.n for request in new}
+            logits_PW = self._prefill(new, cache, self._recorder, alone=alone)
+            batch.add(new, logits_PW, self._recorder.first_distributions(new))
             # a first token may already be a stop token, or the only one allowed
             self._retire(batch, cache)
+        self._may_approximate = not any(request.sampling.exact for request in self._running)
 
-    def _demands(self) -> list[Demand]:
-        """Worst-case demands of the running requests; finished completions count no more."""
-        return [replace(request.demand, rows=completions.count(None)) for request, completions in self._running.items()]
+    def _take_fitting(self, cache: Cache) -> list[QueuedRequest]:
+        """Take the requests at the head of the queue that fit the cache."""
+        fitting: list[QueuedRequest] = []
+        while self._queue and not self._full:
+            # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
+            self._full = not cache.fits([*fitting, self._queue[0]])
+            if not self._full:
+                fitting.append(self._queue.popleft())
+        return fitting
+
+    def _prefill(self, requests: Sequence[QueuedRequest], cache: Cache, recorder: Recorder, *, alone: bool) -> Tensor:
+        """Run these prompts; returns the logits [P, W] of the tokens that follow them."""
+        weights = self._loaded_weights()
+        row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
+        hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
+        return weights.logits(hidden_PE)
+
+    def _make_room(self, batch: DecodeBatch, cache: Cache, steps: int) -> None:
+        """Preempt the youngest rows until the others have room for these steps."""
+        while not cache.reserve(batch.tokens_after(steps)):
+            age = {request: place for place, request in enumerate(self._running)}
+            youngest = max(range(len(batch)), key=lambda row: (age[batch.rows[row].request], batch.rows[row].index))
+            cache.remove([youngest])
+            self._queue.extendleft(map(resumption, batch.remove([youngest])))
+            self._full = True
 
     @torch.no_grad()
     def _decode(self, batch: DecodeBatch, cache: Cache) -> None:
         """Run the decode steps until the next sync, then remove finished rows."""
         if not batch.rows:
             return
+        steps = self._tuning.decode_steps_on(self._device)
+        self._make_room(batch, cache, steps)
         # one decode step serves all rows: a single exact request makes all of them exact
         int8 = self._tuning.int8_decoding and self._may_approximate
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
-        for _ in range(self._tuning.decode_steps_on(self._device)):
+        for _ in range(steps):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place, self._recorder.distributions(first_place, len(batch)))
         self._retire(batch, cache)
@@ -295,7 +319,7 @@ class EmbeddedEngine:
         rows = {index: batch.rows[index] for index in finished if batch.rows[index].request.request.keep}
         return {id(row): cache.copy_row(index, batch.num_stored(index)) for index, row in rows.items()}
 
-    def _keep(self, finished: FinishedRow, layers: Sequence[Tensor] | None) -> None:
+    def _keep(self, finished: RemovedRow, layers: Sequence[Tensor] | None) -> None:
         """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""
         if layers is None:
             return
@@ -303,7 +327,7 @@ class EmbeddedEngine:
         kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
         self._kept.put(finished.completion_id, kept, kept.num_tokens)
 
-    def _completion(self, finished: FinishedRow) -> Completion:
+    def _completion(self, finished: RemovedRow) -> Completion:
         completion = completion_of(finished, self._text, self._version)
         self._recorder.record_trace(completion.id, finished)
         return completion

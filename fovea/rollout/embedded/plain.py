@@ -21,7 +21,7 @@ from fovea.models.trainable import factored_weights, weight_names
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
-from fovea.rollout.embedded.cache import QueuedRequest
+from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.sampler import sample_tokens
 from fovea.types import Completion, Request, Weights
 

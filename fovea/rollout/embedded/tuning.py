@@ -84,7 +84,7 @@ def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens:
     """Make a cache with dtype and device of `like`; a paged cache without a kernel gathers its pages, for tests."""
     has_kernel = _paged_refusal(shape, like.device, like.dtype, tuning.page_tokens) is None
     if tuning.cache == "dense" or (tuning.cache is None and not has_kernel):
-        return DenseCache(shape, like)
+        return DenseCache(shape, like, num_tokens=num_tokens)
     kernel = paged_attention if has_kernel else gathered_attention
     return PagedCache(shape, like, kernel, num_tokens=num_tokens, page_tokens=tuning.page_tokens)
 
