@@ -24,7 +24,7 @@ from fovea.models.trainable import adapter_scale, factored_weights, weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.embedded.batch import DecodeBatch, completion_of
+from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.linears import (
@@ -34,10 +34,11 @@ from fovea.rollout.embedded.linears import (
     onednn_text_weights,
     text_weights,
 )
+from fovea.rollout.embedded.pool_memory import PoolMemory
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
-from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper
+from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper, uses_pages
 from fovea.types import Completion, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 
@@ -52,11 +53,14 @@ class EmbeddedEngine:
         vlm: VLM,
         processor: Processor,
         *,
-        max_batch_tokens: int,
+        max_batch_tokens: int | None,
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        """`tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`."""
+        """`max_batch_tokens` None: by free memory on a GPU.
+
+        `tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
+        """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
                 "a tape of linear outputs needs exact decoding over the dense cache with a sync at every step; leave "
@@ -70,6 +74,8 @@ class EmbeddedEngine:
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = vlm.device
+        has_pool = uses_pages(tuning, self._shape, vlm.device, vlm.dtype)
+        self._memory = PoolMemory(vlm.device if has_pool else None, max_batch_tokens)
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
@@ -81,16 +87,16 @@ class EmbeddedEngine:
         # a CUDA graph reads the weights at the addresses of its capture
         self._addresses: tuple[int, ...] = ()
         self._cache: Cache | None = None
-        self._stepper: Stepper | None = None
-        self._onednn_stepper: Stepper | None = None
-        self._int8_stepper: Stepper | None = None
+        self._stepper: Forward | None = None
+        self._onednn_stepper: Forward | None = None
+        self._int8_stepper: Forward | None = None
         self._version = 0
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[QueuedRequest, list[Completion | None]] = {}
         """Finished completions of each admitted request, oldest first; None for those that run or were preempted."""
         self._full = False
         """The next request of the queue does not fit until some rows finish."""
-        self._kept: LRUCache[str, KeptKeys] = LRUCache(max_batch_tokens)
+        self._kept: LRUCache[str, KeptKeys] = LRUCache(0)
         """KV cache of turns that another turn may continue, by completion id; its size is in tokens."""
         self._worker: asyncio.Task[None] | None = None
 
@@ -113,11 +119,11 @@ class EmbeddedEngine:
     async def _answer(self, queued: QueuedRequest) -> Sequence[Completion]:
         request = queued.request
         needed = self._ready_cache().cost(queued)
-        if needed > self._max_batch_tokens:
+        if needed > self._memory.tokens:
             raise EngineError(
                 f"a prompt of {request.prompt.num_tokens} tokens with {request.n} completions of up to "
                 f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.engine.max_batch_tokens="
-                f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
+                f"{self._memory.tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         self._queue.append(queued)
         if not self._busy:
@@ -133,14 +139,22 @@ class EmbeddedEngine:
         self._unpaused.set()
 
     async def sleep(self) -> None:
-        """Free the KV cache, captured graphs and decode copies for the update; EngineError while requests run."""
+        """Free memory for the update, the pool of pages and its graphs if they do not fit beside it (`PoolMemory`).
+
+        EngineError while requests run.
+        """
         if self._busy:
             raise EngineError("sleep was called while the engine is generating completions; await them first")
-        self._free_memory()
+        if not self._memory.stays:
+            self._free_memory()
+        self._forget_turns()
+        self._free_decode_copies()
         self._asleep = True
 
     async def wake(self) -> None:
         """Accept requests again; the first one allocates memory."""
+        if self._asleep:
+            self._memory.measure_update(stayed=self._cache is not None)
         self._asleep = False
 
     async def close(self) -> None:
@@ -186,7 +200,7 @@ class EmbeddedEngine:
         self._weights = text_weights(self._named, self._shape, self._tape)
         self._free_decode_copies()
         self._version = version
-        self._kept = LRUCache(self._max_batch_tokens)
+        self._forget_turns()
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
         if addresses != self._addresses:
@@ -201,8 +215,13 @@ class EmbeddedEngine:
     def _free_memory(self) -> None:
         """Free the KV cache, captured graphs and decode copies."""
         self._cache = self._stepper = None
-        self._kept = LRUCache(self._max_batch_tokens)
+        self._forget_turns()
         self._free_decode_copies()
+        # to the driver, whose free memory tells how much an update takes
+        torch.cuda.empty_cache()
+
+    def _forget_turns(self) -> None:
+        self._kept = LRUCache(self._memory.kept_tokens)
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
@@ -339,11 +358,14 @@ class EmbeddedEngine:
 
     def _ready_cache(self) -> Cache:
         if self._cache is None:
-            like = self._loaded_weights().embed
-            self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._max_batch_tokens)
+            like, shape = self._loaded_weights().embed, self._shape
+            token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * like.element_size()
+            self._memory.size(token_bytes)
+            self._cache = make_cache(self._tuning, shape, like, num_tokens=self._memory.tokens)
+            self._forget_turns()
         return self._cache
 
-    def _ready_stepper(self, rows: int, cache: Cache) -> Stepper:
+    def _ready_stepper(self, rows: int, cache: Cache) -> Forward:
         # by the number of rows alone, so that a resumed run decodes with the same kernel
         if self._tuning.uses_onednn(rows, self._loaded_weights().embed):
             if self._onednn_stepper is None:
@@ -354,7 +376,7 @@ class EmbeddedEngine:
             self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, cache)
         return self._stepper
 
-    def _ready_int8_stepper(self, cache: Cache) -> Stepper:
+    def _ready_int8_stepper(self, cache: Cache) -> Forward:
         if self._int8_stepper is None:
             self._int8_stepper = Stepper(self._vlm, int8_text_weights(self._named, self._shape), self._shape, cache)
         return self._int8_stepper
