@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.loading import load_config
 from fovea.models.decoder import DecoderShape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
@@ -23,8 +25,10 @@ from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValu
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, PagedCache, gathered_attention
 from fovea.rollout.embedded.requests import QueuedRequest
+from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.plan.published import RECIPES
 from tests.tiny_models import tiny
 
 SHAPE = DecoderShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, norm_eps=1e-6)
@@ -176,6 +180,26 @@ def test_pages_are_admitted_by_use_and_room_to_grow() -> None:
     assert cache.reserve([60, 2])
     assert not cache.fits([request(2, 1, 1_000)])
     assert cache.fits([request(1, 1, 2)]), "short ones need less"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "rows"), [(420, 512), (4096, 224)])
+def test_a_rollout_of_geo3k_on_one_gpu_runs_most_of_its_512_rows_at_once(prompt_tokens: int, rows: int) -> None:
+    """With prompts of usual and of the greatest length; by their worst case 3 of its 64 prompts would fit."""
+    rollout = load_config([RECIPES / "geo3k.yaml"], []).rollout
+    assert isinstance(rollout.engine, EmbeddedSettings)
+    assert rollout.engine.max_batch_tokens is not None
+    small = DecoderShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, norm_eps=1e-6)
+    cache = PagedCache(
+        small,
+        torch.empty(0),
+        gathered_attention,
+        num_tokens=rollout.engine.max_batch_tokens,
+        page_tokens=PAGE_TOKENS,
+    )
+    group = request(prompt_tokens, rollout.samples_per_prompt, rollout.max_new_tokens)
+    admitted = next(count for count in range(1, 65) if count == 64 or not cache.fits([group] * (count + 1)))
+    assert admitted * rollout.samples_per_prompt == rows
+    assert 3 * cache.cost(group) <= rollout.engine.max_batch_tokens < 4 * cache.cost(group)
 
 
 def test_pages_are_taken_as_rows_grow() -> None:
