@@ -153,7 +153,8 @@ class EmbeddedEngine:
 
     async def wake(self) -> None:
         """Accept requests again; the first one allocates memory."""
-        if self._asleep:
+        # version 0 is that of the warm-up, whose updates take less
+        if self._asleep and self._version:
             self._memory.measure_update(stayed=self._cache is not None)
         self._asleep = False
 
