@@ -16,7 +16,7 @@ from fovea.plan.vision import VISION, encoding_bytes, feature_bytes
 from fovea.plan.walk import Bytes
 from fovea.plan.workload import Lengths, Workload
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS
-from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS
+from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 from fovea.rollout.embedded.tuning import ONEDNN_LIMITS
 
@@ -52,7 +52,8 @@ def admitted_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
     if not numerics.cuda:
         return _that_fit(config, work, prompt_demand(config, work.lengths))
     room = min(GROWTH_TOKENS, rollout.max_new_tokens)
-    return _that_fit(config, work, work.lengths.prompt_tokens + rollout.samples_per_prompt * room)
+    fitting = _that_fit(config, work, work.lengths.prompt_tokens + rollout.samples_per_prompt * room)
+    return max(1, min(fitting, MAX_ROWS // rollout.samples_per_prompt))
 
 
 def running_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
@@ -61,7 +62,8 @@ def running_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
         return admitted_prompts(config, work, numerics)
     lengths = work.lengths
     drawn = config.rollout.samples_per_prompt * lengths.completion_tokens // 2
-    return _that_fit(config, work, lengths.prompt_tokens + drawn)
+    fitting = _that_fit(config, work, lengths.prompt_tokens + drawn)
+    return min(fitting, admitted_prompts(config, work, numerics))
 
 
 def _that_fit(config: Config, work: Workload, prompt_tokens: int) -> int:

@@ -23,7 +23,7 @@ from fovea.rollout.embedded.cache import Cache, TokenSpan
 from fovea.rollout.embedded.compaction import fill_holes
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, PagedCache, gathered_attention
+from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCache, gathered_attention
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
@@ -200,6 +200,15 @@ def test_a_rollout_of_geo3k_on_one_gpu_runs_most_of_its_512_rows_at_once(prompt_
     admitted = next(count for count in range(1, 65) if count == 64 or not cache.fits([group] * (count + 1)))
     assert admitted * rollout.samples_per_prompt == rows
     assert 3 * cache.cost(group) <= rollout.engine.max_batch_tokens < 4 * cache.cost(group)
+
+
+def test_rows_that_decode_at_once_are_bounded() -> None:
+    cache = make_cache("paged", num_tokens=200_000)
+    assert cache.fits([request(5, 512, 9), request(5, MAX_ROWS - 512, 9)])
+    assert not cache.fits([request(5, 512, 9), request(5, MAX_ROWS - 511, 9)])
+    assert cache.fits([request(5, MAX_ROWS + 1, 9)]), "alone"
+    cache.add([request(5, 1, 9)])
+    assert not cache.fits([request(5, MAX_ROWS, 9)])
 
 
 def test_pages_are_taken_as_rows_grow() -> None:

@@ -22,10 +22,10 @@ from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
 from fovea.rollout.embedded.sampler import Draw, RowSettings, SamplingNeeds, sample_tokens
 from fovea.utils.tensor_records import map_tensors
 
-FEWEST_ROWS, LAST_DOUBLING, LARGE_STEP = 8, 256, 128
-"""Rows that graphs are captured for: 8, its doublings up to 256, then multiples of 128. Below some 300 rows decoding is
-bound by reading weights, so that rows of padding cost little: some 5 % of the decode steps of 512 rows that finish one
-after the other, for 8 captures. Steps of 16 and 32 rows would cost 1.5 %, for 24 captures."""
+FEWEST_ROWS, LAST_DOUBLING = 8, 256
+"""Rows that graphs are captured for: 8 and its doublings, beyond 256 those in the middle of two as well. Below some 300
+rows decoding is bound by reading weights, so that rows of padding cost little: some 5 % of the decode steps of 512 rows
+that finish one after the other, for 8 captures. Steps of 16 and 32 rows would cost 1.5 %, for 24 captures."""
 
 Drawn: TypeAlias = tuple[Tensor, Tensor]
 """Tokens [B] and their log-probs [B]."""
@@ -146,43 +146,39 @@ class CudaCapture:
 
 def captured_rows(rows: int) -> int:
     """Number of rows of the graph that runs so many, of which the others are padding."""
-    if rows <= LAST_DOUBLING:
-        return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
-    return -(-rows // LARGE_STEP) * LARGE_STEP
+    doubling = max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+    middle = doubling * 3 // 4
+    return middle if rows <= middle and doubling > LAST_DOUBLING else doubling
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step, one per number of rows (`captured_rows`) and needs of the sampling.
+    """CUDA graphs of the decode step: per number of rows (`captured_rows`), width of the page table and sampling needs.
 
     All sizes up to that of the first step are captured then, the largest first: the others fit into its memory, and as
-    rows finish nothing is left to capture. A wider page table makes all graphs anew.
+    rows finish nothing is left to capture.
     """
 
     def __init__(self, run: StepFunction, capture: Capture) -> None:
         """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
         self._run, self._capture = run, capture
-        self._width = 0
-        self._graphs: dict[tuple[int, SamplingNeeds], tuple[GraphInputs, Callable[[], Drawn]]] = {}
-        """Static inputs and replay function by (rows, needs)."""
+        self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], Drawn]]] = {}
+        """Static inputs and replay function by (rows, width of the page table, needs)."""
 
     def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> Drawn:
         """Draw the next tokens; the next call overwrites them."""
         rows, width = inputs.table_BX.shape
-        if width != self._width:
-            self._graphs.clear()
-            self._width = width
-        size = captured_rows(rows)
-        if (size, needs) not in self._graphs:
-            self._capture_up_to(size, needs, inputs)
-        static, replay = self._graphs[size, needs]
+        key = (captured_rows(rows), width, needs)
+        if key not in self._graphs:
+            self._capture_up_to(*key, inputs)
+        static, replay = self._graphs[key]
         static.copy_from(inputs)
         token_B, logprob_B = replay()
         return token_B[:rows], logprob_B[:rows]
 
-    def _capture_up_to(self, most: int, needs: SamplingNeeds, inputs: GraphInputs) -> None:
+    def _capture_up_to(self, most: int, width: int, needs: SamplingNeeds, inputs: GraphInputs) -> None:
         for size in sorted({captured_rows(rows) for rows in range(1, most + 1)}, reverse=True):
-            if (size, needs) not in self._graphs:
-                self._graphs[size, needs] = self._captured(inputs, size, needs)
+            if (size, width, needs) not in self._graphs:
+                self._graphs[size, width, needs] = self._captured(inputs, size, needs)
 
     def _captured(
         self, inputs: GraphInputs, size: int, needs: SamplingNeeds

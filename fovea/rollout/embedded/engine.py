@@ -149,6 +149,8 @@ class EmbeddedEngine:
             self._free_memory()
         self._forget_turns()
         self._free_decode_copies()
+        # to the driver, whose free memory tells how much an update takes
+        torch.cuda.empty_cache()
         self._asleep = True
 
     async def wake(self) -> None:
@@ -218,8 +220,6 @@ class EmbeddedEngine:
         self._cache = self._stepper = None
         self._forget_turns()
         self._free_decode_copies()
-        # to the driver, whose free memory tells how much an update takes
-        torch.cuda.empty_cache()
 
     def _forget_turns(self) -> None:
         self._kept = LRUCache(self._memory.kept_tokens)

@@ -28,6 +28,8 @@ SCRATCH = 0
 GROWTH_TOKENS = 64
 """Tokens that every row must have room to grow by when a request is admitted: with none, rows that have just been
 prefilled would be preempted at the next sync, and prefilled again."""
+MAX_ROWS = 1024
+"""Most rows that decode at once: beyond, a step is bound by products, and sampling takes some 2 MB of memory a row."""
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """Paged attention [B, H, D] of (query [B, H, D], key and value pages [Z, S, J, D], table [B, X], tokens [B], scale)."""
@@ -84,6 +86,10 @@ class PagedCache:
         return self.page_tokens * self._new_pages(request, request.limit_tokens)
 
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
+        rows = len(self._rows) + sum(request.n for request in requests)
+        # a request of more rows runs alone
+        if rows > max(MAX_ROWS, requests[0].n):
+            return False
         growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)
         return growth + sum(self._new_pages(each, each.drawn_tokens + GROWTH_TOKENS) for each in requests) <= len(
             self._free
