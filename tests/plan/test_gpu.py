@@ -61,4 +61,7 @@ def test_an_update_of_2b_parameters_in_bfloat16(how: str, tmp_path: Path) -> Non
     policy.update(batch())
     torch.cuda.reset_peak_memory_stats()
     policy.update(batch())
-    assert make_plan(config).phases[1].total == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)
+    update = make_plan(config).phases[1]
+    # no engine runs here, whose pool of keys would stay
+    planned = update.total - update.parts.get("key-value cache", 0)
+    assert planned == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)

@@ -85,7 +85,7 @@ def test_no_step_reads_the_device(family: str, loop: asyncio.AbstractEventLoop) 
     vlm: VLM = VLM(parts.network.bfloat16(), parts.processor.banned_ids).to(META)
     shape = decoder_shape(vlm.text_config)
     weights = text_weights(NamedWeights(tensors=dict(factored_weights(vlm.network))), shape)
-    cache = make_cache(Tuning(), shape, weights.embed, num_tokens=10_000)
+    cache = make_cache(Tuning(page_tokens=4), shape, weights.embed, num_tokens=10_000)
     assert isinstance(cache, PagedCache)
     requests = []
     for prompt, sampling in zip(prompts, SAMPLINGS, strict=True):
@@ -108,6 +108,6 @@ def test_no_step_reads_the_device(family: str, loop: asyncio.AbstractEventLoop) 
         assert isinstance(stepper, GraphStepper)
         with NoPageableCopies():
             for _ in range(2):
-                assert cache.reserve(batch.tokens_after(1))
+                assert cache.reserve(batch.tokens_after(4)), "every row takes a page"
                 batch.step(stepper)
     assert len(batch) == 9
