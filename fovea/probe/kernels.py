@@ -142,12 +142,12 @@ def decode_rate(kernel: PagedKernel, shape: HeadShape, rows: int, keys: int) -> 
     """Bytes of keys and values that a kernel reads in a second."""
     wide = -(-keys // PAGE_TOKENS)
     size = (1 + rows * wide, PAGE_TOKENS, shape.key_heads, shape.width)
-    like = {"device": shape.device, "dtype": shape.dtype}
-    stored = (torch.randn(size, **like), torch.randn(size, **like))
+    stored_keys, stored_values = (torch.randn(size, device=shape.device, dtype=shape.dtype) for _ in range(2))
     table_BX = (1 + torch.randperm(rows * wide, device=shape.device)).view(rows, wide).int()
     used_B = torch.full((rows,), keys, dtype=torch.int32, device=shape.device)
-    query_BHD = torch.randn(rows, shape.heads, shape.width, **like)
+    query_BHD = torch.randn(rows, shape.heads, shape.width, device=shape.device, dtype=shape.dtype)
     seconds = best_seconds(
-        lambda: kernel(query_BHD, *stored, table_BX, used_B, shape.width**-0.5), str(shape.device.type)
+        lambda: kernel(query_BHD, stored_keys, stored_values, table_BX, used_B, shape.width**-0.5),
+        str(shape.device.type),
     )
     return 2 * rows * keys * shape.key_heads * shape.width * shape.dtype.itemsize / seconds

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from fovea.probe.checks import CheckFailed
 from fovea.probe.rates import best_seconds
@@ -24,7 +24,7 @@ def ring(device: torch.device) -> Iterator[str]:
         yield "one GPU: nothing to connect"
         return
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
-        mp.spawn(_one_of_the_ring, (count, device.type, folder), nprocs=count)
+        spawn(_one_of_the_ring, (count, device.type, folder), nprocs=count)
         seconds = float(Path(folder, "seconds").read_text())
     # each GPU sends and receives all but its own part twice, as NCCL's tests count it ("bus bandwidth")
     rate = 2 * (count - 1) / count * NUM_BYTES[device.type] / seconds
@@ -34,7 +34,7 @@ def ring(device: torch.device) -> Iterator[str]:
 def _one_of_the_ring(rank: int, count: int, kind: str, folder: str) -> None:
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(str(Path(folder, "store")), count)
+    store = dist.FileStore(str(Path(folder, "store")), count)  # type: ignore[attr-defined]  # public, though not listed
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=count)
     try:
         found = torch.full((1024,), float(rank + 1), device=kind)
