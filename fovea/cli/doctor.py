@@ -21,6 +21,7 @@ from fovea import __version__
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
+from fovea.utils.installing import pip_install
 
 PACKAGES = {
     "torch": "import torch",
@@ -102,7 +103,7 @@ def findings(found: Found) -> dict[str, str]:
 
 def _state_of_extra(name: str, extra: Extra, package: str) -> str:
     """The version of an optional package, and whether it is one that Fovea was tested with."""
-    install = f"pip install 'fovea-rl[{name}]'"
+    install = pip_install(name)
     found = {each: version for each in (package, *extra.also) if (version := installed_version(each)) is not None}
     if not found:
         return f"not installed; {extra.setting} needs it: {install}"
