@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
