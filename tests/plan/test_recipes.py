@@ -32,10 +32,12 @@ FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 16, alpha: 3
         (VERL, QWEN2_5_VL_7B, []),
         (VERL, QWEN2_5_VL_7B, [FROZEN]),
         (VERL, QWEN2_5_VL_7B, [LORA]),
+        (VERL, QWEN3_VL_8B, ["rollout.engine.max_batch_tokens=262144"]),
+        (VERL, QWEN2_5_VL_7B, ["plan.gpu=a100-40", "rollout.engine.max_batch_tokens=98304"]),
     ],
-    ids=["2B", "4B", "8B", "7B", "7B frozen tower", "7B LoRA"],
+    ids=["2B", "4B", "8B", "7B", "7B frozen tower", "7B LoRA", "8B of verl's", "7B on 40 GB"],
 )
-def test_it_fits_8_gpus_of_80_gb(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
+def test_it_fits_8_gpus(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
     path = f"model.path={folder_of(tmp_path / 'model', sizes)}"
     plan = make_plan(load_config([RECIPES / recipe], [path, "plan.gpus=8", "plan.gpu=h100", *overrides]))
     assert plan.fits
