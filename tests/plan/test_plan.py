@@ -32,6 +32,7 @@ from tests.plan.published import (
     FEW_PROMPTS,
     QWEN2_5_VL_7B,
     QWEN3_VL_2B,
+    QWEN3_VL_8B,
     RECIPES,
     folder_of,
     published,
@@ -97,11 +98,15 @@ def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> Non
     assert sizes.tied
 
 
-def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
-    """16,584,333,312 bytes of bfloat16 in the index of Qwen/Qwen2.5-VL-7B-Instruct."""
-    _, sizes = published(tmp_path)
-    assert 2 * sizes.parameters == 16_584_333_312
+def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
+    """Bytes of bfloat16 in the indices of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct."""
+    _, sizes = published(tmp_path / "7B")
+    larger = model_sizes(
+        load_config([RECIPES / "geo3k.yaml"], [f"model.path={folder_of(tmp_path / '8B', QWEN3_VL_8B)}"])
+    )
+    assert [2 * each.parameters for each in (sizes, larger)] == [16_584_333_312, 17_534_247_392]
     assert not sizes.tied
+    assert not larger.tied
 
 
 def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
