@@ -14,12 +14,18 @@ CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 the trainer needs too."""
 
 
+DEFAULT_BATCH_TOKENS = 65_536
+"""Tokens of the embedded engine's KV cache where nothing is set and no pool is sized by a GPU's free memory."""
+
+
 class EmbeddedEngine(Section):
     """Fovea's own engine, in the trainer's process and on its weights, without a copy."""
 
     name: Literal["embedded"] = "embedded"
-    max_batch_tokens: MayChange[PositiveInt] = 65_536
-    """Tokens of the key-value cache: prompts once per group, plus max_new_tokens of each running completion."""
+    max_batch_tokens: MayChange[PositiveInt | None] = None
+    """Tokens of the KV cache: prompts once per group, and what running completions have drawn (on CPUs: may draw).
+    Default: on a GPU four fifths of the memory that is free when a rollout starts, or less, so that it can stay during
+    updates; 65,536 on CPUs."""
     decode_weights: Literal["exact", "int8"] = "exact"
     """Weights of decoding. int8 (CPU): faster, and completions are sampled from slightly other probabilities, so that
     it needs algorithm.importance_sampling_fix."""

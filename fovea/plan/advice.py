@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from fovea.config.backends import EmbeddedEngine, ServingEngine, SglangEngine, VllmEngine
+from fovea.config.backends import ServingEngine, SglangEngine, VllmEngine
 from fovea.config.base import Tree, over
 from fovea.config.run import Config
 from fovea.errors import ConfigError, TrainError
@@ -149,10 +149,10 @@ def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
 def _cache(config: Config, planned: RunPlan) -> Change:
     """A key-value cache of another size."""
     engine = config.rollout.engine
-    if isinstance(engine, EmbeddedEngine):
+    if planned.batch_tokens is not None:
         # an engine refuses a prompt that does not fit with its completions
         fewest = prompt_demand(config, planned.lengths)
-        in_cache = [each for each in _fewer(engine.max_batch_tokens) if each >= fewest]
+        in_cache = [each for each in _fewer(planned.batch_tokens) if each >= fewest]
         return Change.of("rollout.engine.max_batch_tokens", in_cache)
     if isinstance(engine, VllmEngine) and engine.kv_cache_gib is not None:
         return Change.of("rollout.engine.kv_cache_gib", [engine.kv_cache_gib * 2**power for power in (-1, -2, 1, 2)])

@@ -36,6 +36,19 @@ def embedded_engine(config: Config) -> EmbeddedEngine:
     return engine
 
 
+def batch_tokens(config: Config) -> int:
+    """Tokens of the embedded engine's cache in settings that name them (`with_batch_tokens`)."""
+    tokens = embedded_engine(config).max_batch_tokens
+    assert tokens is not None
+    return tokens
+
+
+def with_batch_tokens(config: Config, tokens: int) -> Config:
+    """The settings with the size that the embedded engine's cache will have."""
+    engine = embedded_engine(config).model_copy(update={"max_batch_tokens": tokens})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRoom:
     """What an engine with weights of its own takes of each of its GPUs while it is awake."""

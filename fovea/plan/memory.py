@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fovea.cluster.engine_stream import BUCKET_BYTES
-from fovea.config.backends import EmbeddedEngine
+from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedEngine
 from fovea.config.run import Config
 from fovea.plan.activations import Numerics
-from fovea.plan.engine import ServingRoom
+from fovea.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.recorded import Recorded, recorded_bytes
 from fovea.plan.roles import Roles
-from fovea.plan.rollout import rollout_peak
+from fovea.plan.rollout import pool_bytes, prompt_demand, rollout_peak
 from fovea.plan.states import ENGINE, held_states
 from fovea.plan.update import update_peak
 from fovea.plan.vision import VISION, feature_bytes
 from fovea.plan.walk import Bytes
 from fovea.plan.workload import Workload
+from fovea.rollout.embedded.pool_memory import default_bytes
 
 BUCKET = "weights on their way"
 
@@ -37,7 +38,13 @@ class PhaseMemory:
 
 
 def phases_of(
-    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, room: ServingRoom | None
+    config: Config,
+    sizes: ModelSizes,
+    work: Workload,
+    roles: Roles,
+    numerics: Numerics,
+    room: ServingRoom | None,
+    usable_bytes: int,
 ) -> tuple[PhaseMemory, ...]:
     """The memory of a process in each phase of a step, after the first step; `room` is that of its engine.
 
@@ -45,20 +52,58 @@ def phases_of(
     """
     if not isinstance(config.rollout.engine, EmbeddedEngine):
         return _with_own_weights(config, sizes, work, roles, numerics, room)
+    around = _around_pool(config, sizes, work, roles, numerics)
+    rollout = around.rollout + rollout_peak(config, sizes, work, numerics, around.recorded)
+    pool = 0 if roles.apart else pool_bytes(config, sizes, numerics)
+    stays = pool + around.copied <= usable_bytes - around.update.total()
+    staying = Counter({CACHE: pool * stays, ENGINE: around.copied * (stays and pool > 0)})
+    return _phase("rollout", rollout), _phase("update", around.update + staying)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AroundPool:
+    """What a process with the embedded engine holds, without its key-value cache."""
+
+    rollout: Bytes
+    """What is there when a rollout begins."""
+    update: Bytes
+    """The peak of the update."""
+    recorded: Recorded
+    copied: int
+    """Bytes of the engine's copies of trained weights, which stay during an update if the cache does."""
+
+
+def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
     ranks = roles.trainers
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
     policy = held_states(config, sizes, ranks, numerics).on_device + features
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
-    # while it sleeps it keeps the weights that no push brings
+    # while it sleeps it keeps the weights that no push brings, and copies of the others where they fit
+    copied = sizes.trainable * width
     asleep = Counter({ENGINE: (sizes.parameters - sizes.trainable) * width})
     recorded = Recorded() if roles.apart else recorded_bytes(config, sizes, work, ranks, numerics)
-    rollout = engine + rollout_peak(config, sizes, work, numerics, recorded)
     update = policy + update_peak(config, sizes, work, ranks, numerics, recorded)
     if roles.apart:
-        return _phase("rollout", rollout + features), _phase("update", update)
-    return _phase("rollout", policy + rollout), _phase("update", asleep + update)
+        return AroundPool(rollout=engine + features, update=update, recorded=recorded, copied=0)
+    return AroundPool(rollout=engine + policy, update=asleep + update, recorded=recorded, copied=copied)
+
+
+def sized_by_memory(
+    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, usable_bytes: int
+) -> Config:
+    """The settings with the tokens that an embedded engine's cache has by default on such a GPU."""
+    engine = config.rollout.engine
+    if not isinstance(engine, EmbeddedEngine) or engine.max_batch_tokens is not None:
+        return config
+    if not numerics.cuda:
+        return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)
+    around = _around_pool(config, sizes, work, roles, numerics)
+    beside_update = 0 if roles.apart else usable_bytes - around.update.total() - around.copied
+    free = default_bytes(max(0, usable_bytes - around.rollout.total()), beside_update)
+    # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
+    return with_batch_tokens(config, max(free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)))
 
 
 def _with_own_weights(

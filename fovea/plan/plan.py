@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fovea.config.backends import MegatronBackend
+from fovea.config.backends import EmbeddedEngine, MegatronBackend
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.plan.activations import Numerics
 from fovea.plan.compute import Compute, compute_of
-from fovea.plan.engine import ServingRoom, serving_room
+from fovea.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea.plan.machine import Machine, machine_of
-from fovea.plan.memory import PhaseMemory, phases_of
+from fovea.plan.memory import PhaseMemory, phases_of, sized_by_memory
 from fovea.plan.model_sizes import ModelSizes, model_sizes
 from fovea.plan.roles import roles_of
 from fovea.plan.states import held_states
@@ -37,6 +37,8 @@ class RunPlan:
     """Bytes by part that a GPU's process holds in the host's memory, for `train.backend.cpu_offload`."""
     room: ServingRoom | None
     """What an engine with weights of its own takes; None for the embedded one, and for servers."""
+    batch_tokens: int | None
+    """Tokens of the embedded engine's key-value cache; None for other engines."""
     traffic: tuple[Moved, ...]
     compute: tuple[Compute, ...]
 
@@ -76,6 +78,7 @@ def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine 
     sizes = model_sizes(config) if sizes is None else sizes
     roles, numerics = roles_of(config, machine.gpus), Numerics.of(config, machine.gpu.is_cuda)
     work = workload_of(config, sizes, roles)
+    config = sized_by_memory(config, sizes, work, roles, numerics, machine.usable_bytes)
     room = serving_room(config, sizes, machine, roles, numerics)
     return RunPlan(
         model=config.model.name,
@@ -84,9 +87,10 @@ def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine 
         machine=machine,
         lengths=work.lengths,
         microbatches=sum(map(len, work.rows)),
-        phases=phases_of(config, sizes, work, roles, numerics, room),
+        phases=phases_of(config, sizes, work, roles, numerics, room, machine.usable_bytes),
         on_host=held_states(config, sizes, roles.trainers, numerics).on_host,
         room=room,
+        batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedEngine) else None,
         traffic=traffic_of(config, sizes, work, roles, numerics),
         compute=compute_of(config, sizes, work, machine, roles, numerics, room),
     )

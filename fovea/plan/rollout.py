@@ -8,7 +8,7 @@ import torch
 
 from fovea.config.run import Config
 from fovea.plan.activations import FLOAT, Numerics
-from fovea.plan.engine import CACHE, embedded_engine, token_bytes
+from fovea.plan.engine import CACHE, batch_tokens, token_bytes
 from fovea.plan.mlp import expert_weights, mlp_numbers
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.recorded import Recorded
@@ -16,6 +16,7 @@ from fovea.plan.vision import VISION, encoding_bytes, feature_bytes
 from fovea.plan.walk import Bytes
 from fovea.plan.workload import Lengths, Workload
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS
+from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 from fovea.rollout.embedded.tuning import ONEDNN_LIMITS
 
@@ -26,7 +27,7 @@ SAMPLING_COPIES = 3
 
 def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics, recorded: Recorded) -> Bytes:
     """Bytes by part, without those that are held in all phases, at the peak of a rollout."""
-    prompts = running_prompts(config, work, numerics)
+    prompts = admitted_prompts(config, work, numerics)
     rows = prompts * config.rollout.samples_per_prompt
     held = recorded.bytes.copy()
     held[CACHE] = cache_bytes(config, sizes, work, numerics)
@@ -40,15 +41,32 @@ def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Nu
     kept = recorded.vision_graph and config.train.gradient_checkpointing == "none"
     encoding = 0 if kept else encoding_bytes(sizes, together * work.lengths.patches, numerics)
     if encoding > held[PASSES] + held[CACHE] + held[COPIES] + features:
-        return recorded.bytes + Counter({VISION: encoding}) + _pool(config, sizes, numerics)
+        return recorded.bytes + Counter({VISION: encoding, CACHE: pool_bytes(config, sizes, numerics)})
     held[VISION] += features
     return held
 
 
+def admitted_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
+    """Most prompts whose completions run at the same time on one engine: those that are admitted at the start."""
+    rollout = config.rollout
+    if not numerics.cuda:
+        return _that_fit(config, work, prompt_demand(config, work.lengths))
+    room = min(GROWTH_TOKENS, rollout.max_new_tokens)
+    return _that_fit(config, work, work.lengths.prompt_tokens + rollout.samples_per_prompt * room)
+
+
 def running_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
-    """Prompts whose completions run at the same time on one engine: those that the token budget admits."""
-    demand = prompt_demand(config, work.lengths)
-    return max(1, min(work.rank_prompts, embedded_engine(config).max_batch_tokens // demand))
+    """Prompts whose completions run at the same time on average; on CUDA half of each completion is there by then."""
+    if not numerics.cuda:
+        return admitted_prompts(config, work, numerics)
+    lengths = work.lengths
+    drawn = config.rollout.samples_per_prompt * lengths.completion_tokens // 2
+    return _that_fit(config, work, lengths.prompt_tokens + drawn)
+
+
+def _that_fit(config: Config, work: Workload, prompt_tokens: int) -> int:
+    """Prompts of an engine that fit its cache, at so many tokens for each with its completions."""
+    return max(1, min(work.rank_prompts, batch_tokens(config) // prompt_tokens))
 
 
 def prompt_demand(config: Config, lengths: Lengths) -> int:
@@ -57,11 +75,11 @@ def prompt_demand(config: Config, lengths: Lengths) -> int:
 
 
 def cache_bytes(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
-    """Bytes of the key-value cache: on CUDA a pool of max_batch_tokens, on a CPU buffers that grow by doubling."""
+    """Bytes of the key-value cache: on CUDA a pool, on a CPU buffers that grow by doubling."""
     if numerics.cuda:
-        return _pool(config, sizes, numerics)[CACHE]
+        return pool_bytes(config, sizes, numerics)
     lengths, rollout = work.lengths, config.rollout
-    prompts = running_prompts(config, work, numerics)
+    prompts = admitted_prompts(config, work, numerics)
     room = min(FIRST_TOKENS, rollout.max_new_tokens)
     while room < min(lengths.completion_tokens, rollout.max_new_tokens):
         room = min(2 * room, rollout.max_new_tokens)
@@ -69,10 +87,9 @@ def cache_bytes(config: Config, sizes: ModelSizes, work: Workload, numerics: Num
     return tokens * token_bytes(sizes, numerics)
 
 
-def _pool(config: Config, sizes: ModelSizes, numerics: Numerics) -> Bytes:
-    if not numerics.cuda:
-        return Counter()
-    return Counter({CACHE: embedded_engine(config).max_batch_tokens * token_bytes(sizes, numerics)})
+def pool_bytes(config: Config, sizes: ModelSizes, numerics: Numerics) -> int:
+    """Bytes of the pool of pages, which is there for a whole rollout; 0 on a CPU."""
+    return batch_tokens(config) * token_bytes(sizes, numerics) if numerics.cuda else 0
 
 
 def decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:

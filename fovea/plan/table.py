@@ -33,8 +33,9 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     if plan.on_host:
         parts = ", ".join(f"{part} {_gib(size)}" for part, size in plan.on_host.items())
         yield Text(f"in the host's memory for each of its GPUs, GiB: {parts}")
-    if plan.room is not None:
-        yield Text(f"the key-value cache of an engine has room for {plan.room.cache_tokens:,} tokens")
+    cache_tokens = plan.batch_tokens if plan.room is None else plan.room.cache_tokens
+    if cache_tokens is not None:
+        yield Text(f"the key-value cache of an engine has room for {cache_tokens:,} tokens")
     yield _work(plan)
     if plan.traffic:
         yield _traffic(plan)

@@ -50,8 +50,8 @@ class Engine(Protocol):
         ...
 
 
-def memory_for_rollout(max_batch_tokens: int) -> AbstractContextManager[None]:
+def memory_for_rollout(max_batch_tokens: int | None) -> AbstractContextManager[None]:
     """Block in which an engine generates; its OutOfMemoryError names the settings of the rollout."""
-    return memory_for(
-        "the rollout", f"lower rollout.engine.max_batch_tokens={max_batch_tokens}, or rollout.max_new_tokens"
-    )
+    setting = "rollout.engine.max_batch_tokens"
+    fix = f"set {setting}, or lower" if max_batch_tokens is None else f"lower {setting}={max_batch_tokens}, or"
+    return memory_for("the rollout", f"{fix} rollout.max_new_tokens")

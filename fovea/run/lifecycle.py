@@ -164,18 +164,27 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     started = perf_counter()
 
     async def read_dev_of_warmup() -> Evaluation:
-        await run.weight_sync.push(0)
-        return await read_dev(run, "warmup")
+        await _wake_with_weights(run)
+        reading = await read_dev(run, "warmup")
+        await run.engine.sleep()
+        return reading
 
+    await run.engine.sleep()
     await warm_up(run.warmup, run.policy, read_dev_of_warmup, run.progress.stage)
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
-    await run.weight_sync.push(0)
+    await _wake_with_weights(run)
     state = replace(state, warmup_seconds=seconds)
     if not run.config.evaluate.before_training:
         return state
     run.progress.stage("evaluating on the test rows after the warm-up")
     return replace(state, after_warmup=await evaluate_test(run, "after-warmup"))
+
+
+async def _wake_with_weights(run: Run) -> None:
+    """Bring the weights of the warm-up to the engine, which sleeps during updates."""
+    await run.weight_sync.push(0)
+    await run.engine.wake()
 
 
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:

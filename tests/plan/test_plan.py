@@ -22,7 +22,7 @@ from fovea.models.vlm import VLM
 from fovea.plan.activations import Numerics
 from fovea.plan.advice import advice_for, changes_for, with_settings
 from fovea.plan.model_sizes import ModelSizes, model_sizes
-from fovea.plan.plan import make_plan
+from fovea.plan.plan import RunPlan, make_plan
 from fovea.plan.roles import roles_of
 from fovea.plan.rollout import decode_copies
 from fovea.plan.update import row_stages
@@ -250,6 +250,37 @@ def test_peak_of_an_update_is_the_measured_one(logits_mib: float, tmp_path: Path
     assert update.parts["parameters"] == 4 * sum(parameter.numel() for parameter in parts.network.parameters())
     assert update.parts["optimizer"] == 2 * update.parts["parameters"]
     assert planned == pytest.approx(measured, rel=TOLERANCE)
+
+
+KV_BYTES = 2 * 28 * 8 * 128 * 2
+"""Keys and values of a token of Qwen3-VL-2B in bfloat16: 28 layers of 8 heads of width 128."""
+
+
+def geo3k_plan(tmp_path: Path, *words: str) -> RunPlan:
+    """The plan of recipes/geo3k.yaml on one H100 of 80 GB."""
+    path = f"model.path={folder_of(tmp_path, QWEN3_VL_2B)}"
+    return make_plan(load_config([RECIPES / "geo3k.yaml"], [path, "plan.gpus=1", "plan.gpu=h100", *words]))
+
+
+def test_a_pool_stays_where_it_fits_beside_the_update(tmp_path: Path) -> None:
+    rollout, update = geo3k_plan(tmp_path).phases
+    assert rollout.parts["key-value cache"] == update.parts["key-value cache"] == 131_072 * KV_BYTES
+    rollout, update = geo3k_plan(tmp_path, "rollout.engine.max_batch_tokens=300000").phases
+    assert rollout.parts["key-value cache"] == 300_000 * KV_BYTES
+    assert "key-value cache" not in update.parts, "freed, and allocated again"
+
+
+def test_a_pool_without_a_size_is_what_memory_leaves(tmp_path: Path) -> None:
+    default = "rollout.engine.max_batch_tokens=null"
+    plan = geo3k_plan(tmp_path, default)
+    assert plan.batch_tokens is not None
+    assert plan.peak.phase == "update"
+    assert 0 <= plan.machine.usable_bytes - plan.peak.total < KV_BYTES, "all that the update leaves"
+    plan = geo3k_plan(tmp_path, default, "train.gradient_checkpointing=none", "train.max_tokens_per_microbatch=24576")
+    rollout, update = plan.phases
+    held = rollout.parts["parameters"] + rollout.parts["optimizer"]
+    assert plan.batch_tokens == int(0.8 * (plan.machine.usable_bytes - held)) // KV_BYTES, "four fifths of what is free"
+    assert "key-value cache" not in update.parts
 
 
 def test_advice_is_what_fits(tmp_path: Path) -> None:

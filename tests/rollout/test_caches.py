@@ -14,16 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.loading import load_config
 from fovea.models.decoder import DecoderShape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, Demand, QueuedRequest, TokenSpan
+from fovea.rollout.embedded.cache import Cache, TokenSpan
 from fovea.rollout.embedded.compaction import fill_holes
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.paged_cache import PagedCache, gathered_attention
+from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, PagedCache, gathered_attention
+from fovea.rollout.embedded.requests import QueuedRequest
+from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.plan.published import RECIPES
 from tests.tiny_models import tiny
 
 SHAPE = DecoderShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, norm_eps=1e-6)
@@ -45,11 +50,11 @@ def request(prompt_tokens: int, n: int, limit: int) -> QueuedRequest:
 LOOP = asyncio.new_event_loop()
 
 
-def make_cache(kind: str, dtype: torch.dtype = torch.float32) -> Cache:
+def make_cache(kind: str, dtype: torch.dtype = torch.float32, num_tokens: int = 3_000) -> Cache:
     like = torch.empty(0, dtype=dtype)
     if kind == "dense":
-        return DenseCache(SHAPE, like)
-    return PagedCache(SHAPE, like, gathered_attention, num_tokens=3_000, page_tokens=4)
+        return DenseCache(SHAPE, like, num_tokens=num_tokens)
+    return PagedCache(SHAPE, like, gathered_attention, num_tokens=num_tokens, page_tokens=4)
 
 
 class Rows:
@@ -87,6 +92,7 @@ class Rows:
     def step(self) -> None:
         stored_B = torch.tensor(self.stored)
         level = len(set(self.stored)) == 1
+        assert self.cache.reserve([stored + 1 for stored in self.stored])
         attend = self.cache.step(stored_B, max(self.stored), level)
         for layer in range(SHAPE.num_layers):
             rows = len(self.stored)
@@ -135,6 +141,7 @@ def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
     for _ in range(3):
         rows.step()
     for longest in (3, 4):
+        assert rows.cache.reserve([longest + 1] * 3)
         attend = rows.cache.step(torch.tensor([longest, 2, longest]), longest, level=True)
         for layer in range(SHAPE.num_layers):
             key, value = rows.random(3, 2, 8), rows.random(3, 2, 8)
@@ -147,22 +154,69 @@ def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
     rows.step()
 
 
-def test_slots_cost_what_they_hold_and_pages_what_they_take() -> None:
-    demands = [Demand(prompt_tokens=10, rows=2, limit_tokens=7), Demand(prompt_tokens=6, rows=3, limit_tokens=5)]
-    assert make_cache("dense").cost(demands) == 2 * 10 + 5 * 7
-    # pages of 4: 2 full ones, 2 rows with 2 + 7 tokens; 1 full one, 3 rows with 2 + 5
-    assert make_cache("paged").cost(demands) == 4 * (2 + 2 * 3 + 1 + 3 * 2)
+def test_a_request_costs_its_worst_case() -> None:
+    assert make_cache("dense").cost(request(10, 2, 7)) == 10 + 2 * 7
+    # pages of 4: 2 full ones, 2 rows with 2 + 7 tokens
+    assert make_cache("paged").cost(request(10, 2, 7)) == 4 * (2 + 2 * 3)
 
 
-def test_completions_share_the_full_pages_of_their_prompt() -> None:
-    cache = make_cache("paged")
+def test_slots_are_admitted_by_their_worst_case() -> None:
+    cache = make_cache("dense", num_tokens=2 * 10 + 5 * 7)
+    assert cache.fits([request(10, 2, 7), request(6, 3, 5)])
+    cache.add([request(10, 2, 7)])
+    assert cache.fits([request(6, 3, 5)])
+    assert not cache.fits([request(6, 4, 5)])
+
+
+def test_pages_are_admitted_by_use_and_room_to_grow() -> None:
+    # 1 full page and 2 rows with 2 tokens of the prompt and room to grow, of which 1 page each is in use
+    grown = -(-(2 + GROWTH_TOKENS) // 4)
+    cache = make_cache("paged", num_tokens=4 * (1 + 2 * grown + grown))
     assert isinstance(cache, PagedCache)
-    cache.add([request(10, 3, 4)])
+    assert cache.fits([request(6, 2, 1_000)])
+    cache.add([request(6, 2, 1_000)])
+    assert cache.fits([request(2, 1, 1_000)]), "rest of the prompt and room to grow"
+    assert not cache.fits([request(3 + 4, 1, 1_000)])
+    assert cache.reserve([60, 2])
+    assert not cache.fits([request(2, 1, 1_000)])
+    assert cache.fits([request(1, 1, 2)]), "short ones need less"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "rows"), [(420, 512), (4096, 224)])
+def test_a_rollout_of_geo3k_on_one_gpu_runs_most_of_its_512_rows_at_once(prompt_tokens: int, rows: int) -> None:
+    """With prompts of usual and of the greatest length; by their worst case 3 of its 64 prompts would fit."""
+    rollout = load_config([RECIPES / "geo3k.yaml"], []).rollout
+    assert isinstance(rollout.engine, EmbeddedSettings)
+    assert rollout.engine.max_batch_tokens is not None
+    small = DecoderShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, norm_eps=1e-6)
+    cache = PagedCache(
+        small,
+        torch.empty(0),
+        gathered_attention,
+        num_tokens=rollout.engine.max_batch_tokens,
+        page_tokens=PAGE_TOKENS,
+    )
+    group = request(prompt_tokens, rollout.samples_per_prompt, rollout.max_new_tokens)
+    admitted = next(count for count in range(1, 65) if count == 64 or not cache.fits([group] * (count + 1)))
+    assert admitted * rollout.samples_per_prompt == rows
+    assert 3 * cache.cost(group) <= rollout.engine.max_batch_tokens < 4 * cache.cost(group)
+
+
+def test_pages_are_taken_as_rows_grow() -> None:
+    cache = make_cache("paged", num_tokens=4 * 9)
+    assert isinstance(cache, PagedCache)
+    cache.add([request(10, 3, 20)])
     table = cache.table_BX
-    assert table.shape == (3, 4)
-    assert (table[:, :2] == table[0, :2]).all()
-    assert len(table[:, 2:].unique()) == 6
-    assert 0 not in table
+    assert table.shape == (3, 8), "for the longest conversation, in a power of two"
+    assert (table[:, :2] == table[0, :2]).all(), "completions share the full pages of their prompt"
+    assert (table != 0).sum(1).tolist() == [3, 3, 3]
+    assert cache.reserve([2, 3, 7])
+    assert (table != 0).sum(1).tolist() == [3, 4, 5]
+    assert len(table[table != 0].unique()) == 2 + 1 + 2 + 3
+    assert not cache.reserve([6, 7, 7]), "one page is left"
+    assert (table != 0).sum(1).tolist() == [3, 4, 5], "all or nothing"
+    cache.remove([2])
+    assert cache.reserve([6, 7])
 
 
 def test_room_for_tokens_grows_by_doubling() -> None:

@@ -109,13 +109,19 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
             events.append("reading")
             return await evaluate(source, *limits)
 
-        policy.sft, policy.snapshot_reference = sft, snapshot_reference  # type: ignore[method-assign]
+        async def sleep() -> None:
+            events.append("sleep")
 
+        async def wake() -> None:
+            events.append("wake")
+
+        policy.sft, policy.snapshot_reference = sft, snapshot_reference  # type: ignore[method-assign]
+        run.engine.sleep, run.engine.wake = sleep, wake  # type: ignore[method-assign]
         run.evaluator.evaluate = noted  # type: ignore[method-assign]
         return run
 
     state = wait_for(begun(run_with_warmup()))
-    assert events == ["reading", "pairs", "pairs", "snapshot", "reading"]
+    assert events == ["reading", "sleep", "pairs", "pairs", "snapshot", "wake", "reading"]
     assert state.after_warmup is not None
     if resume:
         events.clear()

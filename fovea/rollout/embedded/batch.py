@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.errors import EngineError
@@ -23,39 +22,11 @@ from fovea.models.activation_tape import NOT_RECORDED
 from fovea.models.recorded_distributions import DistributionRows
 from fovea.models.transfer import to_device
 from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.embedded.cache import QueuedRequest
 from fovea.rollout.embedded.compaction import Moves, fill_holes
+from fovea.rollout.embedded.requests import DecodeRow, QueuedRequest, RemovedRow
 from fovea.rollout.embedded.sampler import Draw, RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.types import Completion
 from fovea.utils.tensor_records import map_tensors
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRow:
-    """Host-side record of one running completion."""
-
-    request: QueuedRequest
-    index: int
-    """Number among the completions of its request."""
-    searched_tokens: int = 0
-    """Tokens already searched for stop strings."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRow:
-    """A finished row, its results copied to the host."""
-
-    row: DecodeRow
-    token_ids_T: NDArray[np.int64]
-    logprobs_T: NDArray[np.float32]
-    stopped: bool
-    """True if a stop token or string ended it; False at the length limit."""
-    places_T: NDArray[np.int64]
-    """Activation-tape places of all tokens but the last, which is never fed back."""
-
-    @property
-    def completion_id(self) -> str:
-        return f"{self.row.request.request.id}/{self.row.index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +71,7 @@ Forward = Callable[[DecodeStep], tuple[Tensor, Tensor]]
 """The network and the sampler: the next token [B] of every row, with its log-prob [B] (`sample_tokens`)."""
 
 
-def completion_of(finished: FinishedRow, text: CompletionText, version: int) -> Completion:
+def completion_of(finished: RemovedRow, text: CompletionText, version: int) -> Completion:
     """Build the completion of a finished row; EngineError when its log-probs are not finite."""
     if not np.isfinite(finished.logprobs_T).all():
         raise EngineError(
@@ -128,7 +99,7 @@ class DecodeBatch:
         self._needs = needs_of([])
         self._rows_with_stop: list[int] = []
         """Indices of the rows whose request has stop strings."""
-        self._longest = self._limit = 0
+        self._steps = self._longest = self._limit = 0
         self._level = True
 
     def __len__(self) -> int:
@@ -139,15 +110,23 @@ class DecodeBatch:
     ) -> None:
         """Append a row per completion of these requests, and sample their first tokens from prefill's logits."""
         first = len(self.rows)
-        self.rows.extend(DecodeRow(request=request, index=i) for request in requests for i in range(request.n))
-        new = _new_rows(requests, self._device)
-        self._state = new if self._state is None else map_tensors(_stack, self._state, new)
-        self._refresh()
+        rows = [
+            DecodeRow(request=request, index=i, first_step=self._steps)
+            for request in requests
+            for i in range(request.n)
+        ]
+        self._append(rows, _new_rows(rows, self._device))
         prompt_of_B = [prompt for prompt, request in enumerate(requests) for _ in range(request.n)]
         # one prefill serves the n completions of a prompt: they share its logits
         logits_BW = logits_PW[to_device(torch.tensor(prompt_of_B), self._device)]
         self._record(*sample_tokens(logits_BW, self._draw(first, recorded)), first)
-        self._measure()
+
+    def resume(self, preempted: Sequence[RemovedRow]) -> None:
+        """Append preempted rows as they were: the next step feeds the newest token of each."""
+        for each in preempted:
+            each.row.first_step = self._steps + 1 - len(each.token_ids_T)
+        rows = [each.row for each in preempted]
+        self._append(rows, _restored(_new_rows(rows, torch.device("cpu")), preempted, self._device))
 
     def step(self, forward: Forward, first_place: int = NOT_RECORDED, recorded: DistributionRows | None = None) -> None:
         """Sample one more token per row; `first_place` is the tape place of row 0's activations, if recorded."""
@@ -168,12 +147,18 @@ class DecodeBatch:
         self._record(*forward(step), 0)
         # an upper bound kept on the host: reading the true maximum would sync with the device at every step
         self._longest = min(self._longest + 1, self._limit)
+        self._steps += 1
+
+    def tokens_after(self, steps: int) -> list[int]:
+        """Tokens of each row that the KV cache holds after so many further steps, at most."""
+        return [min(self._num_tokens(row) - 1 + steps, row.request.limit_tokens) for row in self.rows]
 
     def sync_finished(self) -> list[int]:
         """Indices of the finished rows; waits for the device, which the steps between two calls do not."""
-        lengths = self._live_state().length_B[self._rows_with_stop].tolist()
-        for index, length in zip(self._rows_with_stop, lengths, strict=True):
-            self._cut_at_string(index, length)
+        if self._rows_with_stop:
+            lengths = self._live_state().length_B[self._rows_with_stop].tolist()
+            for index, length in zip(self._rows_with_stop, lengths, strict=True):
+                self._cut_at_string(index, length)
         finished: list[int] = (~self._live_state().running_B).nonzero()[:, 0].tolist()
         return finished
 
@@ -181,17 +166,21 @@ class DecodeBatch:
         """Tokens of a row in the KV cache: all but the last, which was never fed back."""
         return int(self._live_state().length_B[index]) - 1
 
-    def remove(self, finished: Sequence[int]) -> list[FinishedRow]:
-        """Remove finished rows, closing the holes, and return their results."""
+    def remove(self, indices: Sequence[int]) -> list[RemovedRow]:
+        """Remove finished or preempted rows, closing the holes, and return what they have drawn."""
         state = self._live_state()
-        results = _results(state, [self.rows[index] for index in finished], finished)
-        moves = fill_holes(len(self.rows), finished)
+        results = _results(state, [self.rows[index] for index in indices], indices)
+        moves = fill_holes(len(self.rows), indices)
         moves.in_list(self.rows)
         self._state = map_tensors(lambda x: _move(x, moves), state)
         if self.rows:
             self._refresh()
-            self._measure()
         return results
+
+    def _append(self, rows: Sequence[DecodeRow], new: RowState) -> None:
+        self.rows.extend(rows)
+        self._state = new if self._state is None else map_tensors(_stack, self._state, new)
+        self._refresh()
 
     def _live_state(self) -> RowState:
         assert self._state is not None, "a decode step of an empty batch"
@@ -248,50 +237,61 @@ class DecodeBatch:
         self._needs = needs_of([request.sampling for request in requests])
         self._limit = max(request.limit_tokens for request in requests)
         self._rows_with_stop = [index for index, row in enumerate(self.rows) if row.request.sampling.stop]
+        counts = {self._num_tokens(row) for row in self.rows}
+        self._longest, self._level = max(counts), len(counts) == 1
 
-    def _measure(self) -> None:
-        # one transfer for both; a device sync, but only after rows came or went
-        shortest, longest = torch.stack(self._live_state().length_B.aminmax()).tolist()
-        self._longest, self._level = longest, shortest == longest
+    def _num_tokens(self, row: DecodeRow) -> int:
+        """Tokens of a row, known without a device sync; a row that has finished since the last one may have fewer."""
+        return self._steps + 1 - row.first_step
 
 
-def _new_rows(requests: Sequence[QueuedRequest], device: torch.device) -> RowState:
+def _new_rows(rows: Sequence[DecodeRow], device: torch.device) -> RowState:
     """State of new rows, which have no tokens yet."""
-
-    def column(values: Sequence[int]) -> Tensor:
-        of_rows = [value for value, request in zip(values, requests, strict=True) for _ in range(request.n)]
-        return to_device(torch.tensor(of_rows), device)
-
+    requests = [row.request for row in rows]
     # one scratch column: a row that finishes at its limit keeps sampling into it
     room = max(request.limit_tokens for request in requests) + 1
-    numbers = [uniforms(r.sampling.seed, r.n, r.limit_tokens) for r in requests]
     # all random numbers of a request at once, so that they do not depend on what runs beside it
-    padded = [F.pad(torch.from_numpy(u), (0, room - u.shape[1])) for u in numbers]
-    uniforms_BT = to_device(torch.cat(padded), device)
-    limit_B = column([request.limit_tokens for request in requests])
+    numbers = {r: torch.from_numpy(uniforms(r.sampling.seed, r.n, r.limit_tokens)) for r in dict.fromkeys(requests)}
+    own = [numbers[row.request][row.index] for row in rows]
+    uniforms_BT = to_device(torch.stack([F.pad(u, (0, room - len(u))) for u in own]), device)
+    limit_B, first_position_B = (
+        to_device(torch.tensor(column), device)
+        for column in zip(*((r.limit_tokens, r.first_position) for r in requests), strict=True)
+    )
     return RowState(
         length_B=torch.zeros_like(limit_B),
         limit_B=limit_B,
         running_B=torch.ones_like(limit_B, dtype=torch.bool),
         stopped_B=torch.zeros_like(limit_B, dtype=torch.bool),
-        first_position_B=column([request.first_position for request in requests]),
+        first_position_B=first_position_B,
         token_B=torch.zeros_like(limit_B),
         uniforms_BT=uniforms_BT,
         tokens_BT=torch.zeros_like(uniforms_BT, dtype=torch.long),
         logprobs_BT=torch.zeros_like(uniforms_BT, dtype=torch.float32),
         places_BT=torch.full_like(uniforms_BT, NOT_RECORDED, dtype=torch.long),
-        settings=row_settings([request.sampling for request in requests for _ in range(request.n)], device),
+        settings=row_settings([request.sampling for request in requests], device),
     )
 
 
-def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int]) -> list[FinishedRow]:
+def _restored(new: RowState, preempted: Sequence[RemovedRow], device: torch.device) -> RowState:
+    """State of rows that go on, on the device; `new`, their state without tokens on the host, is overwritten."""
+    for index, each in enumerate(preempted):
+        length = len(each.token_ids_T)
+        new.length_B[index], new.token_B[index] = length, int(each.token_ids_T[-1])
+        new.tokens_BT[index, :length] = torch.from_numpy(each.token_ids_T)
+        new.logprobs_BT[index, :length] = torch.from_numpy(each.logprobs_T)
+        new.places_BT[index, : length - 1] = torch.from_numpy(each.places_T)
+    return map_tensors(lambda x: to_device(x, device), new)
+
+
+def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int]) -> list[RemovedRow]:
     """Copy the results of these rows to the host, in one transfer per tensor."""
     index = torch.tensor(indices, device=state.length_B.device)
     lengths, stopped = state.length_B[index].tolist(), state.stopped_B[index].tolist()
     tokens, logprobs = state.tokens_BT[index].cpu().numpy(), state.logprobs_BT[index].cpu().numpy()
     places = state.places_BT[index].cpu().numpy()
     return [
-        FinishedRow(
+        RemovedRow(
             row=row,
             token_ids_T=tokens[i, :length].copy(),
             logprobs_T=logprobs[i, :length].copy(),

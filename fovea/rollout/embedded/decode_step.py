@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,9 +22,10 @@ from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
 from fovea.rollout.embedded.sampler import Draw, RowSettings, SamplingNeeds, sample_tokens
 from fovea.utils.tensor_records import map_tensors
 
-SMALL_STEP, LARGE_STEP, LAST_OF_SMALL_STEPS = 16, 32, 128
-"""Multiples of rows that graphs are captured for. Below some 300 rows, decoding is bound by reading weights, so that a
-few rows more cost little."""
+FEWEST_ROWS, LAST_DOUBLING, LARGE_STEP = 8, 256, 128
+"""Rows that graphs are captured for: 8, its doublings up to 256, then multiples of 128. Below some 300 rows decoding is
+bound by reading weights, so that rows of padding cost little: some 5 % of the decode steps of 512 rows that finish one
+after the other, for 8 captures. Steps of 16 and 32 rows would cost 1.5 %, for 24 captures."""
 
 Drawn: TypeAlias = tuple[Tensor, Tensor]
 """Tokens [B] and their log-probs [B]."""
@@ -50,20 +52,19 @@ class Stepper:
         return self._weights.logits(decode(self._weights.decoder, self._shape, hidden_BE, rope, attend))
 
 
-class GraphStepper(Stepper):
+class GraphStepper:
     """Replays decode steps as CUDA graphs; valid while weights and page pool keep their addresses.
 
     Drawing is part of the graph: it is some fifty small kernels, each of which would be launched by the host.
     """
 
-    def __init__(
-        self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: PagedCache, capture: Capture
-    ) -> None:
-        super().__init__(vlm, weights, shape, cache)
+    def __init__(self, eager: Stepper, cache: PagedCache, banned_K: Tensor, capture: Capture) -> None:
         self._pages = cache
-        self._graphs = DecodeGraphs(self._run, capture)
+        # not a method: a cycle of references would hold the page pool until Python looks for cycles
+        self._graphs = DecodeGraphs(partial(_drawn, eager, cache, banned_K), capture)
 
     def __call__(self, step: DecodeStep) -> Drawn:
+        """Draw the next token of every row."""
         return self._graphs(
             step.draw.needs,
             GraphInputs(
@@ -76,10 +77,12 @@ class GraphStepper(Stepper):
             ),
         )
 
-    def _run(self, inputs: GraphInputs, needs: SamplingNeeds) -> Drawn:
-        attend = self._pages.attention(inputs.table_BX, inputs.tokens_B)
-        draw = Draw(uniform_B=inputs.uniform_B, settings=inputs.settings, needs=needs, banned_K=self._vlm.banned_K)
-        return sample_tokens(self.logits(inputs.token_B, inputs.position_B, attend), draw)
+
+def _drawn(eager: Stepper, pages: PagedCache, banned_K: Tensor, inputs: GraphInputs, needs: SamplingNeeds) -> Drawn:
+    """Decode and draw from static inputs: what is captured."""
+    attend = pages.attention(inputs.table_BX, inputs.tokens_B)
+    draw = Draw(uniform_B=inputs.uniform_B, settings=inputs.settings, needs=needs, banned_K=banned_K)
+    return sample_tokens(eager.logits(inputs.token_B, inputs.position_B, attend), draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,43 +145,48 @@ class CudaCapture:
 
 
 def captured_rows(rows: int) -> int:
-    """Number of rows of the graph that runs so many, of which the others are padding.
-
-    Every row of padding costs its logits and a draw. Powers of two up to 16, then multiples of 16, from 128 on of 32:
-    at most 31 rows of padding, and 24 graphs up to 512 rows.
-    """
-    if rows <= SMALL_STEP:
-        return 1 << (rows - 1).bit_length()
-    step = SMALL_STEP if rows <= LAST_OF_SMALL_STEPS else LARGE_STEP
-    return -(-rows // step) * step
+    """Number of rows of the graph that runs so many, of which the others are padding."""
+    if rows <= LAST_DOUBLING:
+        return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+    return -(-rows // LARGE_STEP) * LARGE_STEP
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step, captured on demand.
+    """CUDA graphs of the decode step, one per number of rows (`captured_rows`) and needs of the sampling.
 
-    There is one per number of rows (`captured_rows`), width of the page table and needs of the sampling.
+    All sizes up to that of the first step are captured then, the largest first: the others fit into its memory, and as
+    rows finish nothing is left to capture. A wider page table makes all graphs anew.
     """
 
     def __init__(self, run: StepFunction, capture: Capture) -> None:
         """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
         self._run, self._capture = run, capture
-        self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], Drawn]]] = {}
-        """Static inputs and replay function by (rows, width of the page table, needs)."""
+        self._width = 0
+        self._graphs: dict[tuple[int, SamplingNeeds], tuple[GraphInputs, Callable[[], Drawn]]] = {}
+        """Static inputs and replay function by (rows, needs)."""
 
     def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> Drawn:
         """Draw the next tokens; the next call overwrites them."""
         rows, width = inputs.table_BX.shape
-        key = (captured_rows(rows), width, needs)
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(inputs, key[0], needs)
-        static, replay = self._graphs[key]
+        if width != self._width:
+            self._graphs.clear()
+            self._width = width
+        size = captured_rows(rows)
+        if (size, needs) not in self._graphs:
+            self._capture_up_to(size, needs, inputs)
+        static, replay = self._graphs[size, needs]
         static.copy_from(inputs)
         token_B, logprob_B = replay()
         return token_B[:rows], logprob_B[:rows]
+
+    def _capture_up_to(self, most: int, needs: SamplingNeeds, inputs: GraphInputs) -> None:
+        for size in sorted({captured_rows(rows) for rows in range(1, most + 1)}, reverse=True):
+            if (size, needs) not in self._graphs:
+                self._graphs[size, needs] = self._captured(inputs, size, needs)
 
     def _captured(
         self, inputs: GraphInputs, size: int, needs: SamplingNeeds
     ) -> tuple[GraphInputs, Callable[[], Drawn]]:
         # the graph reads these tensors at every replay: inputs are copied into them; zeros are the scratch page
         static = map_tensors(lambda x: x.new_zeros(size, *x.shape[1:]), inputs)
-        return static, self._capture(lambda: self._run(static, needs))
+        return static, self._capture(partial(self._run, static, needs))

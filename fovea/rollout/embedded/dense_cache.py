@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, QueuedRequest, Store, TokenSpan
+from fovea.rollout.embedded.cache import Store, TokenSpan
 from fovea.rollout.embedded.compaction import Moves, fill_holes, grown_capacity
 from fovea.rollout.embedded.dense_attention import DenseAttention, Sharing, length_mask, sharing
+from fovea.rollout.embedded.requests import QueuedRequest
 
 FIRST_TOKENS = 64
 """Initial capacity of a completion: many answers are shorter, and each doubling costs a copy."""
@@ -70,10 +71,13 @@ class KeyValues:
 
 
 class DenseCache:
-    """KV cache for plain matrix products: for CPUs, and devices without a paged kernel."""
+    """KV cache for plain matrix products: for CPUs, and devices without a paged kernel.
 
-    def __init__(self, shape: DecoderShape, like: Tensor) -> None:
-        self._shape, self._like = shape, like.new_empty(0)
+    A request is admitted at its worst case, so that no row is ever preempted: activations on the tape stay in order.
+    """
+
+    def __init__(self, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> None:
+        self._shape, self._like, self._num_tokens = shape, like.new_empty(0), num_tokens
         self.clear()
 
     def clear(self) -> None:
@@ -88,11 +92,17 @@ class DenseCache:
         # computed when first needed after rows came or went
         self._sharing: Sharing | None = None
 
-    def cost(self, demands: Sequence[Demand]) -> int:
+    def cost(self, request: QueuedRequest) -> int:
+        return request.prompt.num_tokens + request.n * request.limit_tokens
+
+    def fits(self, requests: Sequence[QueuedRequest]) -> bool:
+        prompts = [*self._prompt_lengths, *(request.prompt.num_tokens for request in requests)]
+        limits = [*self._limits, *(request.limit_tokens for request in requests for _ in range(request.n))]
         # padded to the longest of each, as the buffers are
-        prompt = max(demand.prompt_tokens for demand in demands)
-        room = max(demand.limit_tokens for demand in demands)
-        return len(demands) * prompt + sum(demand.rows for demand in demands) * room
+        return len(prompts) * max(prompts) + len(limits) * max(limits) <= self._num_tokens
+
+    def reserve(self, tokens_B: Sequence[int]) -> bool:
+        return True
 
     def add(self, requests: Sequence[QueuedRequest]) -> int:
         first, rows = len(self._prompt_lengths), len(self._prompt_of_row)

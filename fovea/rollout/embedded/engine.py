@@ -1,9 +1,10 @@
 """The embedded engine: continuous batching in the trainer's process, on the trainer's own tensors.
 
 The images of a prompt are encoded once and the prompt is prefilled once for its n completions. Requests wait in a queue
-and are admitted while their worst-case KV cache fits the token budget; a finished completion frees its row and its
-cache at the next sync. A completion depends on its own request alone: random numbers come from the request's seed,
-and attention never crosses rows.
+and are admitted in their order while the KV cache has room (`Cache.fits`); a finished completion frees its row and its
+cache at the next sync. Where pages run short, the youngest completion gives its own up and waits at the head of the
+queue. A completion depends on its own request alone: random numbers come from the request's seed, and attention never
+crosses rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from fovea.models.trainable import adapter_scale, factored_weights, weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.embedded.batch import DecodeBatch, FinishedRow, completion_of
-from fovea.rollout.embedded.cache import Cache, Demand, KeptKeys, QueuedRequest
+from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
+from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
 from fovea.rollout.embedded.linears import (
     NamedWeights,
@@ -34,9 +34,11 @@ from fovea.rollout.embedded.linears import (
     onednn_text_weights,
     text_weights,
 )
+from fovea.rollout.embedded.pool_memory import PoolMemory
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
-from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper
+from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
+from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper, uses_pages
 from fovea.types import Completion, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 
@@ -51,14 +53,15 @@ class EmbeddedEngine:
         vlm: VLM,
         processor: Processor,
         *,
-        max_batch_tokens: int,
+        max_batch_tokens: int | None,
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
         pushed: Collection[str] = (),
     ) -> None:
-        """`tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
+        """`max_batch_tokens` None: by free memory on a GPU.
 
-        `pushed` are the weights whose memory `sleep` frees: copies of the policy's, which every push brings.
+        `tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
+        `pushed` are the weights whose memory `sleep` may free: copies of the policy's, which every push brings.
         """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
@@ -74,6 +77,9 @@ class EmbeddedEngine:
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = vlm.device
+        has_pool = uses_pages(tuning, self._shape, vlm.device, vlm.dtype)
+        copied_bytes = sum(weight.nbytes for weight in self._pushed)
+        self._memory = PoolMemory(vlm.device if has_pool else None, max_batch_tokens, copied_bytes)
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
@@ -85,16 +91,16 @@ class EmbeddedEngine:
         # a CUDA graph reads the weights at the addresses of its capture
         self._addresses: tuple[int, ...] = ()
         self._cache: Cache | None = None
-        self._stepper: Stepper | None = None
-        self._onednn_stepper: Stepper | None = None
-        self._int8_stepper: Stepper | None = None
+        self._stepper: Forward | None = None
+        self._onednn_stepper: Forward | None = None
+        self._int8_stepper: Forward | None = None
         self._version = 0
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[QueuedRequest, list[Completion | None]] = {}
-        """Finished completions of each running request; None for those still running."""
+        """Finished completions of each admitted request, oldest first; None for those that run or were preempted."""
         self._full = False
         """The next request of the queue does not fit until some rows finish."""
-        self._kept: LRUCache[str, KeptKeys] = LRUCache(max_batch_tokens)
+        self._kept: LRUCache[str, KeptKeys] = LRUCache(0)
         """KV cache of turns that another turn may continue, by completion id; its size is in tokens."""
         self._worker: asyncio.Task[None] | None = None
 
@@ -116,12 +122,12 @@ class EmbeddedEngine:
 
     async def _answer(self, queued: QueuedRequest) -> Sequence[Completion]:
         request = queued.request
-        needed = self._ready_cache().cost([queued.demand])
-        if needed > self._max_batch_tokens:
+        needed = self._ready_cache().cost(queued)
+        if needed > self._memory.tokens:
             raise EngineError(
                 f"a prompt of {request.prompt.num_tokens} tokens with {request.n} completions of up to "
                 f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.engine.max_batch_tokens="
-                f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
+                f"{self._memory.tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         self._queue.append(queued)
         if not self._busy:
@@ -137,19 +143,28 @@ class EmbeddedEngine:
         self._unpaused.set()
 
     async def sleep(self) -> None:
-        """Free the KV cache, captured graphs and copied weights for the update; EngineError while requests run."""
+        """Free memory for the update: pool, graphs and copied weights if they do not fit beside it (`PoolMemory`).
+
+        EngineError while requests run.
+        """
         if self._busy:
             raise EngineError("sleep was called while the engine is generating completions; await them first")
-        self._free_memory()
-        for weight in self._pushed:
-            # all tensors that share the storage stay valid, and a push fills it again
-            weight.untyped_storage().resize_(0)
+        if not self._memory.stays:
+            self._free_memory()
+            for weight in self._pushed:
+                # all tensors that share the storage stay valid, and a push fills it again
+                weight.untyped_storage().resize_(0)
+        self._forget_turns()
+        self._free_decode_copies()
         self._asleep = True
 
     async def wake(self) -> None:
         """Accept requests again; EngineError if weights were freed and not pushed since."""
         if not all(weight.untyped_storage().nbytes() for weight in self._pushed):
             raise EngineError("wake was called before the weights that sleep freed were pushed; push them first")
+        # version 0 is that of the warm-up, whose updates take less
+        if self._asleep and self._version:
+            self._memory.measure_update(stayed=self._cache is not None)
         self._asleep = False
 
     async def close(self) -> None:
@@ -195,7 +210,7 @@ class EmbeddedEngine:
         self._weights = text_weights(self._named, self._shape, self._tape)
         self._free_decode_copies()
         self._version = version
-        self._kept = LRUCache(self._max_batch_tokens)
+        self._forget_turns()
         self._recorder.restart()
         addresses = tuple(tensor.data_ptr() for tensor in named.values())
         if addresses != self._addresses:
@@ -210,8 +225,13 @@ class EmbeddedEngine:
     def _free_memory(self) -> None:
         """Free the KV cache, captured graphs and decode copies."""
         self._cache = self._stepper = None
-        self._kept = LRUCache(self._max_batch_tokens)
+        self._forget_turns()
         self._free_decode_copies()
+        # to the driver, whose free memory tells how much an update takes
+        torch.cuda.empty_cache()
+
+    def _forget_turns(self) -> None:
+        self._kept = LRUCache(self._memory.kept_tokens)
 
     async def _run(self) -> None:
         """Serve the queue until it is empty; a failure reaches every caller."""
@@ -244,39 +264,62 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _admit(self, batch: DecodeBatch, cache: Cache) -> None:
-        """Prefill the queued requests that fit, and sample the first token of their completions."""
-        admitted: list[QueuedRequest] = []
-        demands = self._demands() if self._queue and not self._full else []
-        while self._queue and not self._full:
-            # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
-            request = self._queue[0]
-            demands.append(request.demand)
-            self._full = cache.cost(demands) > self._max_batch_tokens
-            if not self._full:
-                admitted.append(self._queue.popleft())
-                self._running[request] = [None] * request.n
-        if admitted:
-            weights = self._loaded_weights()
-            row = prefill_row(self._vlm, weights, admitted, self._recorder.features(admitted, alone=not batch.rows))
-            hidden_PE = prefill(row, weights, self._shape, admitted, cache, self._recorder, self._tuning.pass_tokens)
-            batch.add(admitted, weights.logits(hidden_PE), self._recorder.first_distributions(admitted))
-            self._may_approximate = not any(request.sampling.exact for request in self._running)
+        """Prefill the queued requests that fit; completions go on, or sample their first token."""
+        admitted = self._take_fitting(cache)
+        if not admitted:
+            return
+        preempted = [request.preempted for request in admitted if request.preempted is not None]
+        # those that were preempted are older, and so the first
+        resumed, new = admitted[: len(preempted)], admitted[len(preempted) :]
+        alone = not batch.rows and not resumed
+        if resumed:
+            self._prefill(resumed, cache, Recorder(self._vlm, None), alone=alone)
+            batch.resume(preempted)
+        if new:
+            self._running |= {request: [None] * request.n for request in new}
+            logits_PW = self._prefill(new, cache, self._recorder, alone=alone)
+            batch.add(new, logits_PW, self._recorder.first_distributions(new))
             # a first token may already be a stop token, or the only one allowed
             self._retire(batch, cache)
+        self._may_approximate = not any(request.sampling.exact for request in self._running)
 
-    def _demands(self) -> list[Demand]:
-        """Worst-case demands of the running requests; finished completions count no more."""
-        return [replace(request.demand, rows=completions.count(None)) for request, completions in self._running.items()]
+    def _take_fitting(self, cache: Cache) -> list[QueuedRequest]:
+        """Take the requests at the head of the queue that fit the cache."""
+        fitting: list[QueuedRequest] = []
+        while self._queue and not self._full:
+            # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
+            self._full = not cache.fits([*fitting, self._queue[0]])
+            if not self._full:
+                fitting.append(self._queue.popleft())
+        return fitting
+
+    def _prefill(self, requests: Sequence[QueuedRequest], cache: Cache, recorder: Recorder, *, alone: bool) -> Tensor:
+        """Run these prompts; returns the logits [P, W] of the tokens that follow them."""
+        weights = self._loaded_weights()
+        row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
+        hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
+        return weights.logits(hidden_PE)
+
+    def _make_room(self, batch: DecodeBatch, cache: Cache, steps: int) -> None:
+        """Preempt the youngest rows until the others have room for these steps."""
+        while not cache.reserve(batch.tokens_after(steps)):
+            age = {request: place for place, request in enumerate(self._running)}
+            youngest = max(range(len(batch)), key=lambda row: (age[batch.rows[row].request], batch.rows[row].index))
+            cache.remove([youngest])
+            self._queue.extendleft(map(resumption, batch.remove([youngest])))
+            self._full = True
 
     @torch.no_grad()
     def _decode(self, batch: DecodeBatch, cache: Cache) -> None:
         """Run the decode steps until the next sync, then remove finished rows."""
         if not batch.rows:
             return
+        steps = self._tuning.decode_steps_on(self._device)
+        self._make_room(batch, cache, steps)
         # one decode step serves all rows: a single exact request makes all of them exact
         int8 = self._tuning.int8_decoding and self._may_approximate
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
-        for _ in range(self._tuning.decode_steps_on(self._device)):
+        for _ in range(steps):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place, self._recorder.distributions(first_place, len(batch)))
         self._retire(batch, cache)
@@ -305,7 +348,7 @@ class EmbeddedEngine:
         rows = {index: batch.rows[index] for index in finished if batch.rows[index].request.request.keep}
         return {id(row): cache.copy_row(index, batch.num_stored(index)) for index, row in rows.items()}
 
-    def _keep(self, finished: FinishedRow, layers: Sequence[Tensor] | None) -> None:
+    def _keep(self, finished: RemovedRow, layers: Sequence[Tensor] | None) -> None:
         """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""
         if layers is None:
             return
@@ -313,7 +356,7 @@ class EmbeddedEngine:
         kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
         self._kept.put(finished.completion_id, kept, kept.num_tokens)
 
-    def _completion(self, finished: FinishedRow) -> Completion:
+    def _completion(self, finished: RemovedRow) -> Completion:
         completion = completion_of(finished, self._text, self._version)
         self._recorder.record_trace(completion.id, finished)
         return completion
@@ -325,11 +368,14 @@ class EmbeddedEngine:
 
     def _ready_cache(self) -> Cache:
         if self._cache is None:
-            like = self._loaded_weights().embed
-            self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._max_batch_tokens)
+            like, shape = self._loaded_weights().embed, self._shape
+            token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * like.element_size()
+            self._memory.size(token_bytes)
+            self._cache = make_cache(self._tuning, shape, like, num_tokens=self._memory.tokens)
+            self._forget_turns()
         return self._cache
 
-    def _ready_stepper(self, rows: int, cache: Cache) -> Stepper:
+    def _ready_stepper(self, rows: int, cache: Cache) -> Forward:
         # by the number of rows alone, so that a resumed run decodes with the same kernel
         if self._tuning.uses_onednn(rows, self._loaded_weights().embed):
             if self._onednn_stepper is None:
@@ -340,7 +386,7 @@ class EmbeddedEngine:
             self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, cache)
         return self._stepper
 
-    def _ready_int8_stepper(self, cache: Cache) -> Stepper:
+    def _ready_int8_stepper(self, cache: Cache) -> Forward:
         if self._int8_stepper is None:
             self._int8_stepper = Stepper(self._vlm, int8_text_weights(self._named, self._shape), self._shape, cache)
         return self._int8_stepper

@@ -1,7 +1,7 @@
 """The paged KV cache, for kernels that read keys and values through a page table.
 
 The full pages of a prompt are stored once and referenced by the page table of each of its completions; the rest of the
-prompt is copied into the first own page of each. All pages of a completion are allocated at admission.
+prompt is copied into the first own page of each. A completion takes its pages as it grows (decision 051).
 
 Axes: `B` rows of the decode batch, `H` query heads, `J` key heads, `D` width of a head, `N` tokens of a prefill pass,
 `M` slots that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row. A slot is
@@ -18,11 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
-from fovea.rollout.embedded.cache import Demand, QueuedRequest, Store, TokenSpan
-from fovea.rollout.embedded.compaction import fill_holes, grown_capacity
+from fovea.models.transfer import to_device
+from fovea.rollout.embedded.cache import Store, TokenSpan
+from fovea.rollout.embedded.compaction import fill_holes
+from fovea.rollout.embedded.requests import QueuedRequest
 
 SCRATCH = 0
 """Index of the scratch page, which padding of page tables and of captured batches reads and writes."""
+GROWTH_TOKENS = 64
+"""Tokens that every row must have room to grow by when a request is admitted: with none, rows that have just been
+prefilled would be preempted at the next sync, and prefilled again."""
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """Paged attention [B, H, D] of (query [B, H, D], key and value pages [Z, S, J, D], table [B, X], tokens [B], scale)."""
@@ -32,7 +37,6 @@ PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 class PagedPrompt:
     """The pages of one prompt."""
 
-    num_tokens: int
     pages: list[int]
     """Pages that the prompt fills completely."""
     rows: list[PagedRow] = field(default_factory=list)
@@ -44,7 +48,12 @@ class PagedRow:
     """The pages of one running completion."""
 
     prompt: PagedPrompt
-    pages: list[int]
+    prompt_tokens: int
+    """Tokens before its first drawn one; the pages of a preempted completion's prompt hold more."""
+    tokens: int
+    """Drawn tokens that its pages have been reserved for."""
+    limit_tokens: int
+    pages: list[int] = field(default_factory=list)
     """Pages of its own: first the rest of its prompt, then its tokens."""
 
 
@@ -67,29 +76,46 @@ class PagedCache:
         self._free = list(range(self._num_pages - 1, SCRATCH, -1))
         self._prompts: list[PagedPrompt] = []
         self._rows: list[PagedRow] = []
-        self._table_BX = torch.zeros(0, 0, dtype=torch.int32, device=self.pools[0].device)
+        self._table_BX = torch.zeros(0, self._width, dtype=torch.int32, device=self.pools[0].device)
         self._prompt_tokens_B = torch.zeros(0, dtype=torch.long, device=self.pools[0].device)
 
-    def cost(self, demands: Sequence[Demand]) -> int:
+    def cost(self, request: QueuedRequest) -> int:
         # in whole pages; the part of a prompt that fills no page is paid by each completion
-        return self.page_tokens * sum(
-            demand.prompt_tokens // self.page_tokens + demand.rows * self._own_pages(demand) for demand in demands
+        return self.page_tokens * self._new_pages(request, request.limit_tokens)
+
+    def fits(self, requests: Sequence[QueuedRequest]) -> bool:
+        growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)
+        return growth + sum(self._new_pages(each, each.drawn_tokens + GROWTH_TOKENS) for each in requests) <= len(
+            self._free
         )
 
     def add(self, requests: Sequence[QueuedRequest]) -> int:
-        first = len(self._prompts)
+        first, rows = len(self._prompts), []
         for request in requests:
-            prompt = PagedPrompt(
-                num_tokens=request.prompt.num_tokens, pages=self._take(request.prompt.num_tokens // self.page_tokens)
-            )
-            # for the longest completion: the budget counts that worst case anyway, nothing is ever evicted, and decode
-            # steps allocate nothing on the host
-            own_pages = self._own_pages(request.demand)
-            prompt.rows = [PagedRow(prompt=prompt, pages=self._take(own_pages)) for _ in range(request.n)]
+            prompt = PagedPrompt(pages=self._take(request.prompt.num_tokens // self.page_tokens))
+            prompt.rows = [self._new_row(prompt, request) for _ in range(request.n)]
             self._prompts.append(prompt)
-            self._rows.extend(prompt.rows)
-        self._write_table()
+            rows += prompt.rows
+        self._widen(max(row.prompt_tokens + row.limit_tokens for row in rows))
+        self._rows += rows
+        self._append_to_table(rows)
         return first
+
+    def reserve(self, tokens_B: Sequence[int]) -> bool:
+        missing = [self._missing(row, tokens) for row, tokens in zip(self._rows, tokens_B, strict=True)]
+        if sum(missing) > len(self._free):
+            return False
+        entries = []
+        for index, (row, tokens, count) in enumerate(zip(self._rows, tokens_B, missing, strict=True)):
+            column = len(row.prompt.pages) + len(row.pages)
+            new = self._take(count)
+            entries += [(index, column + place, page) for place, page in enumerate(new)]
+            row.pages += new
+            row.tokens = tokens
+        if entries:
+            row_M, column_M, page_M = to_device(torch.tensor(entries, dtype=torch.int32).t(), self._table_BX.device)
+            self._table_BX[row_M, column_M] = page_M
+        return True
 
     def writer(self, spans: Sequence[TokenSpan]) -> Store:
         device = self.pools[0].device
@@ -118,7 +144,7 @@ class PagedCache:
     def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         live = self._rows[row]
         pages = torch.tensor([*live.prompt.pages, *live.pages], device=self.pools[0].device)
-        end = live.prompt.num_tokens + tokens
+        end = live.prompt_tokens + tokens
         return [pool[:, pages].flatten(1, 2)[:, :end].transpose(1, 2).clone() for pool in self.pools]
 
     def remove(self, finished: Sequence[int]) -> None:
@@ -152,24 +178,50 @@ class PagedCache:
         """Attention of a decode step over rows with this page table that hold `tokens_B` tokens."""
         return PagedAttention(self.pools, table_BX, tokens_B, self._kernel, self._shape.scale)
 
-    def _own_pages(self, demand: Demand) -> int:
-        return -(-(demand.prompt_tokens % self.page_tokens + demand.limit_tokens) // self.page_tokens)
+    def _new_pages(self, request: QueuedRequest, tokens: int) -> int:
+        """Pages of a request whose completions have `tokens` tokens, or as many as they may."""
+        full, rest = divmod(request.prompt.num_tokens, self.page_tokens)
+        own = min(tokens, request.limit_tokens) - request.drawn_tokens
+        return full + request.n * -(-(rest + own) // self.page_tokens)
+
+    def _missing(self, row: PagedRow, tokens: int) -> int:
+        """Pages that a row lacks for `tokens` drawn tokens, or as many as it may draw."""
+        needed = -(-(row.prompt_tokens + min(tokens, row.limit_tokens)) // self.page_tokens)
+        return max(0, needed - len(row.prompt.pages) - len(row.pages))
+
+    def _new_row(self, prompt: PagedPrompt, request: QueuedRequest) -> PagedRow:
+        drawn = request.drawn_tokens
+        row = PagedRow(
+            prompt=prompt,
+            prompt_tokens=request.prompt.num_tokens - drawn,
+            tokens=drawn + 1,
+            limit_tokens=request.limit_tokens,
+        )
+        row.pages = self._take(self._missing(row, row.tokens))
+        return row
 
     def _take(self, count: int) -> list[int]:
-        assert count <= len(self._free), (
-            f"{count} pages needed, {len(self._free)} are free: admission exceeded the token budget"
-        )
+        assert count <= len(self._free), f"{count} pages needed, {len(self._free)} are free: admitted too much"
         return [self._free.pop() for _ in range(count)]
 
-    def _write_table(self) -> None:
-        """Rebuild the page table of all rows."""
-        lists = [[*row.prompt.pages, *row.pages] for row in self._rows]
-        # a CUDA graph is captured for one width, so it only grows, and at least doubles then
-        self._width = grown_capacity(self._width, max(len(pages) for pages in lists))
-        padded = [[*pages, *[SCRATCH] * (self._width - len(pages))] for pages in lists]
+    def _widen(self, tokens: int) -> None:
+        """Widen the page table for conversations of so many tokens."""
+        # a CUDA graph is captured for one width, so it is that of the longest conversation yet, and at least doubles
+        pages = -(-tokens // self.page_tokens)
+        if pages > self._width:
+            added = (1 << (pages - 1).bit_length()) - self._width
+            self._width += added
+            self._table_BX = F.pad(self._table_BX, (0, added), value=SCRATCH)
+
+    def _append_to_table(self, rows: Sequence[PagedRow]) -> None:
+        table_BX = torch.full((len(rows), self._width), SCRATCH, dtype=torch.int32)
+        for line_X, row in zip(table_BX, rows, strict=True):
+            pages = [*row.prompt.pages, *row.pages]
+            line_X[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        tokens_B = torch.tensor([row.prompt_tokens for row in rows])
         device = self._table_BX.device
-        self._table_BX = torch.tensor(padded, dtype=torch.int32, device=device)
-        self._prompt_tokens_B = torch.tensor([row.prompt.num_tokens for row in self._rows], device=device)
+        self._table_BX = torch.cat([self._table_BX, to_device(table_BX, device)])
+        self._prompt_tokens_B = torch.cat([self._prompt_tokens_B, to_device(tokens_B, device)])
 
     def _slots(self, span: TokenSpan) -> tuple[Tensor, Tensor]:
         """Offsets [M] into a span, and the slots [M] of the pool that those tokens are written to."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fovea.config.backends import DEFAULT_BATCH_TOKENS
 from fovea.errors import EngineError
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
@@ -21,7 +22,7 @@ from fovea.models.trainable import factored_weights, weight_names
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
-from fovea.rollout.embedded.cache import QueuedRequest
+from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.sampler import sample_tokens
 from fovea.types import Completion, Request, Weights
 
@@ -29,10 +30,10 @@ from fovea.types import Completion, Request, Weights
 class PlainEngine:
     """Samples completions with the network of a policy in this process, whatever its family."""
 
-    def __init__(self, vlm: PolicyNetwork, processor: Processor, *, max_batch_tokens: int) -> None:
+    def __init__(self, vlm: PolicyNetwork, processor: Processor, *, max_batch_tokens: int | None) -> None:
         self._network: Any = vlm.network
         self._family = vlm.family
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens = max_batch_tokens or DEFAULT_BATCH_TOKENS
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = vlm.device
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)

@@ -21,9 +21,10 @@ from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.transfer import to_device
 from fovea.models.vision.features import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, KeptKeys, QueuedRequest, TokenSpan
+from fovea.rollout.embedded.cache import Cache, TokenSpan
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.recorder import Recorder
+from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest
 
 PASS_TOKENS = 16_384
 """Tokens of a forward pass: enough to keep any device busy; at width 8192, an activation in bf16 takes 256 MiB."""

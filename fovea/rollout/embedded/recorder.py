@@ -19,8 +19,7 @@ from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
 from fovea.models.recorded_distributions import DistributionRows
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.batch import FinishedRow
-from fovea.rollout.embedded.cache import QueuedRequest
+from fovea.rollout.embedded.requests import QueuedRequest, RemovedRow
 from fovea.types import PromptImage
 
 
@@ -113,7 +112,7 @@ class Recorder:
             return None
         return self._tape.distribution_rows(torch.arange(first_place, first_place + tokens))
 
-    def record_trace(self, completion_id: str, finished: FinishedRow) -> None:
+    def record_trace(self, completion_id: str, finished: RemovedRow) -> None:
         """Note the tape places of a finished completion, if it was recorded."""
         kept = self._kept.get(finished.row.request)
         if kept is None or self._tape is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fovea.models.decoder import DecoderShape, decoder_shape
 from fovea.models.shared_prefix.attention import heads_of
 from fovea.models.vlm import VLM
+from fovea.rollout.embedded.batch import Forward
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import CudaCapture, GraphStepper, Stepper, rerun
 from fovea.rollout.embedded.dense_cache import DenseCache
@@ -80,11 +81,18 @@ class Tuning:
         return self.decode_steps_per_sync or (CUDA_DECODE_STEPS_PER_SYNC if device.type == "cuda" else 1)
 
 
+def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the KV cache is a pool of pages: where it is asked for, else where the kernel passes its trial."""
+    if tuning.cache is not None:
+        return tuning.cache == "paged"
+    return _paged_refusal(shape, device, dtype, tuning.page_tokens) is None
+
+
 def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> Cache:
     """Make a cache with dtype and device of `like`; a paged cache without a kernel gathers its pages, for tests."""
+    if not uses_pages(tuning, shape, like.device, like.dtype):
+        return DenseCache(shape, like, num_tokens=num_tokens)
     has_kernel = _paged_refusal(shape, like.device, like.dtype, tuning.page_tokens) is None
-    if tuning.cache == "dense" or (tuning.cache is None and not has_kernel):
-        return DenseCache(shape, like)
     kernel = paged_attention if has_kernel else gathered_attention
     return PagedCache(shape, like, kernel, num_tokens=num_tokens, page_tokens=tuning.page_tokens)
 
@@ -108,10 +116,10 @@ def _paged_refusal(shape: DecoderShape, device: torch.device, dtype: torch.dtype
     return paged_refusal(heads_of(shape, device, dtype), page_tokens)
 
 
-def make_stepper(vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> Stepper:
+def make_stepper(vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> Forward:
     """Make the stepper that fits a cache: CUDA graphs for pages, else eager."""
+    eager = Stepper(vlm, weights, shape, cache)
     # graphs need the fixed addresses that only the paged cache has
     if isinstance(cache, PagedCache):
-        capture = CudaCapture() if weights.embed.is_cuda else rerun
-        return GraphStepper(vlm, weights, shape, cache, capture)
-    return Stepper(vlm, weights, shape, cache)
+        return GraphStepper(eager, cache, vlm.banned_K, CudaCapture() if weights.embed.is_cuda else rerun)
+    return eager

@@ -1,0 +1,85 @@
+"""The GPU memory of the pool of pages: its size where none is set, and whether it stays during updates (decision 051).
+
+A pool that stays keeps its address, and with it the captured graphs; so do the engine's own copies of trained weights,
+whose addresses are in the graphs too, so that both stay or neither. What an update needs is measured: when the engine
+wakes, the driver's free memory is what the update had no use for even at its peak, since torch's allocator holds on to
+what it has taken.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from fovea.config.backends import DEFAULT_BATCH_TOKENS
+
+GIB = 2**30
+LOG = logging.getLogger(__name__)
+
+POOL_FRAC = 0.8
+"""Share of the free memory that a pool takes by default; the rest is for prefill, sampling and kept turns."""
+SPARE_FRAC = 0.1
+"""Share of the GPU that an update leaves free beside a pool that stays, since the next one may take more."""
+KEPT_PART = 8
+"""A pool of the default size leaves kept turns an eighth of its tokens."""
+
+
+def device_memory(device: torch.device | None) -> tuple[int, int] | None:
+    """Free and total bytes of a GPU, by its driver; None for a CPU, or no device."""
+    return None if device is None or device.type != "cuda" else torch.cuda.mem_get_info(device)
+
+
+def default_bytes(free: int, beside_update: int = 0) -> int:
+    """Size of a pool where none is set: all that may stay `beside_update`, if half of what may be freed or more."""
+    most = int(POOL_FRAC * free)
+    return most if 2 * beside_update < most else min(most, beside_update)
+
+
+class PoolMemory:
+    """Sizes the pool of one engine, and decides whether it stays."""
+
+    def __init__(self, device: torch.device | None, max_batch_tokens: int | None, copied_bytes: int = 0) -> None:
+        """`device` None: the engine has no pool; `max_batch_tokens` None: by free memory on a GPU.
+
+        `copied_bytes` is the size of the weights that stay with the pool, and are freed with it.
+        """
+        self._device, self._max_batch_tokens, self._copied_bytes = device, max_batch_tokens, copied_bytes
+        self.tokens = self.kept_tokens = 0
+        """Tokens of the KV cache, and most tokens of the turns that are kept beside it; 0 before `size`."""
+        self._pool_bytes = self._beside_update = 0
+        """Size of the pool, and how large it may be to stay, as the last update left memory."""
+        self._told: bool | None = None
+
+    def size(self, token_bytes: int) -> None:
+        """Choose the size of the pool that is made now."""
+        # what the allocator holds without use is free memory for the pool
+        torch.cuda.empty_cache()
+        memory = device_memory(self._device)
+        if self._max_batch_tokens is not None or memory is None:
+            self.tokens = self.kept_tokens = self._max_batch_tokens or DEFAULT_BATCH_TOKENS
+        else:
+            self.tokens = default_bytes(memory[0], self._beside_update) // token_bytes
+            self.kept_tokens = self.tokens // KEPT_PART
+        self._pool_bytes = self.tokens * token_bytes
+        if memory is not None:
+            self._tell()
+
+    def measure_update(self, *, stayed: bool) -> None:
+        """Note what memory an update has left; `stayed`: beside the pool."""
+        memory = device_memory(self._device)
+        if memory is not None:
+            free, total = memory
+            held = (self._pool_bytes + self._copied_bytes) * stayed
+            self._beside_update = free - int(SPARE_FRAC * total) + held - self._copied_bytes
+
+    @property
+    def stays(self) -> bool:
+        """Whether the pool stays during the next update; not during the first, which has not been measured."""
+        return 0 < self._pool_bytes <= self._beside_update
+
+    def _tell(self) -> None:
+        if self._told != self.stays:
+            what = "stays during updates, with the CUDA graphs" if self.stays else "is freed for the update"
+            LOG.warning("KV cache of %d tokens (%.1f GiB), which %s", self.tokens, self._pool_bytes / GIB, what)
+        self._told = self.stays

@@ -1,0 +1,155 @@
+"""How large the pool of pages is, and that it and its graphs stay where an update leaves them room."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fovea.errors import EngineError
+from fovea.models.trainable import merged_weights
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded import engine as engine_module
+from fovea.rollout.embedded import pool_memory, tuning
+from fovea.rollout.embedded.decode_step import Drawn
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.paged_cache import PagedCache
+from fovea.rollout.embedded.pool_memory import default_bytes
+from fovea.rollout.embedded.tuning import Tuning
+from fovea.types import Sampling
+from fovea.utils.event_loop import wait_for
+from tests.rollout.drawing import generate, make_engine, same, seeded
+from tests.tiny_models import mixed_prompts, tiny
+
+PAGED: dict[str, Any] = {"cache": "paged", "page_tokens": 4}
+TOKENS = 2_000
+
+
+class FakeGpu:
+    """Free and total bytes, as a driver tells them, of a GPU whose pool the engine makes."""
+
+    def __init__(self, free: int, total: int) -> None:
+        self.free, self.total = free, total
+        self.pools: list[weakref.ref[torch.Tensor]] = []
+        self.captures = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pools that are held."""
+        return sum(pool.nbytes for ref in self.pools if (pool := ref()) is not None)
+
+    def memory(self, device: torch.device | None) -> tuple[int, int] | None:
+        return None if device is None else (self.free - self.pool_bytes, self.total)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu(10**9, 2 * 10**9)
+    make_cache = engine_module.make_cache
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        cache: Any = make_cache(*arguments, **more)
+        if isinstance(cache, PagedCache):
+            fake.pools += map(weakref.ref, cache.pools)
+        return cache
+
+    def capture(function: Callable[[], Drawn]) -> Callable[[], Drawn]:
+        fake.captures += 1
+        return function
+
+    monkeypatch.setattr(engine_module, "make_cache", noted)
+    monkeypatch.setattr(tuning, "rerun", capture)
+    monkeypatch.setattr(pool_memory, "device_memory", fake.memory)
+    return fake
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def captures_of_steps(gpu: FakeGpu, engine: EmbeddedEngine, parts: Any, update_bytes: int) -> list[int]:
+    """Captures of the rollouts of four steps, whose updates take so many bytes and change the weights in place."""
+    captures = []
+    for n in (5, 6, 4, 1):
+        before = gpu.captures
+        together = generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n)
+        captures.append(gpu.captures - before)
+        fresh = make_engine(parts)
+        alone = generate(fresh, mixed_prompts(parts), seeded(3, max_new_tokens=9), n)
+        assert all(same(a, b) for a, b in zip(alone, together, strict=True)), "drawn with the present weights"
+        wait_for(engine.sleep())
+        with torch.no_grad():
+            for parameter in parts.network.parameters():
+                parameter.mul_(0.99)
+        engine.load_weights(dict(merged_weights(parts.network)), version=8)
+        gpu.free -= update_bytes  # torch's allocator holds on to it
+        wait_for(engine.wake())
+        gpu.free += update_bytes
+    return captures
+
+
+def test_graphs_are_captured_once_where_the_pool_fits_beside_the_update(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = tiny("qwen3_vl")
+    captures = captures_of_steps(gpu, make_engine(parts, TOKENS, **PAGED), parts, update_bytes=5 * 10**8)
+    # 15 rows, and after an update that was measured without the pool 18 rows
+    assert captures == [2, 3, 0, 0]
+    assert [record.getMessage().partition(", ")[2] for record in caplog.records] == [
+        "which is freed for the update",
+        "which stays during updates, with the CUDA graphs",
+    ]
+
+
+def test_the_pool_is_freed_for_an_update_that_needs_its_memory(gpu: FakeGpu, no_gc: None) -> None:
+    """Without a search for cycles of references, which Python makes when it likes to."""
+    parts = tiny("qwen3_vl")
+    captures = captures_of_steps(gpu, make_engine(parts, TOKENS, **PAGED), parts, update_bytes=8 * 10**8)
+    assert captures == [2, 3, 2, 1]
+    assert gpu.pool_bytes == 0
+
+
+def test_a_pool_that_no_longer_fits_beside_an_update_is_freed(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts, TOKENS, **PAGED)
+    assert captures_of_steps(gpu, engine, parts, update_bytes=5 * 10**8)[-1] == 0
+    assert captures_of_steps(gpu, engine, parts, update_bytes=8 * 10**8) == [0, 0, 2, 1]
+
+
+def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
+    gib = 2**30
+    assert default_bytes(50 * gib) == 40 * gib, "before the first update: four fifths"
+    assert default_bytes(50 * gib, 20 * gib) == 20 * gib, "stays, and is half of that"
+    assert default_bytes(50 * gib, 19 * gib) == 40 * gib
+    assert default_bytes(50 * gib, 45 * gib) == 40 * gib, "the rest is for prefill and sampling"
+    assert default_bytes(50 * gib, -5 * gib) == 40 * gib
+
+
+def test_an_engine_without_a_setting_sizes_its_pool(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    gpu.free = 10**7
+    engine = EmbeddedEngine(
+        VLM(parts.network, parts.processor.banned_ids),
+        parts.processor,
+        max_batch_tokens=None,
+        tuning=Tuning(**PAGED),
+    )
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+; raise that"):
+        generate(engine, mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
+    assert gpu.pool_bytes == pytest.approx(0.8 * gpu.free, rel=0.01)
+
+
+def test_an_engine_on_a_cpu_has_a_budget_without_a_setting() -> None:
+    parts = tiny("qwen3_vl")
+    engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=None)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536; raise that"):
+        generate(engine, mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)

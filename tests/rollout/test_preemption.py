@@ -1,0 +1,139 @@
+"""Completions that give their pages up and go on later are those of an engine with room for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.models.activation_tape import Tape
+from fovea.models.trainable import merged_weights
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded import engine as engine_module
+from fovea.rollout.embedded import paged_cache
+from fovea.rollout.embedded.batch import DecodeBatch
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.requests import QueuedRequest, RemovedRow
+from fovea.rollout.embedded.tuning import Tuning
+from fovea.types import Prompt, Sampling
+from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
+from tests.rollout.two_turns import drawn
+from tests.tiny_models import mixed_prompts, tiny
+
+PARTS = tiny("qwen3_vl")
+PAGED: dict[str, Any] = {"cache": "paged", "page_tokens": 4}
+COUNTS = [3, 5, 2, 4, 6]
+
+
+def mixed_requests() -> tuple[list[Prompt], list[Sampling]]:
+    """Completions of unequal lengths, by stop tokens, stop strings and limits."""
+    samplings = [
+        Sampling(max_new_tokens=30, seed=1, temperature=2.0),
+        Sampling(max_new_tokens=40, seed=2, temperature=0.5, top_k=9),
+        Sampling(max_new_tokens=43, seed=3, top_p=0.8, min_p=0.01, stop=("e", "un")),
+        Sampling(max_new_tokens=37, seed=5, temperature=0),
+        Sampling(max_new_tokens=40, seed=6, temperature=3.0, stop=("t",)),
+    ]
+    return (mixed_prompts(PARTS) * 2)[:5], samplings
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[RemovedRow]:
+    """The rows that were preempted; admission leaves rows no room to grow, so that many are."""
+    seen: list[RemovedRow] = []
+    real = engine_module.resumption
+
+    def noted(row: RemovedRow) -> QueuedRequest:
+        seen.append(row)
+        return real(row)
+
+    monkeypatch.setattr(paged_cache, "GROWTH_TOKENS", 1)
+    monkeypatch.setattr(engine_module, "resumption", noted)
+    return seen
+
+
+def largest_tokens(prompts: list[Prompt], samplings: list[Sampling]) -> int:
+    """Cache tokens of the largest request at its worst case, in whole pages."""
+    return max(
+        p.num_tokens // 4 * 4 + n * (p.num_tokens % 4 + s.max_new_tokens + 3)
+        for p, s, n in zip(prompts, samplings, COUNTS, strict=True)
+    )
+
+
+@pytest.mark.parametrize("decode_steps_per_sync", [1, 7])
+def test_preempted_completions_are_those_of_an_engine_with_room(
+    preempted: list[RemovedRow], decode_steps_per_sync: int
+) -> None:
+    prompts, samplings = mixed_requests()
+    roomy = generate(make_engine(PARTS, **PAGED), prompts, samplings, COUNTS)
+    assert not preempted
+    engine = make_engine(
+        PARTS, largest_tokens(prompts, samplings), decode_steps_per_sync=decode_steps_per_sync, **PAGED
+    )
+    for _ in range(2):  # a second time on what the first has left behind
+        tight = generate(engine, prompts, samplings, COUNTS)
+        assert all(same(a, b) for a, b in zip(roomy, tight, strict=True))
+        assert len({row.completion_id for row in preempted}) > len(COUNTS)
+        drawn_once = {c.id: c for group in tight for c in group}
+        for row in preempted:  # what had been drawn stays, bit for bit
+            completion, length = drawn_once[row.completion_id], len(row.token_ids_T)
+            np.testing.assert_array_equal(completion.token_ids_T[:length], row.token_ids_T)
+            np.testing.assert_array_equal(completion.logprobs_T[:length], row.logprobs_T)
+        preempted.clear()
+
+
+def test_the_youngest_is_preempted(preempted: list[RemovedRow], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine always has a row that is older, the oldest request never waits."""
+    prompts, samplings = mixed_prompts(PARTS)[2:] * 4, seeded(4, max_new_tokens=40)
+    before: list[tuple[str, int]] = []
+    remove = DecodeBatch.remove
+
+    def noted(self: DecodeBatch, indices: Sequence[int]) -> list[RemovedRow]:
+        youngest = max((row.request.request.id, row.index) for row in self.rows)
+        removed = remove(self, indices)
+        if any(not row.stopped and len(row.token_ids_T) < 40 for row in removed):
+            before.append(youngest)
+        return removed
+
+    monkeypatch.setattr(DecodeBatch, "remove", noted)
+    generate(make_engine(PARTS, prompts[0].num_tokens + 3 * 40 + 16, **PAGED), prompts, samplings, 3)
+    assert len(preempted) > 3
+    assert [(row.row.request.request.id, row.row.index) for row in preempted] == before
+
+
+def test_later_turns_are_preempted_with_their_kept_keys(preempted: list[RemovedRow]) -> None:
+    roomy = drawn(PARTS, make_engine(PARTS, **PAGED))
+    longest = max(
+        group.prompt.num_tokens
+        + sum(turn.observation.num_tokens + len(turn.completion.token_ids_T) for turn in e.tokens)
+        for group in roomy
+        for e in group.episodes
+    )
+    tight = drawn(PARTS, make_engine(PARTS, 2 * longest, **PAGED))
+    assert any(row.row.request.kept is not None for row in preempted)
+    for one, other in zip(roomy, tight, strict=True):
+        for first, second in zip(one.episodes, other.episodes, strict=True):
+            for a, b in zip(first.tokens, second.tokens, strict=True):
+                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+                np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=LOGPROB_TOLERANCE)
+                assert a.completion.text == b.completion.text
+
+
+def test_a_preempted_completion_keeps_the_vision_graph_of_its_prompt(preempted: list[RemovedRow]) -> None:
+    """On a GPU the tape holds vision graphs alone, since linear outputs need every token to pass once, in order."""
+    prompts, samplings = mixed_requests()
+    tape = Tape([], 2**30, torch.float32)
+    vlm: VLM = VLM(PARTS.network, PARTS.processor.banned_ids)
+    budget = largest_tokens(prompts, samplings)
+    engine = EmbeddedEngine(vlm, PARTS.processor, max_batch_tokens=budget, tape=tape, tuning=Tuning(**PAGED))
+    engine.load_weights(dict(merged_weights(PARTS.network)), version=0)
+    groups = generate(engine, prompts, samplings, COUNTS, for_update=True)
+    assert preempted
+    for prompt, group in zip(prompts, groups, strict=True):
+        traces = [tape.trace(completion.id) for completion in group]
+        assert all(trace is not None for trace in traces)
+        (graph,) = {trace.graph_number for trace in traces if trace is not None}
+        assert tape.graph(graph).keys() >= {image.key for image in prompt.images}
