@@ -55,8 +55,9 @@ def phases_of(
     around = _around_pool(config, sizes, work, roles, numerics)
     rollout = around.rollout + rollout_peak(config, sizes, work, numerics, around.recorded)
     pool = 0 if roles.apart else pool_bytes(config, sizes, numerics)
-    stays = pool <= usable_bytes - around.update.total()
-    return _phase("rollout", rollout), _phase("update", around.update + Counter({CACHE: pool * stays}))
+    stays = pool + around.copied <= usable_bytes - around.update.total()
+    staying = Counter({CACHE: pool * stays, ENGINE: around.copied * (stays and pool > 0)})
+    return _phase("rollout", rollout), _phase("update", around.update + staying)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,8 @@ class AroundPool:
     update: Bytes
     """The peak of the update."""
     recorded: Recorded
+    copied: int
+    """Bytes of the engine's copies of trained weights, which stay during an update if the cache does."""
 
 
 def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
@@ -75,12 +78,16 @@ def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
     policy = held_states(config, sizes, ranks, numerics).on_device + features
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
-    engine = Counter({ENGINE: 0 if roles.shares_tensors else sizes.parameters * numerics.width})
+    width = 0 if roles.shares_tensors else numerics.width
+    engine = Counter({ENGINE: sizes.parameters * width})
+    # while it sleeps it keeps the weights that no push brings, and copies of the others where they fit
+    copied = sizes.trainable * width
+    asleep = Counter({ENGINE: (sizes.parameters - sizes.trainable) * width})
     recorded = Recorded() if roles.apart else recorded_bytes(config, sizes, work, ranks, numerics)
     update = policy + update_peak(config, sizes, work, ranks, numerics, recorded)
     if roles.apart:
-        return AroundPool(rollout=engine + features, update=update, recorded=recorded)
-    return AroundPool(rollout=engine + policy, update=engine + update, recorded=recorded)
+        return AroundPool(rollout=engine + features, update=update, recorded=recorded, copied=0)
+    return AroundPool(rollout=engine + policy, update=asleep + update, recorded=recorded, copied=copied)
 
 
 def sized_by_memory(
@@ -93,7 +100,7 @@ def sized_by_memory(
     if not numerics.cuda:
         return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)
     around = _around_pool(config, sizes, work, roles, numerics)
-    beside_update = 0 if roles.apart else usable_bytes - around.update.total()
+    beside_update = 0 if roles.apart else usable_bytes - around.update.total() - around.copied
     free = default_bytes(max(0, usable_bytes - around.rollout.total()), beside_update)
     # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
     return with_batch_tokens(config, max(free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,10 +56,12 @@ class EmbeddedEngine:
         max_batch_tokens: int | None,
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
+        pushed: Collection[str] = (),
     ) -> None:
         """`max_batch_tokens` None: by free memory on a GPU.
 
         `tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
+        `pushed` are the weights whose memory `sleep` may free: copies of the policy's, which every push brings.
         """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
@@ -71,11 +73,13 @@ class EmbeddedEngine:
         self._recorder = Recorder(vlm, tape)
         self._max_batch_tokens = max_batch_tokens
         self._tuning = tuning
+        self._pushed = [weight for name, weight in self.own_weights() if name in pushed]
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = vlm.device
         has_pool = uses_pages(tuning, self._shape, vlm.device, vlm.dtype)
-        self._memory = PoolMemory(vlm.device if has_pool else None, max_batch_tokens)
+        copied_bytes = sum(weight.nbytes for weight in self._pushed)
+        self._memory = PoolMemory(vlm.device if has_pool else None, max_batch_tokens, copied_bytes)
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
@@ -139,7 +143,7 @@ class EmbeddedEngine:
         self._unpaused.set()
 
     async def sleep(self) -> None:
-        """Free memory for the update, the pool of pages and its graphs if they do not fit beside it (`PoolMemory`).
+        """Free memory for the update: pool, graphs and copied weights if they do not fit beside it (`PoolMemory`).
 
         EngineError while requests run.
         """
@@ -147,6 +151,9 @@ class EmbeddedEngine:
             raise EngineError("sleep was called while the engine is generating completions; await them first")
         if not self._memory.stays:
             self._free_memory()
+            for weight in self._pushed:
+                # all tensors that share the storage stay valid, and a push fills it again
+                weight.untyped_storage().resize_(0)
         self._forget_turns()
         self._free_decode_copies()
         # to the driver, whose free memory tells how much an update takes
@@ -154,7 +161,9 @@ class EmbeddedEngine:
         self._asleep = True
 
     async def wake(self) -> None:
-        """Accept requests again; the first one allocates memory."""
+        """Accept requests again; EngineError if weights were freed and not pushed since."""
+        if not all(weight.untyped_storage().nbytes() for weight in self._pushed):
+            raise EngineError("wake was called before the weights that sleep freed were pushed; push them first")
         # version 0 is that of the warm-up, whose updates take less
         if self._asleep and self._version:
             self._memory.measure_update(stayed=self._cache is not None)

@@ -1,6 +1,7 @@
 """The GPU memory of the pool of pages: its size where none is set, and whether it stays during updates (decision 051).
 
-A pool that stays keeps its address, and with it the captured graphs. What an update needs is measured: when the engine
+A pool that stays keeps its address, and with it the captured graphs; so do the engine's own copies of trained weights,
+whose addresses are in the graphs too, so that both stay or neither. What an update needs is measured: when the engine
 wakes, the driver's free memory is what the update had no use for even at its peak, since torch's allocator holds on to
 what it has taken.
 """
@@ -38,9 +39,12 @@ def default_bytes(free: int, beside_update: int = 0) -> int:
 class PoolMemory:
     """Sizes the pool of one engine, and decides whether it stays."""
 
-    def __init__(self, device: torch.device | None, max_batch_tokens: int | None) -> None:
-        """`device` None: the engine has no pool; `max_batch_tokens` None: by free memory on a GPU."""
-        self._device, self._max_batch_tokens = device, max_batch_tokens
+    def __init__(self, device: torch.device | None, max_batch_tokens: int | None, copied_bytes: int = 0) -> None:
+        """`device` None: the engine has no pool; `max_batch_tokens` None: by free memory on a GPU.
+
+        `copied_bytes` is the size of the weights that stay with the pool, and are freed with it.
+        """
+        self._device, self._max_batch_tokens, self._copied_bytes = device, max_batch_tokens, copied_bytes
         self.tokens = self.kept_tokens = 0
         """Tokens of the KV cache, and most tokens of the turns that are kept beside it; 0 before `size`."""
         self._pool_bytes = self._beside_update = 0
@@ -66,7 +70,8 @@ class PoolMemory:
         memory = device_memory(self._device)
         if memory is not None:
             free, total = memory
-            self._beside_update = free - int(SPARE_FRAC * total) + self._pool_bytes * stayed
+            held = (self._pool_bytes + self._copied_bytes) * stayed
+            self._beside_update = free - int(SPARE_FRAC * total) + held - self._copied_bytes
 
     @property
     def stays(self) -> bool:
