@@ -17,7 +17,7 @@ from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family, check_merge
+from fovea.rollout.checks import check_arguments, check_family, check_merge, gpus_of_engine
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.engine_process import EngineProcess, Limits
 from fovea.rollout.sglang.engine import SglangEngine
@@ -81,6 +81,8 @@ def make_engine(
     check_patches(config, model.name)
     check_merge(config, model=model.name, setting=settings.name, engine="SGLang")
     device = pick_device(model.device)
+    if device.type != "cpu":
+        device = torch.device(device.type, gpus_of_engine(settings.tensor_parallel_size)[0])
     arguments = server_arguments(settings, model, max_model_len=max_model_len, seed=seed, device=device)
     on_cpu = device.type == "cpu"
     try:
@@ -159,7 +161,7 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "random_seed": seed % 2**31,
         "trust_remote_code": False,
         "device": device.type,
-        "base_gpu_id": _gpu(device),
+        "base_gpu_id": device.index or 0,
         # frees memory for the update
         "enable_memory_saver": device.type != "cpu",
         # the one that draws by seed
@@ -169,13 +171,6 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "skip_server_warmup": True,
         "disable_radix_cache": False,
     }
-
-
-def _gpu(device: torch.device) -> int:
-    """The number of the device, which without one is that of this process."""
-    if device.type == "cpu":
-        return 0
-    return torch.cuda.current_device() if device == torch.device(device.type) else device.index
 
 
 def _check_length(config: PretrainedConfig, max_model_len: int) -> None:

@@ -20,7 +20,7 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family, check_merge
+from fovea.rollout.checks import check_arguments, check_family, check_merge, gpus_of_engine, keeping_gpu
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.vllm.adapter import VllmAdapter, room_for
 from fovea.rollout.vllm.engine import VllmEngine
@@ -36,8 +36,10 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 def make_engine(settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> VllmEngine:
     """Start vLLM in this process on the model's folder; ConfigError for what it refuses."""
     check_model(processor, model, settings.name)
-    arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed)
-    with named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}")):
+    gpus = None if current_platform.is_cpu() else gpus_of_engine(settings.tensor_parallel_size)
+    arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed, gpus=gpus)
+    refusal = named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}"))
+    with refusal, keeping_gpu():
         config = EngineArgs(**arguments).create_engine_config()
         # not by `from_engine_args`, which asks an environment variable whether to use processes
         with in_a_world_of_its_own():
@@ -78,8 +80,13 @@ def in_a_world_of_its_own() -> Iterator[None]:
         dist.GroupMember.WORLD = of_the_run
 
 
-def engine_arguments(settings: Settings, model: Model, *, max_model_len: int, seed: int) -> dict[str, Any]:
-    """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for."""
+def engine_arguments(
+    settings: Settings, model: Model, *, max_model_len: int, seed: int, gpus: list[int] | None = None
+) -> dict[str, Any]:
+    """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for.
+
+    `gpus` are indices among the GPUs that this process sees; None on a CPU.
+    """
     on_cpu = bool(current_platform.is_cpu())
     kv_cache_gib = settings.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
     chosen: dict[str, Any] = {
@@ -103,6 +110,8 @@ def engine_arguments(settings: Settings, model: Model, *, max_model_len: int, se
         **TRAINED_ON,
         "enable_sleep_mode": not on_cpu,
         "worker_extension_cls": RECEIVER,
+        # else each process of torchrun would take the first GPU
+        "device_ids": gpus,
         # one worker in this process takes weights by reference; several are processes, to which weights are copied
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
     }
