@@ -48,6 +48,20 @@ def check_merge(config: PretrainedConfig, *, model: str, setting: str, engine: s
         )
 
 
+def fitting_length(config: PretrainedConfig, chosen: int | None, default: int, *, model: str) -> int:
+    """Most tokens of a prompt with its completion: those chosen, else `default` as far as the model has positions.
+
+    ConfigError for a choice of more tokens than it has positions for.
+    """
+    positions: int = config.get_text_config().max_position_embeddings
+    if chosen is not None and chosen > positions:
+        raise ConfigError(
+            f"rollout.engine.max_model_len={chosen}, but {model} has positions for {positions} tokens; lower it, or "
+            "leave it out"
+        )
+    return chosen or min(default, positions)
+
+
 def check_arguments(
     given: Mapping[str, Any],
     *,

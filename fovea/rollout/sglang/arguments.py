@@ -17,7 +17,7 @@ from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family, check_merge, gpus_of_engine
+from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.engine_process import EngineProcess, Limits
 from fovea.rollout.sglang.engine import SglangEngine
@@ -73,11 +73,14 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 def make_engine(
     settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int
 ) -> SglangEngine:
-    """Start SGLang on the model's folder, in processes of its own; ConfigError for what it refuses."""
+    """Start SGLang on the model's folder, in processes of its own; ConfigError for what it refuses.
+
+    `max_model_len` is the default of the setting.
+    """
     check_family(processor.family.model_type, FAMILIES, model=model.name, setting=settings.name, engine="SGLang")
     assert model.path is not None, "an engine serves a model from its folder"
     config = AutoConfig.from_pretrained(model.path, **hub_options(model))
-    _check_length(config, max_model_len)
+    max_model_len = fitting_length(config, settings.max_model_len, max_model_len, model=model.name)
     check_patches(config, model.name)
     check_merge(config, model=model.name, setting=settings.name, engine="SGLang")
     device = pick_device(model.device)
@@ -171,15 +174,6 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "skip_server_warmup": True,
         "disable_radix_cache": False,
     }
-
-
-def _check_length(config: PretrainedConfig, max_model_len: int) -> None:
-    longest = config.get_text_config().max_position_embeddings
-    if max_model_len > longest:
-        raise ConfigError(
-            f"a prompt and its completion may have {max_model_len} tokens together, and the model has positions for "
-            f"{longest}; lower rollout.engine.max_model_len, or data.max_prompt_tokens and rollout.max_new_tokens"
-        )
 
 
 def check_patches(config: PretrainedConfig, model: str) -> None:

@@ -14,7 +14,7 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
 from fovea.rollout.checks import gpus_of_engine
-from fovea.rollout.vllm.arguments import check_model, engine_arguments
+from fovea.rollout.vllm.arguments import check_model, engine_arguments, make_engine
 from tests.rollout.fake_cuda import FakeCuda
 from tests.tiny_models import tiny
 
@@ -26,6 +26,22 @@ def arguments(**given: Any) -> dict[str, Any]:
 def test_further_arguments_reach_vllm_beside_the_settings() -> None:
     made = arguments(block_size=32)
     assert (made["block_size"], made["max_model_len"], made["seed"]) == (32, 100, 3)
+
+
+def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
+    parts = tiny("qwen3_vl")
+    save_tiny(parts, tmp_path)
+    with pytest.raises(ConfigError, match=r"max_model_len=5000, but \S+ has positions for 4096 tokens; lower it"):
+        make_engine(Settings(max_model_len=5000), Model(path=str(tmp_path)), parts.processor, max_model_len=1, seed=0)
+
+
+def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
+    """By vLLM's settings, which pydantic checks."""
+    parts = tiny("qwen3_vl")
+    save_tiny(parts, tmp_path)
+    settings = Settings(engine_args={"kv_cache_dtype": "float1"})
+    with pytest.raises(ConfigError, match=r"does not start: ValidationError: cache_dtype: Input should be 'auto'"):
+        make_engine(settings, Model(path=str(tmp_path)), parts.processor, max_model_len=9000, seed=0)
 
 
 @pytest.mark.parametrize(("own", "workers", "gpus"), [(0, 1, [0]), (3, 1, [3]), (2, 2, [2, 3])])
