@@ -54,9 +54,12 @@ COVERS: dict[str, tuple[str, ...]] = {
     "megatron": (
         *(*SHARED, "fovea/build/megatron.py", "fovea/train/*.py", "fovea/train/megatron"),
         *("tests/train/megatron", "requirements/megatron-cpu.lock"),
+        *("tests/warm*.py", "tests/cluster/torchrun_runs.py", "tests/policies.py"),
     ),
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/build/workers.py"),
+        *("fovea/build/backends.py", "fovea/cli/main.py", "fovea/metrics/jsonl.py", "fovea/train/torch/shards.py"),
+        *("fovea/utils/launch.py", "fovea/utils/event_loop.py"),
         *("tests/warm*.py", "tests/cluster", "tests/rollout/fake_*.py", "tests/benchmarks/test_kills.py"),
         *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
         *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),

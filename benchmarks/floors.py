@@ -23,13 +23,13 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import CASES, Case
-from benchmarks.machine import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
 from benchmarks.ours import Ours, config_of
 from benchmarks.process import restart_with_tuned_malloc
 from fovea.config.backends import EmbeddedEngine
 from fovea.models.families.registry import family_of
 from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
+from fovea.probe.rates import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
 from fovea.types import Prompt
 
 MODULE = "benchmarks.floors"

@@ -26,12 +26,12 @@ from benchmarks.budget import Budget
 from benchmarks.cases import Case
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Figures, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
-from benchmarks.machine import Rates, measure_rates
 from benchmarks.ours import share
 from fovea.cluster.local import SharedWeights
 from fovea.config.run import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
+from fovea.probe.rates import Rates, measure_rates
 from fovea.utils.event_loop import wait_for
 
 MODULE = "benchmarks.gpu"

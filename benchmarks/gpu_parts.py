@@ -16,13 +16,13 @@ import torch
 from benchmarks.budget import Deadline
 from benchmarks.cases import CASES, Case, make_parts
 from benchmarks.gpu_model import make_shaped
-from benchmarks.machine import Rates, seconds_of
 from benchmarks.ours import Ours, Shared, share
 from benchmarks.timing import StepTimes
 from fovea.models.families.registry import family_of
 from fovea.models.flops import Passes, training_passes
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
+from fovea.probe.rates import Rates, seconds_of
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 MEMORY_EVENT = "[memory]"
@@ -55,10 +56,28 @@ class AllocationTrace:
 
 def live_bytes() -> int:
     """Bytes of all tensors of this process but gradients, each storage once."""
-    # type and not isinstance: proxies of other packages pretend to be tensors, and are loaded by the question
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
-    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    for gradient in gradients:
+    sizes = _sizes(tensors := _tensors())
+    for gradient in _gradients(tensors):
         sizes.pop(gradient.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
+
+
+def live_bytes_with_gradients() -> int:
+    """Bytes of all tensors of this process, each storage once."""
+    tensors = _tensors()
+    return sum(_sizes([*tensors, *_gradients(tensors)]).values())
+
+
+def _tensors() -> list[Tensor]:
+    # type and not isinstance: proxies of other packages pretend to be tensors, and are loaded by the question
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.device.type == "cpu"]
+    # the memory of a DTensor is that of its local tensor, which is among them
+    return [each for each in found if not isinstance(each, DTensor)]
+
+
+def _gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> dict[int, int]:
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}

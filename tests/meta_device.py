@@ -1,25 +1,36 @@
-"""Torch's meta device in place of a GPU: what the host waits for there is an error here.
+"""Torch's meta device in place of a GPU: what the host or the device would wait for there is counted, or an error.
 
-As on a GPU, whatever the host reads of a tensor (`item`, `tolist`, `nonzero`, `unique`) must be copied from the device
-first, and the meta device has no numbers to copy. Kernels run by their shapes alone, those of CUDA in place of those of
-CPUs. What the device would wait for are copies of the host's pageable memory: `NoPageableCopies` refuses those.
+Kernels run by their shapes alone, those of CUDA in place of those of CPUs, and the meta device has no numbers: as on a
+GPU, whatever the host reads of a tensor must be copied first. So a read is an error by itself, unless it is within
+`PretendedDevice`, which counts it and answers with ones. What the device would wait for are copies of the host's
+pageable memory. Operators that are given tensors of both devices are errors.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fovea.models.transfer import to_device
 
 META = torch.device("meta")
 MAKES_TENSORS, COPIES = (torch.tensor, torch.as_tensor), (Tensor.to, Tensor.copy_)
+READS: Mapping[Any, str] = {
+    getattr(Tensor, name): name
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+}
+"""Methods that copy a tensor to the host, which waits for it."""
+BY_VALUE = (Tensor.nonzero, torch.nonzero, Tensor.unique, torch.unique, torch.equal, Tensor.equal)
+"""Functions whose results have as many numbers as their inputs' values say: the host must know them."""
 
 
 class NoPageableCopies(TorchFunctionMode):
@@ -32,6 +43,80 @@ class NoPageableCopies(TorchFunctionMode):
         if func in MAKES_TENSORS or (func in COPIES and args[-1 if func is Tensor.copy_ else 0].device.type == "cpu"):
             assert out.device != META or _is_called_from(to_device), f"{func.__name__} of {tuple(out.shape)} numbers"
         return out
+
+
+class PretendedDevice(NoPageableCopies):
+    """The meta device as one whose tensors can be read: counts the reads, and answers each with ones.
+
+    AssertionError at pageable copies, and at operators on tensors of both devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        """Reads by the line of Fovea that made them."""
+        self._one_device = _OneDevice()
+
+    def __enter__(self) -> PretendedDevice:
+        self._one_device.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._one_device.__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = args[0] if args else None
+        if isinstance(given, Tensor) and given.device == META:
+            if func in READS or (func is Tensor.to and _is_to_host(args, kwargs)):
+                self.waits[_place()] += 1
+                ones = torch.ones(given.shape, dtype=given.dtype)
+                return ones if func in (Tensor.cpu, Tensor.to) else func(ones, *args[1:], **(kwargs or {}))
+            if func in BY_VALUE:
+                self.waits[_place()] += 1
+                raise AssertionError(f"{func.__name__} reads the device: {_place()}")
+        if func is Tensor.copy_ and given is not None and given.device != META and args[1].device == META:
+            self.waits[_place()] += 1
+            return given.fill_(1)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _OneDevice(TorchDispatchMode):
+    """AssertionError at an operator on a tensor of the host beside one of the device; single numbers may be both."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        devices = {x.device.type for x in _tensors((args, kwargs or {})) if x.ndim}
+        if len(devices) > 1 and "copy" not in func.__name__:
+            raise AssertionError(f"{func} on tensors of {' and '.join(sorted(devices))}: {_place()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _is_to_host(args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    wanted = [x for x in (*args[1:], *(kwargs or {}).values()) if isinstance(x, str | torch.device)]
+    return any(torch.device(x).type == "cpu" for x in wanted)
+
+
+def _place() -> str:
+    """The innermost line of Fovea, as file:line."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "/fovea/" not in frame.f_code.co_filename.replace(str(Path(__file__).parents[1]), ""):
+        frame = frame.f_back
+    return "outside" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _is_called_from(function: Callable[..., object]) -> bool:

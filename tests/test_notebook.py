@@ -13,7 +13,7 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("notebook")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 CELL_SECONDS = 120

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, TypeAlias
 
 from fovea.cluster.engine_stream import StreamTarget
@@ -78,9 +78,16 @@ def make_streamed(config: Config, settings: StreamedSettings, model: Model, proc
 
 
 def make_embedded(
-    settings: EmbeddedSettings, processor: Processor, vlm: PolicyNetwork, tape: Tape | None = None
+    settings: EmbeddedSettings,
+    processor: Processor,
+    vlm: PolicyNetwork,
+    tape: Tape | None = None,
+    pushed: Collection[str] = (),
 ) -> EmbeddedEngine | PlainEngine:
-    """Make the engine that samples with this network in this process: embedded, else plain."""
+    """Make the engine that samples with this network in this process: embedded, else plain.
+
+    `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
+    """
     int8 = settings.decode_weights == "int8"
     device = vlm.device
     if int8 and device.type != "cpu":
@@ -101,6 +108,7 @@ def make_embedded(
         max_batch_tokens=settings.max_batch_tokens,
         tape=tape,
         tuning=Tuning(int8_decoding=int8),
+        pushed=pushed,
     )
 
 

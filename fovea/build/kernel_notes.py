@@ -11,6 +11,7 @@ from fovea.config.run import Config
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.tuning import decoding_note
+from fovea.utils.installing import pip_install
 
 
 def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
@@ -30,5 +31,5 @@ def liger_note(runs: bool) -> list[str]:
     assert not has_liger(), "Liger is installed, but does not run on this GPU"
     return [
         f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and torch's operators make more passes "
-        "over memory for RMS norm, SwiGLU and rotary positions; pip install 'fovea-rl[liger]'"
+        f"over memory for RMS norm, SwiGLU and rotary positions; {pip_install('liger')}"
     ]

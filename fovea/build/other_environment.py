@@ -24,6 +24,7 @@ from fovea.rollout.engine_process import EngineProcess, Limits, NotStartedError
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Shape
 from fovea.utils.event_loop import wait_for
+from fovea.utils.installing import pip_install
 from fovea.utils.tensor_handles import opened
 
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
@@ -41,7 +42,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
         process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))
     except (NotStartedError, OSError) as error:
         extra = settings.name.removesuffix("_servers")
-        install = f"{settings.python} -m pip install 'fovea-rl[{extra}]=={__version__}'"
+        install = f"{settings.python} -m {pip_install(extra)}"
         raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
     except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
         raise

@@ -29,6 +29,7 @@ from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError
 from fovea.models.load import pick_device
+from fovea.models.outgoing import outgoing
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.rollout.base import Engine
@@ -98,8 +99,9 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     copied = role.has_engine and role.learners.mesh is not None and not has_own_weights(config)
     engine_vlm = copy.deepcopy(vlm).requires_grad_(False) if copied else vlm
     call = CallerThread("policy") if role.in_thread else call_here
+    pushed = [each.name for each in outgoing(vlm.network) if each.is_trained] if copied else []
     policy = make_policy(config, vlm, ranks=role.learners)
-    beside = [_engine_and_taker(config, model, processor, engine_vlm)] if role.has_engine else []
+    beside = [_engine_and_taker(config, model, processor, engine_vlm, pushed)] if role.has_engine else []
     takers = [taker for _, taker in beside] + ([] if role.receivers is None else [Sender(role.receivers, role.pairs)])
     return Worker(
         policy=LocalPolicy(policy, call),
@@ -129,13 +131,16 @@ def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTak
 
 
 def _engine_and_taker(
-    config: Config, model: Model, processor: Processor, vlm: PolicyNetwork | None
+    config: Config, model: Model, processor: Processor, vlm: PolicyNetwork | None, pushed: Sequence[str] = ()
 ) -> tuple[Engine, WeightTaker]:
-    """Make the engine of this process, and what brings it a push; one with weights of its own needs no network."""
+    """Make the engine of this process, and what brings it a push; one with weights of its own needs no network.
+
+    `pushed` are the weights of a network beside a policy's that every push brings.
+    """
     settings = config.rollout.engine
     if isinstance(settings, EmbeddedSettings):
         assert vlm is not None, "the embedded engine samples with a network"
-        embedded = make_embedded(settings, processor, vlm)
+        embedded = make_embedded(settings, processor, vlm, pushed=pushed)
         return embedded, EngineCopy(embedded)
     streamed = make_streamed(config, settings, model, processor)
     return streamed, EngineStream(streamed)

@@ -14,6 +14,7 @@ from fovea.cli.errors import one_line_errors
 from fovea.cli.options import Debug
 from fovea.cluster.ray_token import has_token, make_token, token_path, use_token
 from fovea.errors import ClusterError, MissingExtraError
+from fovea.utils.installing import pip_install
 
 NO_STATUS_YET = "No cluster status."
 """Start of what Ray says in the first seconds of a head node."""
@@ -107,7 +108,7 @@ def stop(debug: Debug = False) -> None:
 def run_ray(*arguments: str) -> str:
     """Run a command of Ray; returns its output. ClusterError if it fails."""
     if find_spec("ray") is None:
-        raise MissingExtraError("fovea cluster needs Ray, which is not installed; pip install 'fovea-rl[ray]'")
+        raise MissingExtraError(f"fovea cluster needs Ray, which is not installed; {pip_install('ray')}")
     done = subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", *arguments], capture_output=True, text=True, check=False
     )

@@ -1,5 +1,6 @@
 """`fovea doctor`: versions of packages, devices and, given a recipe, the parity gate between engine and trainer."""
-# torch is imported in a subprocess only (PROBE) or by check_parity: a broken installation must not break the doctor
+# torch is imported in a subprocess only (PROBE), by check_parity and by probe_gpu: a broken installation must not
+# break the doctor
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from fovea import __version__
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
+from fovea.utils.installing import pip_install
 
 PACKAGES = {
     "torch": "import torch",
@@ -101,7 +103,7 @@ def findings(found: Found) -> dict[str, str]:
 
 def _state_of_extra(name: str, extra: Extra, package: str) -> str:
     """The version of an optional package, and whether it is one that Fovea was tested with."""
-    install = f"pip install 'fovea-rl[{name}]'"
+    install = pip_install(name)
     found = {each: version for each in (package, *extra.also) if (version := installed_version(each)) is not None}
     if not found:
         return f"not installed; {extra.setting} needs it: {install}"
@@ -133,6 +135,15 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
     limit = f"the limit of parity.max_abs_logprob_diff={reading.limit:g}"
     console.print(f"parity: within {limit}" if reading.passed else parity_failure(reading), markup=False)
     return reading.passed
+
+
+def probe_gpu(words: tuple[Sequence[Path], Sequence[str]] | None, *, on_cpu: bool) -> bool:
+    """Run the checks of a GPU, with what the recipe of these words would get of it; False if any of them failed."""
+    from fovea.probe.gpu import check_gpu
+
+    # each line as it stands: a crash of a driver ends the process
+    config = None if words is None else load_config(*words)
+    return check_gpu(config, lambda line: print(line, flush=True), on_cpu=on_cpu)
 
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:

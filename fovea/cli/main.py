@@ -18,7 +18,7 @@ from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
 from fovea.cli.completion import complete_run, complete_word
 from fovea.cli.data import app as data_app
-from fovea.cli.doctor import check_parity, findings, probe
+from fovea.cli.doctor import check_parity, findings, probe, probe_gpu
 from fovea.cli.errors import one_line_errors
 from fovea.cli.eval import evaluate
 from fovea.cli.export import export
@@ -225,14 +225,19 @@ def config(
 @app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     words: Words = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check kernels, rates and links of the GPUs.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: try its checks on the CPU.")] = False,
     debug: Debug = False,
 ) -> None:
     """Show versions, devices and what is missing.
 
     The parity gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit
     code 1 when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
+    With --gpu, the GPU is checked instead, and a recipe's speed on it estimated (docs/gpu.md).
     """
     with one_line_errors(debug=debug):
+        if cpu and not gpu:
+            raise ConfigError("--cpu says where the checks of --gpu are tried; add --gpu")
         sorted_words = sort_words(words, command="doctor") if words else None
         typer.echo("checking (this imports torch) ...", err=True)
         found = probe()
@@ -240,7 +245,11 @@ def doctor(
         width = max(map(len, lines)) + 2
         for name, text in lines.items():
             typer.echo(f"{name:<{width}}{text}")
-        passed = not found.broken and (sorted_words is None or check_parity(*sorted_words))
+        passed = not found.broken
+        if passed and gpu:
+            passed = probe_gpu(sorted_words, on_cpu=cpu)
+        elif passed and sorted_words is not None:
+            passed = check_parity(*sorted_words)
     if not passed:
         raise typer.Exit(1)
 

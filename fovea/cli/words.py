@@ -22,7 +22,7 @@ WORDS_HELP = (
 OPTIONS: Mapping[str, str] = {
     "train": "--dry-run, --quiet, --debug and --help",
     "plan": "--json, --debug and --help",
-    "doctor": "--debug and --help",
+    "doctor": "--gpu, --cpu, --debug and --help",
 }
 """Options of the commands that take what begins with a dash for a word."""
 

@@ -64,6 +64,8 @@ class EngineCopy:
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
         own = self._own[name]
+        if not own.untyped_storage().nbytes():
+            own.untyped_storage().resize_(own.nbytes)  # the engine's sleep has freed it
         fits = (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
         self._fits[name] = fits
         if fits and own.data_ptr() != tensor.data_ptr():

@@ -29,6 +29,7 @@ from fovea.cluster.remote import RemoteWorker, serve
 from fovea.cluster.workers import Worker
 from fovea.config.cluster import Cluster
 from fovea.errors import ClusterError, ConfigError, FoveaError, MissingExtraError
+from fovea.utils.installing import pip_install
 from fovea.utils.malloc import GPU_ALLOCATOR
 
 try:
@@ -39,7 +40,7 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"cluster.gpus_per_node is set, but {error.name} is not installed; pip install 'fovea-rl[ray]', or leave "
+        f"cluster.gpus_per_node is set, but {error.name} is not installed; {pip_install('ray')}, or leave "
         "cluster.gpus_per_node out and start the processes with torchrun"
     ) from error
 

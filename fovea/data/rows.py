@@ -30,6 +30,7 @@ from fovea.data.readers.parquet import GroupCache, ParquetTable
 from fovea.data.readers.part import part_of, split_part
 from fovea.data.readers.remote import expand, local_copy
 from fovea.errors import DataError, MissingExtraError
+from fovea.utils.installing import pip_install
 
 __all__ = ["InMemory", "RowAccess", "Rows", "Source", "given_rows", "image_refs", "open_rows"]
 
@@ -215,8 +216,8 @@ class _Opener:
                 raise
             self._check_split(Path(name).expanduser(), split)
             raise MissingExtraError(
-                f"{self.setting}: {name} is read with the package datasets, which is not installed; pip install "
-                "'fovea-rl[hub]', or name the files in it"
+                f"{self.setting}: {name} is read with the package datasets, which is not installed; "
+                f"{pip_install('hub')}, or name the files in it"
             ) from error
         table: Table = hub.open_dataset(name, split, self.setting)
         return table

@@ -264,8 +264,11 @@ def placement(theirs: Theirs) -> Iterator[Line | Left]:
     (first, actor), (second, rollout) = found["actor"], found["rollout"]
     read = tuple(dict.fromkeys((first, second)))
     if actor == rollout:
-        why = "cluster.gpus_per_node, or torchrun, says how many GPUs" if actor == "all" else ""
-        yield theirs.line("cluster.placement", "collocated", *read, why=why)
+        yield theirs.line("cluster.placement", "collocated", *read)
+        if actor == "all":
+            yield from theirs.left(
+                first, "how many GPUs all are is not said; add cluster.gpus_per_node=N, or use torchrun"
+            )
     elif _gpus(actor) and _gpus(rollout) and not _gpus(actor) & _gpus(rollout):
         yield theirs.line("cluster.placement", "disaggregated", *read)
         yield theirs.line("cluster.rollout_gpus", len(_gpus(rollout)), second)

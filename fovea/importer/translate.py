@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from fovea.config.elsewhere import Counterpart, System
 from fovea.config.listing import settings
+from fovea.config.recipes import CLOSE_ENOUGH, COMMAND_LINE
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.importer import rlinf, verl
@@ -45,6 +47,7 @@ def translate(system: System, given: Mapping[str, Given], environment: Environme
     unknown = {key: each for key, each in given.items() if system.find(key) is None}
     empty = [key for key, each in unknown.items() if each.value in (None, {}, [])]
     left += [Left(key=key, reason="nothing is set there", matters=False) for key in empty]
+    _refuse_typos((each for key, each in unknown.items() if key not in empty), system)
     return Translation(
         system=system,
         lines=lines,
@@ -52,6 +55,18 @@ def translate(system: System, given: Mapping[str, Given], environment: Environme
         needless=tuple(each for each in left if not each.matters),
         unknown=tuple(each for key, each in unknown.items() if key not in empty),
     )
+
+
+def _refuse_typos(unknown: Iterable[Given], system: System) -> None:
+    """ConfigError for an unknown setting that was typed beside the file, where one beside it is called nearly so."""
+    for each in unknown:
+        section, _, name = each.key.rpartition(".")
+        beside = {key.rpartition(".")[2]: key for key in system.by_key if key.rpartition(".")[0] == section}
+        near = get_close_matches(name, beside, n=1, cutoff=CLOSE_ENOUGH)
+        if near and each.where == COMMAND_LINE:
+            raise ConfigError(
+                f"{COMMAND_LINE}: {each.key}: no setting of {system.title}; did you mean {beside[near[0]]}?"
+            )
 
 
 def _found(theirs: Theirs) -> Iterator[Line | Left]:

@@ -271,8 +271,55 @@ def filter_groups(theirs: Theirs) -> Iterator[Line | Left]:
 def offload(theirs: Theirs) -> Iterator[Line | Left]:
     keys = [f"{ACTOR}.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy")]
     given = [key for key in keys if theirs.is_given(key)]
-    if given:
+    if runs_megatron(theirs):
+        for key in given:
+            yield from theirs.left(key, "Megatron trains, not FSDP", matters=bool(theirs.value(key)))
+    elif given:
         yield theirs.line("train.backend.cpu_offload", any(map(theirs.value, given)), *given)
+
+
+MEGATRON, STRATEGY = f"{ACTOR}.megatron", f"{ACTOR}.strategy"
+DIVIDED = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+}
+"""Our settings of Megatron, and verl's names of them."""
+
+
+def runs_megatron(theirs: Theirs) -> bool:
+    """True if the actor is trained by Megatron, which a script says by its settings where another config says it."""
+    return theirs.value(STRATEGY) == "megatron" or any(key.startswith(f"{MEGATRON}.") for key in theirs.given)
+
+
+def backend(theirs: Theirs) -> Iterator[Line | Left]:
+    """FSDP2, or Megatron with the GPUs that it divides a model over."""
+    if not runs_megatron(theirs):
+        known = theirs.value(STRATEGY) in ("fsdp", "fsdp2")
+        yield from theirs.left(STRATEGY, "FSDP2, which is the default", matters=not known)
+        return
+    yield theirs.line("train.backend.name", "megatron", STRATEGY, why="settings of Megatron")
+    for ours, name in DIVIDED.items():
+        yield theirs.line(f"train.backend.{ours}", theirs.value(f"{MEGATRON}.{name}"), f"{MEGATRON}.{name}")
+    tensor, sequence = f"{MEGATRON}.{DIVIDED['tensor_parallel_size']}", f"{MEGATRON}.sequence_parallel"
+    if theirs.value(tensor) > 1:
+        yield theirs.line("train.backend.sequence_parallel", theirs.value(sequence), sequence)
+    yield theirs.line(
+        "train.backend.optimizer_offload",
+        theirs.value(f"{MEGATRON}.optimizer_offload"),
+        f"{MEGATRON}.optimizer_offload",
+    )
+
+
+def recomputed(theirs: Theirs) -> Iterator[Line | Left]:
+    """Layers whose activations are computed again: verl's Megatron has another setting for that."""
+    of_fsdp = f"{MODEL}.enable_gradient_checkpointing"
+    of_megatron = f"{MEGATRON}.override_transformer_config.recompute_granularity"
+    key = of_megatron if runs_megatron(theirs) else of_fsdp
+    whole = theirs.value(key) == "full" if key == of_megatron else theirs.value(key)
+    yield theirs.line("train.gradient_checkpointing", "full" if whole else "none", key)
+    if theirs.value(of_megatron) == "selective":
+        yield from theirs.left(of_megatron, "under Megatron whole layers are computed again, or none")
 
 
 def engine(theirs: Theirs) -> Iterator[Line | Left]:
@@ -324,6 +371,7 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         algorithm,
+        backend,
         bad_rows,
         clip,
         critic,
@@ -339,6 +387,7 @@ RULES: dict[str, Rule] = {
         minibatches,
         offload,
         overlong,
+        recomputed,
         reward,
         run_dir,
         steps,

@@ -15,6 +15,7 @@ from typing import Any
 
 from fovea.errors import ConfigError, MissingExtraError
 from fovea.metrics.tracker import TrackedSample, plain_name, readable
+from fovea.utils.installing import pip_install
 
 try:
     from mlflow import MlflowClient
@@ -22,7 +23,7 @@ try:
     from mlflow.exceptions import MlflowException
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"log.mlflow_experiment is set, but {error.name} is not installed; pip install 'fovea-rl[mlflow]', or set "
+        f"log.mlflow_experiment is set, but {error.name} is not installed; {pip_install('mlflow')}, or set "
         "log.mlflow_experiment=null"
     ) from error
 
@@ -86,8 +87,8 @@ def _client() -> MlflowClient:
         if find_spec("sqlalchemy"):
             raise
         raise MissingExtraError(
-            "log.mlflow_experiment is set, but sqlalchemy, which MLflow's own database needs, is not installed; pip "
-            "install 'fovea-rl[mlflow]', or set MLFLOW_TRACKING_URI to a server"
+            "log.mlflow_experiment is set, but sqlalchemy, which MLflow's own database needs, is not installed; "
+            f"{pip_install('mlflow')}, or set MLFLOW_TRACKING_URI to a server"
         ) from error
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from fovea.errors import ConfigError, MissingExtraError, first_line
 from fovea.metrics.tracker import TrackedSample, plain_name
+from fovea.utils.installing import pip_install
 
 try:
     import swanlab
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"log.swanlab_project is set, but {error.name} is not installed; pip install 'fovea-rl[swanlab]', or set "
+        f"log.swanlab_project is set, but {error.name} is not installed; {pip_install('swanlab')}, or set "
         "log.swanlab_project=null"
     ) from error
 

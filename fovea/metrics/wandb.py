@@ -7,12 +7,13 @@ from pathlib import Path
 
 from fovea.errors import ConfigError, MissingExtraError, first_line
 from fovea.metrics.tracker import TrackedSample
+from fovea.utils.installing import pip_install
 
 try:
     import wandb
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"log.wandb_project is set, but {error.name} is not installed; pip install 'fovea-rl[wandb]', or set "
+        f"log.wandb_project is set, but {error.name} is not installed; {pip_install('wandb')}, or set "
         "log.wandb_project=null"
     ) from error
 

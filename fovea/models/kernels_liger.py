@@ -18,6 +18,7 @@ from fovea.models.heads import HeadNorm, Triple, heads_in_turn
 from fovea.models.kernel_set import Kernels
 from fovea.models.kernels import Again
 from fovea.models.rope import Rope
+from fovea.utils.installing import pip_install
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -26,7 +27,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError(
         "train.backend.liger_kernels is true, or auto where liger_kernel is installed, but "
-        f"{error.name} is not installed; pip install 'fovea-rl[liger]', or set train.backend.liger_kernels=false"
+        f"{error.name} is not installed; {pip_install('liger')}, or set train.backend.liger_kernels=false"
     ) from error
 
 AS_LLAMA = "llama"

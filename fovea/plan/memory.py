@@ -49,13 +49,16 @@ def phases_of(
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
     policy = held_states(config, sizes, ranks, numerics).on_device + features
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
-    engine = Counter({ENGINE: 0 if roles.shares_tensors else sizes.parameters * numerics.width})
+    width = 0 if roles.shares_tensors else numerics.width
+    engine = Counter({ENGINE: sizes.parameters * width})
+    # while it sleeps it keeps the weights that no push brings
+    asleep = Counter({ENGINE: (sizes.parameters - sizes.trainable) * width})
     recorded = Recorded() if roles.apart else recorded_bytes(config, sizes, work, ranks, numerics)
     rollout = engine + rollout_peak(config, sizes, work, numerics, recorded)
     update = policy + update_peak(config, sizes, work, ranks, numerics, recorded)
     if roles.apart:
         return _phase("rollout", rollout + features), _phase("update", update)
-    return _phase("rollout", policy + rollout), _phase("update", engine + update)
+    return _phase("rollout", policy + rollout), _phase("update", asleep + update)
 
 
 def _with_own_weights(

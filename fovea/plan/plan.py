@@ -59,8 +59,10 @@ class RunPlan:
         return asdict(self) | {"fits": self.fits, "usable_bytes": self.machine.usable_bytes}
 
 
-def make_plan(config: Config, sizes: ModelSizes | None = None) -> RunPlan:
-    """Plan a step of these settings; `sizes` are those of its model, read from its config if not given.
+def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine | None = None) -> RunPlan:
+    """Plan a step of these settings, on the machine that they name unless another is given.
+
+    `sizes` are those of the model, read from its config if not given.
 
     ModelError where the config cannot be read, TrainError where a completion does not fit a micro-batch, ConfigError
     for Megatron, whose tensors and rows are divided otherwise.
@@ -70,7 +72,7 @@ def make_plan(config: Config, sizes: ModelSizes | None = None) -> RunPlan:
             "train.backend=megatron is not planned: memory and traffic are reckoned for shards of FSDP2 and shared "
             "prefixes; set train.backend.name=torch for a plan of that"
         )
-    machine = machine_of(config.plan, config.cluster, config.model.device)
+    machine = machine_of(config.plan, config.cluster, config.model.device) if machine is None else machine
     sizes = model_sizes(config) if sizes is None else sizes
     roles, numerics = roles_of(config, machine.gpus), Numerics.of(config, machine.gpu.is_cuda)
     work = workload_of(config, sizes, roles)

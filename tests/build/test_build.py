@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
 from fovea.types import Task
 from fovea.utils.event_loop import wait_for
+from fovea.utils.installing import pip_install
 from tests.build.small import SMALL, run_of
 
 
@@ -91,13 +93,13 @@ def test_liger_kernels_run_by_default_where_they_can(
     if setting == "auto" and device == "cuda":
         (note,) = liger_note(runs)
         assert note.startswith("slow: ") is not installed
-        assert ("pip install 'fovea-rl[liger]'" in note) is not installed
+        assert (pip_install("liger") in note) is not installed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
 def test_liger_kernels_need_their_package() -> None:
     with pytest.raises(
-        MissingExtraError, match=r"liger_kernel is not installed; pip install 'fovea-rl\[liger\]', or set"
+        MissingExtraError, match=rf"liger_kernel is not installed; {re.escape(pip_install('liger'))}, or set"
     ):
         liger_kernels(torch.device("cuda"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,7 @@ from fovea.errors import ConfigError, EngineError, FoveaError, LostEngineError, 
 from fovea.models.processor import load_processor
 from fovea.rollout.engine_process import EngineProcess
 from fovea.utils.event_loop import wait_for
+from fovea.utils.installing import pip_install
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import FOR_EVER, FORGETTING_SECONDS, FakeEngine
 from tests.tiny_models import save, tiny
@@ -78,7 +80,7 @@ def test_an_installed_fovea_is_not_lent(monkeypatch: pytest.MonkeyPatch, tmp_pat
 )
 def test_an_interpreter_without_fovea_is_told_what_to_install(script: str, said: str, tmp_path: Path) -> None:
     python = interpreter(tmp_path / "bin", script)
-    advice = rf"where Fovea or the engine is missing there: {python} -m pip install 'fovea-rl\[vllm\]==[\d.]+'$"
+    advice = rf"where Fovea or the engine is missing there: {python} -m {re.escape(pip_install('vllm'))}$"
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.python={python}: .*{said}.*; {advice}"):
         make(tmp_path, python)
 

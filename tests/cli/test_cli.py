@@ -24,6 +24,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.run.signals import Stop
+from fovea.utils.installing import pip_install
 
 ROOT = Path(__file__).parents[2]
 
@@ -279,7 +280,7 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert lines["pydantic"].endswith("but broken: ModuleNotFoundError: No module named 'pydantic.none'")
     assert lines["nowhere"] == "not installed: pip install nowhere"
     for absent in ("absent", "absent-with-a-long-name"):
-        assert lines[absent] == "not installed; log.absent needs it: pip install 'fovea-rl[far]'"
+        assert lines[absent] == f"not installed; log.absent needs it: {pip_install('far')}"
     assert lines["devices"].startswith("cpu")
     assert int(lines["cores"].split()[0]) >= 1
 
@@ -292,17 +293,17 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
         (
             {"vllm": "0.4"},
             "vllm",
-            "0.4, but 0.32 is what Fovea was tested with (docs/versions.md): pip install 'fovea-rl[vllm]'",
+            f"0.4, but 0.32 is what Fovea was tested with (docs/versions.md): {pip_install('vllm')}",
         ),
-        ({}, "vllm", "not installed; rollout.engine=vllm needs it: pip install 'fovea-rl[vllm]'"),
+        ({}, "vllm", f"not installed; rollout.engine=vllm needs it: {pip_install('vllm')}"),
         ({"sglang": "0.5.23"}, "sglang", "0.5.23, known to be good"),
         ({"sglang": "0.5.23.post1"}, "sglang", "0.5.23.post1, known to be good"),
         (
             {"sglang": "0.5.2"},
             "sglang",
-            "0.5.2, but 0.5.23 is what Fovea was tested with (docs/versions.md): pip install 'fovea-rl[sglang]'",
+            f"0.5.2, but 0.5.23 is what Fovea was tested with (docs/versions.md): {pip_install('sglang')}",
         ),
-        ({}, "sglang", "not installed; rollout.engine=sglang needs it: pip install 'fovea-rl[sglang]'"),
+        ({}, "sglang", f"not installed; rollout.engine=sglang needs it: {pip_install('sglang')}"),
     ],
 )
 def test_doctor_knows_which_engines_are_good(

@@ -17,6 +17,7 @@ from fovea.build import run as run_module
 from fovea.cli import main as cli
 from fovea.cli.errors import with_options
 from fovea.utils import malloc
+from fovea.utils.installing import pip_install
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -208,7 +209,7 @@ def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
     words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "rollout.engine=sglang", "--dry-run"]
     result = fovea("train", *words)
     assert result.exit_code == 2
-    assert "SGLang, which is not installed: pip install 'fovea-rl[sglang]'" in result.stderr
+    assert f"SGLang, which is not installed: {pip_install('sglang')}" in result.stderr
     on_ray = fovea("train", *words, "cluster.gpus_per_node=1")
     assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
 

@@ -27,8 +27,6 @@ from tests.runs import ROOT, command, environment, final_weights, fovea_here, un
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all of them, which the last one stops
-
 LIMIT_SECONDS = 300
 EACH_STEP = "checkpoint.every_steps=1"
 ENGINES_ONLY = "cluster.placement=disaggregated"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import io
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from fovea.build.given import rows_as_files
 from fovea.config.run import Config
 from fovea.data.cells import image_refs
 from fovea.errors import BadRowError, MissingExtraError
+from fovea.utils.installing import pip_install
 from tests.tables import table
 
 COLOURS = {
@@ -133,7 +135,7 @@ def test_a_store_whose_package_is_missing_names_it(url: str, extra: str, tmp_pat
         pytest.skip("the package is installed")
     (ref,) = image_refs(url, where="a.csv line 2", folder=tmp_path)
     with pytest.raises(
-        MissingExtraError, match=rf"a.csv line 2, .*{url} needs a package .*pip install 'fovea-rl\[{extra}\]'"
+        MissingExtraError, match=rf"a.csv line 2, .*{url} needs a package .*{re.escape(pip_install(extra))}"
     ):
         make_opener(config_of(tmp_path, []).data, tmp_path)(ref)
 

@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fovea.data.images import open_image
 from fovea.data.readers import parquet
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.errors import BadRowError, DataError, MissingExtraError
+from fovea.utils.installing import pip_install
 from tests.data.three_rows import ROWS, as_csv, opened
 from tests.data.web import served
 from tests.tables import table
@@ -374,7 +376,7 @@ def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the package is there")
 def test_a_protocol_whose_package_is_missing_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(MissingExtraError, match=r"pip install 'fovea-rl\[gs\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(pip_install("gs"))):
         opened("gs://bucket/train.parquet", tmp_path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.importer.imports import GEO3K, imported, resolved
+from tests.importer.imports import GEO3K, error_of, imported, resolved
 from tests.importer.runs_of_others import RLINF, VERL
 
 ACTOR = "actor_rollout_ref.actor"
@@ -32,6 +32,58 @@ def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_of_verl(words: list[str], settings: dict[str, object]) -> None:
     found = resolved(imported("run.sh", *words, *GEO3K))
     assert {key: found.get(key) for key in settings} == settings
+
+
+MEGATRON = f"{ACTOR}.megatron"
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ([f"{ACTOR}.strategy=megatron"], (1, 1, 1, False, False)),
+        (
+            [f"{MEGATRON}.tensor_model_parallel_size=4", f"{MEGATRON}.pipeline_model_parallel_size=2"],
+            (4, 2, 1, True, False),
+        ),
+        (
+            [
+                *(f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=8"),
+                *(f"{MEGATRON}.sequence_parallel=False", f"{MEGATRON}.optimizer_offload=True"),
+            ],
+            (2, 1, 8, False, True),
+        ),
+    ],
+)
+def test_settings_of_verls_megatron(words: list[str], backend: tuple[object, ...]) -> None:
+    found = resolved(imported("run.sh", *words, *GEO3K))
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    keys = (*names, "sequence_parallel", "optimizer_offload")
+    assert found["train.backend.name"] == "megatron"
+    assert tuple(found[f"train.backend.{key}"] for key in keys) == backend
+    assert found["train.gradient_checkpointing"] == "none", "verl's Megatron has another setting for that"
+
+
+def test_what_megatron_does_not_take_over_is_listed() -> None:
+    words = [
+        *(f"{MEGATRON}.param_offload=True", f"{MEGATRON}.context_parallel_size=2"),
+        *(f"{MEGATRON}.override_transformer_config.{key}" for key in ("recompute_granularity=full", "moe_aux=1")),
+    ]
+    recipe = imported("run.sh", *words, *GEO3K)
+    head, _, _ = recipe.partition("# These need no setting here:")
+    for key in ("param_offload", "context_parallel_size", "override_transformer_config.moe_aux"):
+        assert f"{MEGATRON}.{key}: " in head
+    assert "fsdp_config.optimizer_offload: Megatron trains, not FSDP" in recipe
+    assert resolved(recipe)["train.gradient_checkpointing"] == "full"
+
+
+def test_a_typo_beside_a_file_is_an_error_with_the_nearest_name() -> None:
+    said = error_of("run.sh", "actor_rollout_ref.rollout.temprature=0.7", *GEO3K)
+    assert said.endswith("no setting of verl; did you mean actor_rollout_ref.rollout.temperature?")
+
+
+def test_all_gpus_are_a_number_that_is_asked_for() -> None:
+    recipe = imported("geo3k.yaml", "cluster.component_placement.actor=all", "cluster.component_placement.rollout=all")
+    assert "cluster.component_placement.actor: how many GPUs all are is not said; add cluster.gpus_per_node=N" in recipe
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from fovea.errors import FoveaError, MissingExtraError
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.tracker import TrackedSample, plain_name
 from fovea.metrics.tracker_sink import TrackedRun, TrackerSink
+from fovea.utils.installing import pip_install
 
 ROOT = Path(__file__).parents[2]
 LOGS: Mapping[str, Mapping[str, object]] = {
@@ -423,7 +424,7 @@ def test_without_its_package_a_tracker_names_the_install_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"fovea.metrics.{name}", raising=False)
-    with pytest.raises(MissingExtraError, match=rf"{package} is not installed; pip install 'fovea-rl\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"{package} is not installed; {re.escape(pip_install(name))}"):
         chosen_trackers(config_of(**LOGS[name]).log)
     monkeypatch.undo()
     sys.modules.pop(f"fovea.metrics.{name}", None)
@@ -470,5 +471,5 @@ def test_a_database_of_mlflow_without_its_package_names_the_extra(monkeypatch: p
 
     monkeypatch.setattr(module, "MlflowClient", fail)
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    with pytest.raises(MissingExtraError, match=r"sqlalchemy, .* is not installed; pip install 'fovea-rl\[mlflow\]'"):
+    with pytest.raises(MissingExtraError, match=rf"sqlalchemy, .*; {re.escape(pip_install('mlflow'))}"):
         log_steps("mlflow", [1])

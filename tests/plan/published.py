@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -36,6 +36,12 @@ QWEN2_5_VL_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Qwen/Qwen2.5-VL-7B-Instruct: 8,292,166,656 parameters in its safetensors index (16,584,333,312 bytes of bfloat16)."""
+
+
+QWEN2_VL_7B: dict[str, Any] = QWEN2_5_VL_7B | {
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
+}
+"""Qwen/Qwen2-VL-7B-Instruct: 8,291,375,616 parameters in its safetensors index (16,582,751,232 bytes of bfloat16)."""
 
 
 def qwen3_vl(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
@@ -68,10 +74,29 @@ def qwen3_vl(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
 QWEN3_VL_2B, QWEN3_VL_4B = qwen3_vl(2048, 6144, 28, 16), qwen3_vl(2560, 9728, 36, 32)
 
 
+def _untied(sizes: dict[str, Any], **vision: object) -> dict[str, Any]:
+    return {
+        "text_config": sizes["text_config"] | {"tie_word_embeddings": False},
+        "vision_config": sizes["vision_config"] | vision,
+        "tie_word_embeddings": False,
+    }
+
+
+QWEN3_VL_8B = _untied(
+    qwen3_vl(4096, 12288, 36, 32),
+    depth=27,
+    hidden_size=1152,
+    intermediate_size=4304,
+    deepstack_visual_indexes=[8, 16, 24],
+)
+"""Qwen/Qwen3-VL-8B-Instruct: 8,767,123,696 parameters in its safetensors index (17,534,247,392 bytes of bfloat16)."""
+
+
 def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
     """A folder with the config.json of these sizes, and no weights."""
-    config = (Qwen3VLConfig if sizes["tie_word_embeddings"] else Qwen2_5_VLConfig)(**sizes)
-    config.save_pretrained(folder)
+    vision = sizes["vision_config"]
+    family = Qwen2VLConfig if "embed_dim" in vision else Qwen2_5_VLConfig if "window_size" in vision else Qwen3VLConfig
+    family(**sizes).save_pretrained(folder)
     return folder
 
 

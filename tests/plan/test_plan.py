@@ -32,6 +32,7 @@ from tests.plan.published import (
     FEW_PROMPTS,
     QWEN2_5_VL_7B,
     QWEN3_VL_2B,
+    QWEN3_VL_8B,
     RECIPES,
     folder_of,
     published,
@@ -97,43 +98,56 @@ def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> Non
     assert sizes.tied
 
 
-def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
-    """16,584,333,312 bytes of bfloat16 in the index of Qwen/Qwen2.5-VL-7B-Instruct."""
-    _, sizes = published(tmp_path)
-    assert 2 * sizes.parameters == 16_584_333_312
+def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
+    """Bytes of bfloat16 in the indices of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct."""
+    _, sizes = published(tmp_path / "7B")
+    larger = model_sizes(
+        load_config([RECIPES / "geo3k.yaml"], [f"model.path={folder_of(tmp_path / '8B', QWEN3_VL_8B)}"])
+    )
+    assert [2 * each.parameters for each in (sizes, larger)] == [16_584_333_312, 17_534_247_392]
     assert not sizes.tied
+    assert not larger.tied
 
 
 def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
-    """On 8 ranks: float32 shards and moments, whole float32 gradients, a whole engine and a shard of the reference."""
+    """On 8 ranks: float32 shards, moments and gradients, a shard of the reference, and an engine while it is awake."""
     config, sizes = published(tmp_path)
     rollout, update = make_plan(config, sizes).phases
     count = sizes.parameters
     for phase in (rollout, update):
         assert phase.parts["parameters"] == pytest.approx(4 * count / 8, abs=8)
         assert phase.parts["optimizer"] == pytest.approx(8 * count / 8, abs=8)
-        assert phase.parts["engine's weights"] == 2 * count
         assert phase.parts["reference model"] == pytest.approx(2 * count / 8, abs=8)
-    assert update.parts["gradients"] == pytest.approx(4 * count, rel=0.1)
+    assert rollout.parts["engine's weights"] == 2 * count
+    assert "engine's weights" not in update.parts, "every push brings all of them"
+    assert update.parts["gradients"] == pytest.approx(4 * count / 8, rel=0.01)
     assert "gradients" not in rollout.parts, "an update frees them"
     # keys and values of 28 layers with 4 heads of 128 numbers, in 16 bits
     assert rollout.parts["key-value cache"] == 393_216 * 2 * 28 * 4 * 128 * 2
+
+
+def test_a_sleeping_engine_keeps_what_is_frozen(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path, "model.lora.rank=16")
+    update = make_plan(config, sizes).phases[1].parts
+    assert update["engine's weights"] == 2 * (sizes.parameters - sizes.trainable) == 16_584_333_312
 
 
 def test_offload_and_replicas(tmp_path: Path) -> None:
     config, sizes = published(tmp_path)
     assert not make_plan(config, sizes).on_host
     plan = make_plan(with_settings(config, {"train.backend.cpu_offload": True}), sizes)
-    assert not {"optimizer", "parameters"} & plan.phases[1].parts.keys()
+    assert not {"optimizer", "parameters", "gradients"} & plan.phases[1].parts.keys()
     count = sizes.parameters
     assert plan.on_host == {
         "parameters": pytest.approx(4 * count / 8, abs=8),
         "optimizer": pytest.approx(8 * count / 8, abs=8),
+        "gradients": pytest.approx(4 * count / 8, abs=8),
     }
     alone = make_plan(with_settings(config, {"train.backend.cpu_offload": True, "plan.gpus": 1}), sizes)
-    assert alone.on_host == {"optimizer": 12 * count}, "master weights and two moments"
+    assert alone.on_host == {"optimizer": 12 * count, "gradients": 4 * count}, "master weights and two moments"
     replicated = make_plan(with_settings(config, {"train.backend.replicas": 2}), sizes).phases[1].parts
     assert replicated["optimizer"] == pytest.approx(8 * sizes.parameters / 4, abs=8)
+    assert replicated["gradients"] == pytest.approx(4 * sizes.parameters / 4, rel=0.01)
 
 
 def test_no_seconds_of_a_network_between_nodes(tmp_path: Path) -> None:
@@ -149,14 +163,14 @@ def moved(config: Config, sizes: ModelSizes) -> dict[str, int]:
 
 
 def test_traffic_of_replicas_by_hand(tmp_path: Path) -> None:
-    """2 replicas of 4 ranks: 4 steps reduce 3 of 4 shards each, and 2 * 1/2 of a shard goes to the other replica."""
+    """2 replicas of 4 ranks: each row reduces 3 of 4 shards, and of 4 steps 2 * 1/2 shard goes to the other replica."""
     config, sizes = published(tmp_path)
     assert "all-reduce over replicas" not in moved(config, sizes)
-    steps = 4 * 4 * sizes.parameters
+    gradients, rows = 4 * sizes.parameters, make_plan(config, sizes).microbatches
     for replicas, past in ((1, 7 / 8), (2, 3 / 4)):
         found = moved(with_settings(config, {"train.backend.replicas": replicas}), sizes)
-        assert found["reduce-scatter of gradients"] == pytest.approx(past * steps)
-    assert found["all-reduce over replicas"] == pytest.approx(steps / 4)
+        assert found["reduce-scatter of gradients"] == pytest.approx(past * rows * gradients)
+    assert found["all-reduce over replicas"] == pytest.approx(4 * gradients / 4)
     with pytest.raises(ConfigError, match=r"replicas=3 does not divide .* 8; set it to 1, 2, 4 or 8"):
         make_plan(with_settings(config, {"train.backend.replicas": 3}), sizes)
 

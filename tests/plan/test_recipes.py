@@ -1,4 +1,4 @@
-"""The recipes of 8 GPUs fit 8 x 80 GB by their plan, and take two steps on two ranks with tiny models."""
+"""Recipes for several GPUs of 80 GB fit them by their plan, and take two steps on two ranks with tiny models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fovea.metrics.log import read_metrics
 from fovea.plan.plan import make_plan
 from tests.cluster.torchrun_runs import train_on_two
 from tests.environments.files import row
-from tests.plan.published import QWEN2_5_VL_7B, QWEN3_VL_2B, QWEN3_VL_4B, folder_of
+from tests.plan.published import QWEN2_5_VL_7B, QWEN2_VL_7B, QWEN3_VL_2B, QWEN3_VL_4B, QWEN3_VL_8B, folder_of
 from tests.runs import HASH_REWARD
 from tests.tiny_models import save, tiny
 
@@ -28,18 +28,32 @@ FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 16, alpha: 3
     [
         ("geo3k.yaml", QWEN3_VL_2B, []),
         ("geo3k.yaml", QWEN3_VL_4B, []),
+        ("geo3k.yaml", QWEN3_VL_8B, []),
         (VERL, QWEN2_5_VL_7B, []),
         (VERL, QWEN2_5_VL_7B, [FROZEN]),
         (VERL, QWEN2_5_VL_7B, [LORA]),
+        (VERL, QWEN3_VL_8B, ["rollout.engine.max_batch_tokens=262144"]),
+        (VERL, QWEN2_5_VL_7B, ["plan.gpu=a100-40", "rollout.engine.max_batch_tokens=98304"]),
     ],
-    ids=["2B", "4B", "7B", "7B frozen tower", "7B LoRA"],
+    ids=["2B", "4B", "8B", "7B", "7B frozen tower", "7B LoRA", "8B of verl's", "7B on 40 GB"],
 )
-def test_it_fits_8_gpus_of_80_gb(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
+def test_it_fits_8_gpus(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
     path = f"model.path={folder_of(tmp_path / 'model', sizes)}"
     plan = make_plan(load_config([RECIPES / recipe], [path, "plan.gpus=8", "plan.gpu=h100", *overrides]))
     assert plan.fits
     # of the update's peak nothing is so small that the recipe could not be meant for these GPUs
     assert plan.peak.total > 0.2 * plan.machine.usable_bytes
+
+
+@pytest.mark.parametrize("recipe", ["vlm_gym_geospot.yaml", "vlm_gym_vqa.yaml"])
+def test_ppo_of_7b_fits_4_gpus_of_80_gb(recipe: str, tmp_path: Path) -> None:
+    """All weights are trained, without adapters or offload."""
+    config = load_config([RECIPES / recipe], [f"model.path={folder_of(tmp_path, QWEN2_VL_7B)}"])
+    assert (config.model.lora, config.train.backend.cpu_offload) == (None, False)
+    plan = make_plan(config)
+    assert (plan.machine.gpus, plan.machine.gpu.memory_gib) == (4, 80)
+    assert plan.trainable == plan.parameters == 8_291_375_616
+    assert plan.fits
 
 
 SMALL = (

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.torch_memory import live_bytes_with_gradients
 from fovea.advantages import with_advantages
 from fovea.errors import TrainError
 from fovea.train.base import Pair
@@ -102,6 +101,13 @@ def ppo_shared(ranks: Ranks, folder: Path) -> Found:
 
 def ppo_separate(ranks: Ranks, folder: Path) -> Found:
     policy = policy_of(ranks, SEPARATE)
+    return {"metrics": [step(policy, batch_of(seed)) for seed in range(2)], "weights": checksum(policy)}
+
+
+def two_replicas(ranks: Ranks, folder: Path) -> Found:
+    """Whole weights on either rank: gradients of several micro-batches are summed over both after the last one."""
+    replicated = ranks if ranks.size == 1 else Ranks.of_process_group("cpu", replicas=2)
+    policy = policy_of(replicated, SEPARATE)
     return {"metrics": [step(policy, batch_of(seed)) for seed in range(2)], "weights": checksum(policy)}
 
 
@@ -246,26 +252,20 @@ def bfloat16(ranks: Ranks, folder: Path) -> Found:
     return {"distances": distances, "types": sorted(set(types))}
 
 
-class ReduceScatters(TorchDispatchMode):
-    """Counts them within its block."""
+def between_micro_batches(ranks: Ranks) -> Found:
+    """Most bytes of tensors before the second and later micro-batches beyond those before the first, and of gradients.
 
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "reduce_scatter" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def reduced(ranks: Ranks) -> Found:
-    """Reduce-scatters of the passes over one micro-batch of this rank, and over several."""
-    counts = []
-    for num_groups in (2, 10):
-        one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
-        policy = policy_of(ranks, {}, train=one_by_one)
-        with ReduceScatters() as reductions:
-            policy._backward(many_groups(num_groups).groups, None, scale=1.0)
-        counts.append(reductions.count)
-    return {"reduce_scatters": counts}
+    Shards of gradients, which the optimizer sees, are not counted.
+    """
+    one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
+    policy = policy_of(ranks, {}, train=one_by_one)
+    live: list[int] = []
+    policy._backward(many_groups(10).groups, None, scale=1.0)
+    policy.vlm.register_forward_pre_hook(lambda _module, _inputs: live.append(live_bytes_with_gradients()))
+    policy._backward(many_groups(10).groups, None, scale=1.0)
+    held = sum(weight.grad.to_local().nbytes for weight in policy.vlm.parameters() if weight.grad is not None)
+    whole = sum(weight.numel() * 4 for weight in policy.vlm.parameters())
+    return {"micro_batches": len(live), "extra": max(live[1:]) - live[0], "shards": held, "whole": whole}
 
 
 Scenario = Callable[[Ranks, Path], Found]
@@ -278,6 +278,7 @@ SCENARIOS: Sequence[Scenario] = (
     one_group,
     ppo_shared,
     ppo_separate,
+    two_replicas,
     frozen_tower,
     lora,
     fixed_length,
@@ -296,7 +297,7 @@ def process(rank: int, port: int, folder: Path) -> None:
     ranks = Ranks.of_process_group("cpu")
     found = {scenario.__name__: scenario(ranks, folder) for scenario in SCENARIOS}
     found["bfloat16"] = bfloat16(ranks, folder)
-    found["reduced"] = reduced(ranks)
+    found["between"] = between_micro_batches(ranks)
     found["bad_gradient"] = bad_gradient(ranks, folder)
     found["lowered"] = lowered(ranks, folder)
     found["image_bytes"] = image_bytes(ranks, folder)
@@ -402,10 +403,12 @@ def test_bfloat16_gradients_are_summed_in_float32_over_micro_batches_and_ranks(b
         assert found["bfloat16"]["types"] == ["torch.float32"]
 
 
-def test_gradients_are_reduced_once_however_many_micro_batches_there_are(both: list[dict[str, Found]]) -> None:
+def test_a_rank_holds_its_shard_of_the_gradients_between_micro_batches(both: list[dict[str, Found]]) -> None:
     for found in both:
-        one, several = found["reduced"]["reduce_scatters"]
-        assert one == several > 0
+        between = found["between"]
+        assert between["micro_batches"] >= 5
+        assert between["extra"] < 0.05 * between["whole"]
+        assert between["shards"] == pytest.approx(between["whole"] / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", SAVED)

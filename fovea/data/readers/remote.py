@@ -21,6 +21,7 @@ from fovea.data.images import check_bytes
 from fovea.data.readers.base import first_line
 from fovea.data.readers.copies import copied_once
 from fovea.errors import BadRowError, DataError, MissingExtraError, named
+from fovea.utils.installing import pip_install
 from fovea.utils.shown_text import lacks_secrets
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
@@ -131,7 +132,7 @@ def _filesystem(url: str, setting: str) -> tuple[Any, str]:
         if not isinstance(error.__cause__, ImportError):
             raise
         extra = _EXTRAS.get(protocol)
-        install = f"pip install 'fovea-rl[{extra}]'" if extra else "install what fsspec needs for it"
+        install = pip_install(extra) if extra else "install what fsspec needs for it"
         raise MissingExtraError(
             f"{setting}: {url} needs a package that is not installed ({first_line(error.__cause__)}); {install}"
         ) from error

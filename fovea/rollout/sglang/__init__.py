@@ -3,9 +3,10 @@
 from importlib.util import find_spec
 
 from fovea.errors import MissingExtraError
+from fovea.utils.installing import pip_install
 
 if find_spec("sglang") is None:
     raise MissingExtraError(
-        "rollout.engine=sglang needs SGLang, which is not installed: pip install 'fovea-rl[sglang]', in an environment "
-        "of its own (docs/engines.md)"
+        f"rollout.engine=sglang needs SGLang, which is not installed: {pip_install('sglang')}, in a separate "
+        "environment (docs/engines.md)"
     )

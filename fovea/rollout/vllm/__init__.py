@@ -4,11 +4,12 @@ import os
 from importlib.util import find_spec
 
 from fovea.errors import MissingExtraError
+from fovea.utils.installing import pip_install
 
 if find_spec("vllm") is None:
     raise MissingExtraError(
-        "rollout.engine=vllm and `fovea serve` need vLLM, which is not installed: pip install 'fovea-rl[vllm]', in an "
-        "environment of its own (docs/engines.md)"
+        f"rollout.engine=vllm and `fovea serve` need vLLM, which is not installed: {pip_install('vllm')}, in a "
+        "separate environment (docs/engines.md)"
     )
 
 DEFAULTS = {

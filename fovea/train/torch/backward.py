@@ -21,7 +21,7 @@ from fovea.train.slopes import known_slopes
 from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.forward import Scorer
-from fovea.train.torch.sharding import sync_gradients
+from fovea.train.torch.sharding import sum_over_replicas
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import SampleGroup
 
@@ -46,13 +46,12 @@ class Backward:
         done = PassResult()
         micros = self._scorer.micro_batches(groups, only)
         for number, micro in enumerate(micros, start=1):
-            # one reduce-scatter per optimizer step: the micro-batches before the last one add to local gradients
             is_last = number == len(micros)
-            sync_gradients(self._scorer.vlm, now=is_last)
+            sum_over_replicas(self._scorer.vlm, now=is_last)
             self._policy(micro, micro.row if reuse is None else reuse.row(micro), done, scale)
             if self._critic is not None and self._critic.model is not None:
                 # after the policy's backward pass, so that only one autograd graph is in memory at a time
-                sync_gradients(self._critic.model, now=is_last)
+                sum_over_replicas(self._critic.model, now=is_last)
                 self._value_model(self._critic.model, micro, done, scale)
         if reuse is not None:
             reuse.finish()

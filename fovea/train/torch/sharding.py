@@ -83,14 +83,14 @@ def shards_tower(vlm: PolicyNetwork) -> bool:
     return isinstance(vlm, FSDPModule) and vlm.trains_vision
 
 
-def sync_gradients(model: nn.Module, *, now: bool) -> None:
-    """Choose whether the next backward pass reduce-scatters gradients over ranks; no-op for an unsharded model.
+def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
+    """Choose whether the next backward pass sums gradients over the replicas of the weights, if there are several.
 
-    Only that of the last micro-batch of an optimizer step needs to.
+    Every backward pass reduce-scatters gradients over the ranks of a replica (decision 054); their shards need to be
+    summed over replicas only in that of the last micro-batch of an optimizer step.
     """
     if isinstance(model, FSDPModule):
-        model.set_is_last_backward(now)
-        model.set_requires_gradient_sync(now)
+        model.set_requires_all_reduce(now)
 
 
 def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from fovea.utils.installing import pip_install
+
 ROW = {"truth": "3"}
 CODE = f"""
 import sys
@@ -28,4 +30,4 @@ def test_only_geospot_needs_a_gazetteer() -> None:
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["geo3k", "vqa", "shapes"], done.stderr
     assert all(float(line.split()[1]) > 0 for line in lines[:3])
-    assert "babel is not installed; pip install 'fovea-rl[geospot]'" in lines[3]
+    assert f"babel is not installed; {pip_install('geospot')}" in lines[3]

@@ -1,0 +1,146 @@
+"""Names and keyword arguments of a package that Fovea uses, looked up in a release of it without installing that.
+
+    pip download --no-deps vllm==0.33.0 -d /tmp/wheels
+    python -m benchmarks.names vllm /tmp/wheels/vllm-0.33.0-*.whl
+
+Also takes the folder of an installed package. Prints what is not there, and ends with code 1 if that is anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+FOVEA = Path(__file__).parents[1] / "fovea"
+
+
+class Source(Protocol):
+    """Python files of a release."""
+
+    def read(self, path: str) -> str | None:
+        """Text of a file, such as `vllm/config.py`; None if there is none."""
+        ...
+
+
+class Wheel:
+    """The files of a wheel."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = zipfile.ZipFile(path)
+        self._names = set(self._file.namelist())
+
+    def read(self, path: str) -> str | None:
+        return self._file.read(path).decode() if path in self._names else None
+
+
+class Folder:
+    """The files below the folder that holds a package."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, path: str) -> str | None:
+        file = self._path / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A name that a file of Fovea imports, and the keyword arguments of its calls there."""
+
+    module: str
+    name: str
+    keywords: frozenset[str]
+    file: str
+
+
+def uses_of(package: str, folder: Path = FOVEA) -> Iterator[Use]:
+    """The names that files below a folder import from a package."""
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                for alias in node.names:
+                    keywords = frozenset(_keywords(tree, alias.asname or alias.name))
+                    yield Use(node.module or "", alias.name, keywords, str(path.relative_to(folder)))
+
+
+def _keywords(tree: ast.AST, name: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+
+
+def missing(use: Use, source: Source) -> str | None:
+    """What a release lacks of this use; None if nothing that can be seen without running it."""
+    module = use.module.replace(".", "/")
+    if _exists(source, f"{module}/{use.name}"):
+        return None
+    text = source.read(f"{module}.py") or source.read(f"{module}/__init__.py")
+    if text is None:
+        return f"no module {use.module}"
+    found = _definition(text, use.name)
+    if found is None:
+        return f"no name {use.name} in {use.module}"
+    known = _arguments(found)
+    unknown = set() if known is None else use.keywords - known
+    return f"{use.module}.{use.name} takes no {', '.join(sorted(unknown))}" if unknown else None
+
+
+def _exists(source: Source, path: str) -> bool:
+    return source.read(f"{path}.py") is not None or source.read(f"{path}/__init__.py") is not None
+
+
+@lru_cache
+def _definition(text: str, name: str) -> ast.AST | None:
+    """Where a module defines, assigns, imports or mentions a name, in this order."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return node
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+            return node
+        if isinstance(node, ast.alias) and (node.asname or node.name) == name:
+            return node
+        if isinstance(node, ast.Constant) and node.value == name:  # a lazy import by its name
+            return node
+    return None
+
+
+def _arguments(found: ast.AST) -> set[str] | None:
+    """Keyword arguments that a function or class takes; None where its text alone does not say."""
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        given = found.args
+        return None if given.kwarg else {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    if not isinstance(found, ast.ClassDef) or found.bases:
+        return None
+    makers = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    if makers:
+        return _arguments(makers[0])
+    if [ast.unparse(each).partition("(")[0] for each in found.decorator_list] != ["dataclass"]:
+        return None  # fields that something else adds
+    return {
+        each.target.id for each in found.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    package, path = arguments[0], Path(arguments[1])
+    source: Source = Wheel(path) if path.suffix == ".whl" else Folder(path)
+    uses = list(uses_of(package))
+    lacking = [(use, said) for use in uses if (said := missing(use, source)) is not None]
+    for use, said in lacking:
+        print(f"{said}: {use.file}")
+    print(f"{len(uses)} names of {package}, {len(lacking)} of them missing")
+    return 1 if lacking or not uses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

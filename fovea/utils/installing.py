@@ -1,0 +1,32 @@
+"""The command that installs Fovea with an extra: from the folder that it came from, since no index has it yet."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "fovea-rl"
+CHECKOUT = Path(__file__).parents[2]
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds an extra to this installation: `pip install -e '/src/fovea[hub]'` in a checkout."""
+    folder, editable = _installed_from()
+    if folder is None:
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    return f"pip install {'-e ' if editable else ''}'{folder}[{extra}]'"
+
+
+def _installed_from() -> tuple[Path | None, bool]:
+    """The folder that pip installed Fovea from, and whether it imports the files there; None for an index."""
+    try:
+        recorded = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # on PYTHONPATH only
+        return (CHECKOUT, True) if (CHECKOUT / "pyproject.toml").is_file() else (None, False)
+    origin = json.loads(recorded) if recorded else {}
+    url = urlsplit(origin.get("url", ""))
+    if url.scheme != "file":
+        return None, False
+    return Path(unquote(url.path)), bool(origin.get("dir_info", {}).get("editable"))
