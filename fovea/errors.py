@@ -10,11 +10,13 @@
 
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, ClassVar
+
+from pydantic import ValidationError
 
 
 class FoveaError(Exception):
@@ -172,8 +174,16 @@ def first_line(error: BaseException) -> str:
 
 
 def _with_text(error: BaseException) -> str | None:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else None
+    # pydantic's own first line counts the faults, and names none
+    faults = [_fault(each) for each in error.errors()] if isinstance(error, ValidationError) else []
+    lines = faults or str(error).strip().splitlines()[:1]
+    return f"{type(error).__name__}: {'; '.join(each[:200] for each in lines)}" if lines else None
+
+
+def _fault(found: Mapping[str, Any]) -> str:
+    """A fault that pydantic has found: the field and what is wrong with it."""
+    field = ".".join(map(str, found["loc"]))
+    return f"{field}: {found['msg']}" if field else found["msg"].removeprefix("Value error, ")
 
 
 def _statement(error: BaseException) -> str:

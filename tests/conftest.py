@@ -27,6 +27,7 @@ pytest.register_assert_rewrite(*{f"tests.{each.stem}" for each in Path(__file__)
 def _malloc_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in this process, whose other tests measure memory."""
     monkeypatch.setattr(malloc, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(malloc, "use_expandable_segments", lambda: None)
 
 
 @pytest.fixture(params=FAMILIES)

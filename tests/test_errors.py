@@ -7,6 +7,10 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
+
+import pytest
+from pydantic import BaseModel, PositiveInt, model_validator
 
 import fovea
 from fovea.errors import BadRowError, FoveaError, MicrobatchMemoryError, first_line, raised, result_or_error
@@ -41,6 +45,29 @@ def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
     assert (str(arrived), vars(arrived)) == ("the message", vars(error))
+
+
+class Section(BaseModel):
+    size: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.size > 3:
+            raise ValueError("size 4 is more than 3")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (4, "ValidationError: size 4 is more than 3"),
+        (0, "ValidationError: size: Input should be greater than 0"),
+    ],
+)
+def test_the_faults_that_pydantic_found_are_told_and_not_their_number(size: int, message: str) -> None:
+    _, error = result_or_error(lambda: Section(size=size))
+    assert error is not None
+    assert first_line(error) == message
 
 
 def test_an_exception_without_text_is_told_by_its_statement() -> None:

@@ -66,7 +66,6 @@ def make_streamed(config: Config, settings: StreamedSettings, model: Model, proc
 
         made = connect(settings, model, processor, max_model_len=longest)
         return made
-    longest = settings.max_model_len or longest
     if isinstance(settings, VllmSettings):
         from fovea.rollout.vllm.arguments import make_engine as make_vllm
 

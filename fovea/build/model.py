@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from fovea.build.liger import runs_liger
+from fovea.cluster.loading import load_on_ranks
 from fovea.config.run import Config, Model
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.models.kernel_set import TORCH_KERNELS, Kernels
-from fovea.models.load import load_network, pick_device
+from fovea.models.load import pick_device
 from fovea.models.modules import config_of, family_of_network
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
@@ -27,6 +28,7 @@ from fovea.models.vision.disk_cache import SpillFolder
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.run.run_dir import has_checkpoint
+from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.launch import num_processes, rank
 
 CORPUS_ROWS = 2000
@@ -51,9 +53,12 @@ def locate_model(config: Config, folder: Path, environment: Callable[[], Environ
     return settings.model_copy(update={"path": str(target), "tiny": None})
 
 
-def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int]) -> PolicyNetwork:
-    """Load the network of `settings` onto its device, with frozen parts and adapters of the config."""
-    return make_vlm(config, load_network(settings), banned_ids)
+def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int], ranks: Ranks = ALONE) -> PolicyNetwork:
+    """Load the network of `settings` onto its device, with frozen parts and adapters of the config.
+
+    On several `ranks` every process calls this, and the first one reads the network for all.
+    """
+    return make_vlm(config, load_on_ranks(settings, pick_device(config.model.device), ranks), banned_ids)
 
 
 def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:

@@ -79,9 +79,9 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     if role.learners is None:
         assert role.receivers is not None
         pair = next(iter(role.pairs.values()), None)
-        network = (
-            None if has_own_weights(config) else open_vlm(config, model, processor.banned_ids).requires_grad_(False)
-        )
+        network = None
+        if not has_own_weights(config):
+            network = open_vlm(config, model, processor.banned_ids, role.everyone).requires_grad_(False)
         engine, taker = _engine_and_taker(config, model, processor, network)
         return Worker(
             policy=None,
@@ -91,7 +91,9 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         )
     if trains_with_megatron(config):
         return make_megatron_worker(config, model, processor)
-    vlm = open_vlm(config, model, processor.banned_ids)
+    # an engine with weights of its own reads them itself
+    readers = role.learners if has_own_weights(config) else role.everyone
+    vlm = open_vlm(config, model, processor.banned_ids, readers)
     notes = kernel_notes(config, vlm)
     # copied before the policy's tensors are sharded in place; those of a single learner are shared
     copied = role.has_engine and role.learners.mesh is not None and not has_own_weights(config)

@@ -159,9 +159,11 @@ def _train(config: Config, spent_seconds: float) -> None:
 
     `spent_seconds` are those of the attempts before this one.
     """
-    from fovea.utils.malloc import tune_allocators
+    from fovea.utils.malloc import tune_allocators, use_expandable_segments
 
     tune_allocators()
+    if config.expands_segments:
+        use_expandable_segments()
     from fovea.build.run import build
     from fovea.build.trust import wants_trust
 

@@ -1,7 +1,7 @@
 """Weights from a policy to the engines of other processes, over a process group of torch.distributed.
 
 Its first rank sends; each of the others gives them to its engine. Tensors travel in buckets of bounded
-size, as bytes behind a header in JSON with their names, shapes, types and hashes.
+size, as bytes behind a header in JSON with their names, shapes and types; their hashes follow the last bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fovea.cluster.engine_copy import WeightTaker
 from fovea.cluster.weights import SyncReport
 from fovea.train.ranks import Ranks
 from fovea.types import Shape
-from fovea.utils.checksum import combined
+from fovea.utils.checksum import combined, read_hashes
 
 BUCKET_BYTES = 1 << 26
 """Enough that the time of a transfer is that of its bytes, and little beside a layer of a large model."""
@@ -32,9 +32,8 @@ class Sender:
         """`pairs` are the ranks of this process and one receiver each, by the receiver's rank among all workers."""
         self._groups = [ranks]
         self._pairs = pairs
-        self._bucket: list[tuple[str, Tensor, int]] = []
+        self._bucket: list[tuple[str, Tensor]] = []
         self._bucket_bytes = 0
-        self._sent: list[int] = []
         self._bytes = 0
 
     @property
@@ -47,35 +46,34 @@ class Sender:
 
     def begin(self, shapes: Mapping[str, Shape]) -> None:
         # what a push that failed has left is of older weights
-        self._bucket, self._bucket_bytes, self._sent, self._bytes = [], 0, [], 0
+        self._bucket, self._bucket_bytes, self._bytes = [], 0, 0
         for ranks in self._groups:
             ranks.gather(shapes)
             # raises what a receiver has against them
             ranks.run_on_each(lambda: None)
 
-    def take(self, name: str, tensor: Tensor, bits: int) -> None:
-        self._bucket.append((name, tensor, bits))
+    def take(self, name: str, tensor: Tensor) -> None:
+        self._bucket.append((name, tensor))
         self._bucket_bytes += tensor.nbytes
         if self._bucket_bytes >= BUCKET_BYTES:
             self._flush()
 
-    def finish(self, version: int) -> SyncReport:
+    def finish(self, version: int, sent: Sequence[Tensor]) -> SyncReport:
         if self._bucket:
             self._flush()
+        (bits,) = read_hashes(sent)
         for ranks in self._groups:
             ranks.gather(None)
+            ranks.gather(bits)
             ranks.run_on_each(lambda: None)
-        return SyncReport(
-            version=version, num_tensors=len(self._sent), bytes_copied=self._bytes, checksum=combined(self._sent)
-        )
+        return SyncReport(version=version, num_tensors=len(bits), bytes_copied=self._bytes, checksum=combined(bits))
 
     def _flush(self) -> None:
-        header = [[name, list(x.shape), str(x.dtype).removeprefix("torch."), bits] for name, x, bits in self._bucket]
-        payload = torch.cat([x.contiguous().flatten().view(torch.uint8) for _, x, _ in self._bucket])
+        header = [[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in self._bucket]
+        payload = torch.cat([x.contiguous().flatten().view(torch.uint8) for _, x in self._bucket])
         for ranks in self._groups:
             ranks.gather(header)
             _broadcast(payload.to(_device(ranks)), ranks)
-        self._sent += [bits for _, _, bits in self._bucket]
         self._bytes += len(payload)
         self._bucket, self._bucket_bytes = [], 0
 
@@ -98,24 +96,24 @@ class ReceivedWeights:
         shapes = {name: tuple(shape) for name, shape in self._ranks.gather(None)[0].items()}
         self._ranks.run_on_each(lambda: self._taker.begin(shapes))
         while (header := self._ranks.gather(None)[0]) is not None:
-            for name, tensor, bits in self._bucket(header):
-                self._taker.take(name, tensor, bits)
+            for name, tensor in self._bucket(header):
+                self._taker.take(name, tensor)
+        sent = list(torch.tensor(self._ranks.gather(None)[0], dtype=torch.int64))
         reports: list[SyncReport] = []
-        self._ranks.run_on_each(lambda: reports.append(self._taker.finish(version)))
+        self._ranks.run_on_each(lambda: reports.append(self._taker.finish(version, sent)))
         return reports[0]
 
-    def _bucket(self, header: list[Any]) -> Iterator[tuple[str, Tensor, int]]:
+    def _bucket(self, header: list[Any]) -> Iterator[tuple[str, Tensor]]:
         tensors = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=_device(self._ranks))
-            for _, shape, dtype, _ in header
+            torch.empty(shape, dtype=getattr(torch, dtype), device=_device(self._ranks)) for _, shape, dtype in header
         ]
         payload = torch.empty(sum(x.nbytes for x in tensors), dtype=torch.uint8, device=_device(self._ranks))
         _broadcast(payload, self._ranks)
         parts = payload.split([x.nbytes for x in tensors])
-        for (name, _, _, bits), tensor, part in zip(header, tensors, parts, strict=True):
+        for (name, _, _), tensor, part in zip(header, tensors, parts, strict=True):
             # copied out: in the payload a tensor may begin at a place that its type cannot be read from
             tensor.flatten().view(torch.uint8).copy_(part)
-            yield name, tensor, bits
+            yield name, tensor
 
 
 def _broadcast(payload: Tensor, ranks: Ranks) -> None:

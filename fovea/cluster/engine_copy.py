@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fovea.cluster.weights import SyncReport, WeightTarget, check_names
 from fovea.errors import EngineError
 from fovea.types import Shape
-from fovea.utils.checksum import bit_hash, combined
+from fovea.utils.checksum import bit_hash, combined, read_hashes
 
 
 class WeightTaker(Protocol):
@@ -29,12 +29,15 @@ class WeightTaker(Protocol):
         """
         ...
 
-    def take(self, name: str, tensor: Tensor, bits: int) -> None:
-        """Take a full tensor, whose `bit_hash` is `bits`."""
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Take a full tensor."""
         ...
 
-    def finish(self, version: int) -> SyncReport:
-        """Complete the push; EngineError if an engine holds other bits than were sent."""
+    def finish(self, version: int, sent: Sequence[Tensor]) -> SyncReport:
+        """Complete the push; EngineError if an engine holds other bits than were sent.
+
+        `sent` are the `bit_hash`es of the tensors, in the order in which they came.
+        """
         ...
 
 
@@ -45,8 +48,8 @@ class EngineCopy:
         self._target = target
         self._own = dict(target.own_weights())
         self._is_filled = False
-        self._sent: dict[str, int | None] = {}
-        """Hashes of the tensors of this push; None for one that does not fit into the engine's."""
+        self._fits: dict[str, bool] = {}
+        """Names of the tensors of this push, and whether they have shape and type of the engine's."""
         self._bytes = 0
 
     @property
@@ -56,23 +59,24 @@ class EngineCopy:
     def begin(self, shapes: Mapping[str, Shape]) -> None:
         # all of them in the first push, the trained ones in later pushes
         check_names(shapes, shapes.keys() & self._own.keys() if self._is_filled else self._own)
-        self._sent, self._bytes = {}, 0
+        self._fits, self._bytes = {}, 0
 
     @torch.no_grad()
-    def take(self, name: str, tensor: Tensor, bits: int) -> None:
+    def take(self, name: str, tensor: Tensor) -> None:
         own = self._own[name]
         if not own.untyped_storage().nbytes():
             own.untyped_storage().resize_(own.nbytes)  # the engine's sleep has freed it
         fits = (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
-        self._sent[name] = bits if fits else None
+        self._fits[name] = fits
         if fits and own.data_ptr() != tensor.data_ptr():
             own.copy_(tensor)
             self._bytes += tensor.nbytes
 
-    def finish(self, version: int) -> SyncReport:
+    def finish(self, version: int, sent: Sequence[Tensor]) -> SyncReport:
         # after the last tensor: one that shares memory with another would be overwritten later
-        held = {name: bit_hash(self._own[name]) for name in self._sent}
-        differing = [name for name, bits in self._sent.items() if bits != held[name]]
+        wanted, held = read_hashes(sent, [bit_hash(self._own[name]) for name in self._fits])
+        compared = zip(self._fits.items(), wanted, held, strict=True)
+        differing = [name for (name, fits), one, other in compared if not fits or one != other]
         if differing:
             raise EngineError(
                 f"the weight {differing[0]} differs between trainer and engine after it was copied; run again, and "
@@ -80,6 +84,4 @@ class EngineCopy:
             )
         self._is_filled = True
         self._target.load_weights(self._own, version)
-        return SyncReport(
-            version=version, num_tensors=len(held), bytes_copied=self._bytes, checksum=combined(held.values())
-        )
+        return SyncReport(version=version, num_tensors=len(held), bytes_copied=self._bytes, checksum=combined(held))

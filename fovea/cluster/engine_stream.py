@@ -10,7 +10,7 @@ from torch import Tensor
 from fovea.cluster.weights import SyncReport
 from fovea.errors import EngineError
 from fovea.types import Shape
-from fovea.utils.checksum import bit_hash, combined
+from fovea.utils.checksum import bit_hash, combined, read_hashes
 
 BUCKET_BYTES = 1 << 26
 """Tensors that an engine gets in one call: enough that calls cost nothing, and little beside a model."""
@@ -47,7 +47,8 @@ class EngineStream:
         self._target = target
         self._bucket: list[tuple[str, Tensor]] = []
         self._bucket_bytes = 0
-        self._bits: list[int] = []
+        self._arrived: dict[str, Tensor] = {}
+        """Hashes of the tensors of this push."""
         self._bytes = 0
 
     @property
@@ -55,28 +56,33 @@ class EngineStream:
         return not self._target.has_weights
 
     def begin(self, shapes: Mapping[str, Shape]) -> None:
-        self._bucket, self._bucket_bytes, self._bits, self._bytes = [], 0, [], 0
+        self._bucket, self._bucket_bytes, self._arrived, self._bytes = [], 0, {}, 0
         self._target.begin_push(shapes)
 
-    def take(self, name: str, tensor: Tensor, bits: int) -> None:
-        if bit_hash(tensor) != bits:
-            raise EngineError(
-                f"the weight {name} arrived with other bits than were sent; run again, and report this as a bug if it "
-                "comes back"
-            )
+    def take(self, name: str, tensor: Tensor) -> None:
+        self._arrived[name] = bit_hash(tensor)
         self._bucket.append((name, tensor))
         self._bucket_bytes += tensor.nbytes
-        self._bits.append(bits)
         if self._bucket_bytes >= BUCKET_BYTES:
             self._flush()
 
-    def finish(self, version: int) -> SyncReport:
+    def finish(self, version: int, sent: Sequence[Tensor]) -> SyncReport:
         if self._bucket:
             self._flush()
+        bits = self._checked(sent)
         self._target.finish_push(version)
-        return SyncReport(
-            version=version, num_tensors=len(self._bits), bytes_copied=self._bytes, checksum=combined(self._bits)
-        )
+        return SyncReport(version=version, num_tensors=len(bits), bytes_copied=self._bytes, checksum=combined(bits))
+
+    def _checked(self, sent: Sequence[Tensor]) -> list[int]:
+        """The hashes of this push; EngineError where a tensor did not arrive as it was sent."""
+        wanted, arrived = read_hashes(sent, list(self._arrived.values()))
+        differing = [name for name, one, other in zip(self._arrived, wanted, arrived, strict=True) if one != other]
+        if differing:
+            raise EngineError(
+                f"the weight {differing[0]} arrived with other bits than were sent; run again, and report this as a "
+                "bug if it comes back"
+            )
+        return wanted
 
     def _flush(self) -> None:
         self._target.take_weights(self._bucket)

@@ -14,7 +14,7 @@ from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
 from fovea.train.deal import ImagesByRank
 from fovea.types import Batch, Metrics
 from fovea.utils.background import in_background
-from fovea.utils.checksum import bit_hash, combined
+from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.utils.event_loop import BackgroundLoop
 
 
@@ -30,11 +30,12 @@ class SharedWeights:
         check_names(weights, self._target.weight_names)
         sent = {name: weight.detach() for name, weight in weights.items()}
         held = self._target.load_weights(sent, version)
+        (trained,) = read_hashes([bit_hash(held[name]) for name, weight in weights.items() if weight.requires_grad])
         return SyncReport(
             version=version,
             num_tensors=len(sent),
             bytes_copied=check_copies(sent, held),
-            checksum=combined(bit_hash(held[name]) for name, weight in weights.items() if weight.requires_grad),
+            checksum=combined(trained),
         )
 
 

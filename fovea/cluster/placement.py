@@ -67,6 +67,8 @@ class Placement:
 class Role:
     """What one worker holds, and the ranks by which it takes part in collective calls."""
 
+    everyone: Ranks
+    """Ranks of all workers."""
     learners: Ranks | None
     """Ranks of the policy; None for a worker without a shard of it."""
     receivers: Ranks | None
@@ -88,6 +90,7 @@ class Role:
         is_learner = rank < placement.num_learners
         learners = Ranks.of_process_group(device, placement.num_learners, replicas=placement.replicas, timeout=timeout)
         return Role(
+            everyone=Ranks.of_process_group(device, timeout=timeout),
             learners=learners if is_learner else None,
             receivers=_receivers(placement, device, timeout),
             pairs=_pairs(placement, device, timeout),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from fovea.cluster.broadcast import Sender
 from fovea.cluster.engine_copy import WeightTaker
@@ -56,11 +57,12 @@ class StreamedWeights:
         self._sent_all = False
         for taker in self._takers:
             taker.begin({weight.name: weight.shape for weight in sent})
+        hashes: list[Tensor] = []
         for weight in sent:
             tensor = full(weight.tensor(), self._dtype)
-            bits = bit_hash(tensor) if self._takers else 0
+            hashes += [bit_hash(tensor)] if self._takers else []
             for taker in self._takers:
-                taker.take(weight.name, tensor, bits)
-        reports = [taker.finish(version) for taker in self._takers]
+                taker.take(weight.name, tensor)
+        reports = [taker.finish(version, hashes) for taker in self._takers]
         self._sent_all = True
         return reports[0] if reports else SyncReport(version=version, num_tensors=len(sent), bytes_copied=0)

@@ -23,9 +23,12 @@ from fovea.cluster.remote import RemoteWorker
 from fovea.errors import ClusterError
 from fovea.train.ranks import Ranks
 from fovea.utils.launch import local_rank, num_local_processes, num_processes
+from fovea.utils.malloc import GPU_ALLOCATOR
 
 TIMEOUT = "fovea/collective_timeout_seconds"
 """Key of the store under which the others find the driver's timeout of collective calls."""
+ALLOCATOR = "fovea/gpu_allocator"
+"""The same for its settings of torch's allocator on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class Hello:
 def join(timeout_seconds: float | None = None) -> Ranks:
     """Join the process group that torchrun describes, each process with a GPU of its own where there are any.
 
-    The driver gives the timeout of collective calls, and the others take it over.
+    The driver gives the timeout of collective calls and torch's settings of GPU memory, and the others take them over.
     """
     if num_local_processes() != num_processes():
         raise ClusterError(
@@ -47,14 +50,17 @@ def join(timeout_seconds: float | None = None) -> Ranks:
             "torchrun is of one machine; leave out --nnodes, or set it to 1"
         )
     gloo_on_loopback()
-    has_gpus = torch.cuda.is_available()
-    if has_gpus:
-        torch.cuda.set_device(local_rank())
     shared, rank, size = next(rendezvous("env://"))
     # torchrun's store outlives a restart: an attempt must not find the addresses of the one before
     store = PrefixStore(f"fovea/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     if timeout_seconds is not None:
         store.set(TIMEOUT, str(timeout_seconds))
+        store.set(ALLOCATOR, os.environ.get(GPU_ALLOCATOR, ""))
+    elif allocator := store.get(ALLOCATOR).decode():
+        os.environ.setdefault(GPU_ALLOCATOR, allocator)
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(local_rank())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
         store=store,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.types import Weights
-from fovea.utils.checksum import bit_hash
+from fovea.utils.checksum import bit_hash, read_hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +81,14 @@ def check_names(sent: Iterable[str], wanted: Iterable[str]) -> None:
 
 def check_copies(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> int:
     """Compare checksums of copied tensors, and return their bytes; EngineError for one that differs."""
-    num_bytes = 0
-    for name, tensor in sent.items():
-        copy = held[name]
-        if copy.data_ptr() == tensor.data_ptr():
-            continue  # shared memory: nothing was copied
-        num_bytes += tensor.numel() * tensor.element_size()
-        if copy.shape != tensor.shape or bit_hash(copy) != bit_hash(tensor.to(copy.dtype)):
+    # others share memory: nothing was copied
+    copied = [name for name, tensor in sent.items() if held[name].data_ptr() != tensor.data_ptr()]
+    ours = [bit_hash(sent[name].to(held[name].dtype)) for name in copied]
+    theirs = [bit_hash(held[name]) for name in copied]
+    for name, one, other in zip(copied, *read_hashes(ours, theirs), strict=True):
+        if held[name].shape != sent[name].shape or one != other:
             raise EngineError(
                 f"the weight {name} differs between trainer and engine after it was copied; run again, and report this "
                 "as a bug if it comes back"
             )
-    return num_bytes
+    return sum(sent[name].nbytes for name in copied)

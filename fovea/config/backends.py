@@ -53,7 +53,8 @@ class ServingEngine(Section):
     gpu_memory_utilization: MayChange[Annotated[float, Field(gt=0, lt=1)]] = 0.5
     """Share of a GPU for weights and KV cache of the engine; the trainer needs the rest."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of a prompt with its completion. Default: data.max_prompt_tokens + rollout.max_new_tokens."""
+    """Most tokens of a prompt with its completion. Default: data.max_prompt_tokens + rollout.max_new_tokens, at most
+    the positions of the model."""
     max_num_seqs: MayChange[PositiveInt] = 256
     """Most completions that decode at once."""
     max_num_batched_tokens: MayChange[PositiveInt | None] = None

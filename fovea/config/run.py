@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.algorithm_parts import KlInReward
+from fovea.config.backends import EmbeddedEngine, VllmServersEngine
 from fovea.config.base import (
     MayChange,
     NonNegativeInt,
@@ -143,6 +144,17 @@ class Config(Section):
     checkpoint: MayChange[Checkpoint] = Field(default_factory=Checkpoint)
     log: MayChange[Log] = Field(default_factory=Log)
     plan: MayChange[Plan] = Field(default_factory=Plan)
+
+    @property
+    def expands_segments(self) -> bool:
+        """True if torch may allocate GPU memory in segments that grow.
+
+        Not beside an engine that opens tensors of this process by CUDA IPC (SGLang, or any in another environment), for
+        which segments must not move, nor beside vLLM, which allocates in a pool of its own in this process.
+        """
+        engine = self.rollout.engine
+        by_files = isinstance(engine, VllmServersEngine) and engine.python is None
+        return self.model.device != "cpu" and (by_files or isinstance(engine, EmbeddedEngine))
 
     @property
     def copies_reference(self) -> bool:

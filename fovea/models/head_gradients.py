@@ -109,7 +109,7 @@ class ScoresWithGradients(torch.autograd.Function):
             if of_hidden_AE is not None:
                 torch.mm(of_logits_AW, head_WE, out=of_hidden_AE[part])
             if of_head_WE is not None:
-                _add_product(of_head_WE, of_logits_AW.t(), hidden_AE[part])
+                add_product(of_head_WE, of_logits_AW.t(), hidden_AE[part])
             used.append(tuple(slope_A for slope_A in of_actions if slope_A is not None))
             # the next chunk takes their memory
             del found, of_logits_AW
@@ -130,12 +130,15 @@ def _zeros(hidden_AE: Tensor) -> Tensor:
     return hidden_AE.new_zeros(len(hidden_AE), dtype=torch.float32)
 
 
-def _add_product(sum_WE: Tensor, of_logits_WA: Tensor, hidden_AE: Tensor) -> None:
+def add_product(sum_WE: Tensor, of_logits_WA: Tensor, hidden_AE: Tensor) -> None:
     """Add a chunk's gradient of the head to that of the others, which stays in float32: 16 bits lose small ones."""
     if hidden_AE.dtype == torch.float32:
         torch.addmm(sum_WE, of_logits_WA, hidden_AE, out=sum_WE)
-    else:
+    elif hidden_AE.device.type == "cpu":
+        # its kernels round the product to 16 bits first
         sum_WE.add_(of_logits_WA @ hidden_AE)
+    else:
+        torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)
 
 
 def _check_slopes(used: Sequence[Tensor], found: Sequence[Tensor], rounding: Tensor | float) -> None:

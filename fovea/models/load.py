@@ -24,6 +24,16 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def empty_network(settings: Model) -> PreTrainedModel:
+    """The network of `model.path` on the meta device, in evaluation mode; of its files only the config is read."""
+    assert settings.path is not None, "a tiny model is loaded from the folder that it was written to"
+    with damaged_model(settings.path), torch.device("meta"):
+        config = load_config(settings.path, **hub_options(settings))
+        network: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=DTYPES[settings.dtype])
+    network.eval()
+    return network
+
+
 def load_network(settings: Model) -> PreTrainedModel:
     """The network of `model.path` on the CPU, in evaluation mode; ModelError when weights are missing or damaged."""
     path = settings.path

@@ -26,7 +26,7 @@ from fovea.models.experts import Experts
 from fovea.models.families.base import ModelFamily
 from fovea.models.modules import family_of_network, language_model, projector_modules, vision_modules
 from fovea.types import ParameterCount
-from fovea.utils.checksum import bit_hash
+from fovea.utils.checksum import bit_hash, read_hashes
 
 ADAPTER = "default"
 VALUE_HEAD = "value_head."
@@ -212,11 +212,11 @@ class FrozenGuard:
     """Detects changes of frozen parameters, by a hash of the bits of each one (of this rank's shard, if sharded)."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._hashes = dict(_frozen_hashes(network))
+        self._hashes = _frozen_hashes(network)
 
     def check(self, network: nn.Module) -> None:
         """Raise TrainError with the name of the first frozen parameter that has changed, if any has."""
-        moved = [name for name, digest in _frozen_hashes(network) if self._hashes.get(name) != digest]
+        moved = [name for name, digest in _frozen_hashes(network).items() if self._hashes.get(name) != digest]
         if moved:
             raise TrainError(
                 f"{len(moved)} frozen parameters changed, first {moved[0]}; a frozen part must not move: "
@@ -224,10 +224,11 @@ class FrozenGuard:
             )
 
 
-def _frozen_hashes(network: nn.Module) -> Iterator[tuple[str, int]]:
-    for name, parameter in network.named_parameters():
-        if not parameter.requires_grad:
-            yield name, bit_hash(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+def _frozen_hashes(network: nn.Module) -> dict[str, int]:
+    frozen = {name: parameter for name, parameter in network.named_parameters() if not parameter.requires_grad}
+    own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in frozen.values())
+    (hashes,) = read_hashes([bit_hash(tensor) for tensor in own])
+    return dict(zip(frozen, hashes, strict=True))
 
 
 def freeze_lm_head(network: PreTrainedModel) -> None:

@@ -18,9 +18,10 @@ from fovea.probe import kernels, tiny_runs
 from fovea.probe.checks import Check, run_checks
 from fovea.probe.rates import Rates, best_seconds, measure_rates
 from fovea.probe.ring import ring
+from fovea.utils.malloc import GPU_ALLOCATOR, GPU_ALLOCATOR_BEFORE
 
 GIGA, TERA, GIB = 1e9, 1e12, 2**30
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR = (GPU_ALLOCATOR, GPU_ALLOCATOR_BEFORE)
 PINNED_BYTES = 2**28
 
 

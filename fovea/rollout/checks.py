@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import PretrainedConfig
@@ -46,6 +48,20 @@ def check_merge(config: PretrainedConfig, *, model: str, setting: str, engine: s
         )
 
 
+def fitting_length(config: PretrainedConfig, chosen: int | None, default: int, *, model: str) -> int:
+    """Most tokens of a prompt with its completion: those chosen, else `default` as far as the model has positions.
+
+    ConfigError for a choice of more tokens than it has positions for.
+    """
+    positions: int = config.get_text_config().max_position_embeddings
+    if chosen is not None and chosen > positions:
+        raise ConfigError(
+            f"rollout.engine.max_model_len={chosen}, but {model} has positions for {positions} tokens; lower it, or "
+            "leave it out"
+        )
+    return chosen or min(default, positions)
+
+
 def check_arguments(
     given: Mapping[str, Any],
     *,
@@ -75,6 +91,32 @@ def check_known(argument: str, known: Collection[str], *, where: str, engine: st
         near = difflib.get_close_matches(argument, known, n=2, cutoff=0.6)
         meant = f"; did you mean {' or '.join(near)}?" if near else f"; {listed} lists them all"
         raise ConfigError(f"{where}: {engine} has no such engine argument{meant}")
+
+
+def gpus_of_engine(number: int, cuda: Any = torch.cuda) -> list[int]:
+    """Indices of the GPUs of an engine: this process's own and those that follow it; ConfigError where they end before.
+
+    Without them an engine takes the first GPUs of the machine, which under torchrun are those of other processes.
+    """
+    own, all_of_them = cuda.current_device(), cuda.device_count()
+    if own + number > all_of_them:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel_size={number}, but the process on GPU {own} sees {all_of_them} GPUs, and "
+            "its engine takes this one and those after it; lower it, or give the engine's process the first of as many "
+            "free GPUs (cluster.placement=disaggregated cluster.rollout_gpus=1)"
+        )
+    return list(range(own, own + number))
+
+
+@contextmanager
+def keeping_gpu(cuda: Any = torch.cuda) -> Iterator[None]:
+    """Context after which this thread's current GPU is what it was before, whatever an engine has set meanwhile."""
+    own = cuda.current_device() if cuda.is_available() else None
+    try:
+        yield
+    finally:
+        if own is not None:
+            cuda.set_device(own)
 
 
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape], *, engine: str) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from fovea.config.run import Algorithm, Train
 from fovea.train.microbatching import Cost, GroupSlice, RowSlices, slice_groups
-from fovea.train.rank_assignment import align_ranks, imbalance, rows_by_cost, rows_by_count, slices_of
-from fovea.types import Batch, Prompt, PromptImage, SampleGroup
+from fovea.train.rank_assignment import align_ranks, imbalance, rows_by_cost, rows_by_count, slices_of, unevenness
+from fovea.types import Batch, Metrics, Prompt, PromptImage, SampleGroup
 
 ImageKeys: TypeAlias = frozenset[str]
 T = TypeVar("T")
@@ -47,9 +47,10 @@ class Deal:
         rows = rows if only is None else slices_of(only, rows)
         return align_ranks(rows, GroupSlice(group=SampleGroup(prompt=self._dummy(groups), samples=()), first_sample=0))
 
-    def imbalance(self, groups: Sequence[SampleGroup], max_tokens: int) -> float:
-        """Work of the slowest rank over the mean of all ranks, in passes over these groups (`rank_assignment`)."""
-        return 1.0 if self.num_ranks == 1 else imbalance(self.rows_of_ranks(groups, max_tokens), self.cost)
+    def balance(self, groups: Sequence[SampleGroup], max_tokens: int) -> Metrics:
+        """How evenly the work of passes over these groups is divided among ranks, and among all micro-batches."""
+        rows = self.rows_of_ranks(groups, max_tokens)
+        return {"balance/ranks": imbalance(rows, self.cost), "balance/microbatches": unevenness(rows, self.cost)}
 
     def tokens_for(self, groups: Sequence[SampleGroup], limit_tokens: int) -> int:
         """Largest micro-batch of these groups; a limit below the settings' gives way to their longest completion."""

@@ -77,6 +77,12 @@ def imbalance(rows_of_ranks: Sequence[Sequence[RowSlices]], cost: Cost) -> float
     return slowest * len(parts) / total if total else 1.0
 
 
+def unevenness(rows_of_ranks: Sequence[Sequence[RowSlices]], cost: Cost) -> float:
+    """Cost of the dearest row over the mean of all rows of all ranks: 1 where all micro-batches are filled alike."""
+    costs = [sum(_row_parts(row, cost)) for rows in rows_of_ranks for row in rows]
+    return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
+
+
 Parts = tuple[float, float]
 """Cost of text and of vision."""
 

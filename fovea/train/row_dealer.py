@@ -23,7 +23,7 @@ from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.microbatching import Cost, check_padding
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.train.ranks import Ranks
-from fovea.types import SampleGroup
+from fovea.types import Metrics, SampleGroup
 
 
 class RowDealer:
@@ -65,9 +65,10 @@ class RowDealer:
         mine, like = rows_of_ranks[self._ranks.rank], groups[0].samples[0]
         return micro_batches(self._vlm.family, mine, like, self._vlm.device, padded_tokens)
 
-    def imbalance(self, groups: Sequence[SampleGroup]) -> float:
-        """Work of the slowest rank over the mean of all ranks, in passes over these groups (`rank_assignment`)."""
-        return self.deal.imbalance(groups, self._microbatch_tokens(groups))
+    def balance(self, minibatches: Sequence[Sequence[SampleGroup]]) -> Metrics:
+        """Balance of the work (`Deal.balance`), mean over the minibatches."""
+        found = [self.deal.balance(groups, self._microbatch_tokens(groups)) for groups in minibatches]
+        return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
 
     def _microbatch_tokens(self, groups: Sequence[SampleGroup]) -> int:
         return self.deal.tokens_for(groups, self._limit.max_tokens)

@@ -1,9 +1,10 @@
-"""Checksums: of a tensor, computed on its own device, and of several tensors."""
+"""Checksums of tensors, computed on their device and read from it in one copy for any number of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import islice
 from zlib import crc32
 
 import torch
@@ -17,8 +18,8 @@ PLACE_MULTIPLIER = 0x9E3779B97F4A7C1  # odd, and without a pattern in its bits
 
 
 @torch.no_grad()
-def bit_hash(tensor: Tensor) -> int:
-    """A hash of the bits of a tensor and of their places, made where the tensor is, a part at a time.
+def bit_hash(tensor: Tensor) -> Tensor:
+    """A hash of the bits of a tensor and of their places, a part at a time: an int64 on the tensor's device.
 
     The sum of 64-bit words times an odd multiplier of their place, modulo 2^64: a change of one word always shows, and
     changes of many (all signs turned, rows swapped) cancel by chance only.
@@ -31,17 +32,24 @@ def bit_hash(tensor: Tensor) -> int:
     words, rest = octets[: num_words * WORD_BYTES].view(torch.int64), octets[num_words * WORD_BYTES :].long()
     num_rows = num_words // ROW
     multipliers = _odd_multipliers(tensor.device)
-    total = int((words[num_rows * ROW :] * multipliers[: num_words % ROW]).sum())
+    total = (words[num_rows * ROW :] * multipliers[: num_words % ROW]).sum()
     for start in range(0, num_rows, ROWS_AT_ONCE):
         rows = words[start * ROW : min(start + ROWS_AT_ONCE, num_rows) * ROW].view(-1, ROW)
-        total = total * PLACE_MULTIPLIER + int(((rows * multipliers).sum(1) * multipliers[1 : 1 + len(rows)]).sum())
+        total = total * PLACE_MULTIPLIER + ((rows * multipliers).sum(1) * multipliers[1 : 1 + len(rows)]).sum()
     # a byte of the rest has a word of its own, after all others
-    return (total * PLACE_MULTIPLIER + int((rest * multipliers[: len(rest)]).sum())) % 2**64
+    return total * PLACE_MULTIPLIER + (rest * multipliers[: len(rest)]).sum()
 
 
-def value_hash(tensor: Tensor, dtype: torch.dtype) -> int:
+def value_hash(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The hash of a tensor's values in a type, the same for 0 and -0."""
     return bit_hash(tensor.to(dtype) + 0)
+
+
+def read_hashes(*groups: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of groups of hashes, all read in one copy, which is all that the host waits for."""
+    hashes = [each for group in groups for each in group]
+    numbers = iter(torch.stack([each.to(hashes[0].device) for each in hashes]).tolist() if hashes else [])
+    return [list(islice(numbers, len(group))) for group in groups]
 
 
 @cache
@@ -54,5 +62,5 @@ def combined(hashes: Iterable[int]) -> int:
     """One number of 32 bits for hashes in this order, small enough for a metric."""
     total = 0
     for each in hashes:
-        total = crc32(each.to_bytes(8, "little"), total)
+        total = crc32(each.to_bytes(8, "little", signed=True), total)
     return total

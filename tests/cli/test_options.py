@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from fovea.build import run as run_module
 from fovea.cli import main as cli
 from fovea.cli.errors import with_options
+from fovea.utils import malloc
 from fovea.utils.installing import pip_install
 from tests.tables import table
 
@@ -24,6 +26,7 @@ DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes", "easy-vqa"]
 MODELS = ["smolvl", "smolvl-tower"]
 WORKFLOWS = [["workflow", "vlm-rl-training"], ["workflow", "vlm-rl-eval"]]
 SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
+SERVERS = ("rollout.engine.weights_dir=w", "rollout.engine.servers=[http://a:1]")
 
 
 def fovea(*words: str) -> Result:
@@ -234,6 +237,28 @@ def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
     assert line.startswith("settings of the recipe that another choice dropped: environment.train_files=")
     assert "train_size" not in line
     assert fovea("config", str(ROOT / "recipes" / "shapes.yaml"), "warmup=null").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expands"),
+    [
+        ([], True),
+        (["model.device=cpu"], False),
+        (["rollout.engine=sglang"], False),
+        (["rollout.engine=vllm"], False),
+        (["rollout.engine=vllm_servers", *SERVERS], True),
+        (["rollout.engine=vllm_servers", *SERVERS, "rollout.engine.python=env/bin/python"], False),
+    ],
+)
+def test_segments_of_gpu_memory_grow_where_no_engine_opens_them(
+    settings: list[str], expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines in processes of their own open tensors by CUDA IPC, and vLLM has a pool in this process."""
+    called: list[str] = []
+    monkeypatch.setattr(malloc, "use_expandable_segments", lambda: called.append("expands"))
+    monkeypatch.setattr(run_module, "build", lambda _: called.append("built") or sys.exit("enough"))
+    fovea("train", "shapes", *settings)
+    assert called == [*(["expands"] if expands else []), "built"]
 
 
 def test_quiet_prints_results_only(tmp_path: Path) -> None:

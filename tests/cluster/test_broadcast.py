@@ -27,6 +27,7 @@ from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.train.ranks import ALONE
 from fovea.types import Weights
+from fovea.utils.checksum import bit_hash
 from fovea.utils.event_loop import wait_for
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
@@ -154,5 +155,5 @@ def test_a_push_that_failed_leaves_nothing_for_the_next() -> None:
     sender.leave_out_lost([])
     for name in ("of a push that failed", "a"):
         sender.begin({name: (2,)})
-        sender.take(name, torch.zeros(2), 0)
-    assert sender.finish(1).num_tensors == 1
+        sender.take(name, torch.zeros(2))
+    assert sender.finish(1, [bit_hash(torch.zeros(2))]).num_tensors == 1

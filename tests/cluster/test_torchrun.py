@@ -7,7 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from fovea.cluster.torchrun import join
 from fovea.metrics.log import read_metrics
 from tests.cluster.torchrun_runs import (
     LONG,
@@ -25,11 +27,33 @@ from tests.cluster.torchrun_runs import (
 )
 from tests.runs import fovea_here, untimed
 from tests.saved import saved_tensors
+from tests.warm import run_ranks
 
 CASES = {
     "grpo, trained tower": ("recipes/shapes.yaml", "model.freeze_vision_tower=false"),
     "two turns": ("recipes/shapes_zoom.yaml",),
 }
+
+
+PATIENCE_SECONDS = 60.0
+
+
+def joined(rank: int, port: int, folder: Path) -> None:
+    """The settings of GPU memory in a process once it has joined; the first alone has set them."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    if rank == 0:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    join(PATIENCE_SECONDS if rank == 0 else None)
+    (folder / str(rank)).write_text(os.environ["PYTORCH_ALLOC_CONF"], encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def test_all_processes_allocate_gpu_memory_as_the_first(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(joined, (store.port, tmp_path), nprocs=2)
+    assert [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(2)] == ["expandable_segments:True"] * 2
 
 
 def test_two_processes_of_torchrun_train_by_ppo_as_one(tmp_path: Path) -> None:

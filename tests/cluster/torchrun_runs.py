@@ -17,7 +17,7 @@ from tests.runs import HASH_REWARD, ROOT, SMALL, environment
 from tests.saved import saved_tensors
 from tests.warm import run_together
 
-ALONE = ("reused", "transfer/", "balance/ranks")
+ALONE = ("reused", "transfer/", "balance/")
 """Metrics that depend on the number of processes: what a rollout leaves for the update, what is sent, and to whom."""
 ROUNDING = ("rollout_train", "kl/", "importance", "weights_checksum")
 """Differences between two passes over the same tokens, which are rounding, and the bits of the weights."""

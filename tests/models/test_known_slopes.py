@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import Slopes, add_product
 from fovea.models.token_logprobs import TokenScores, token_scores
 from tests.models.banned_ids import ACTIONS, BANNED, TOLERANCE, VOCABULARY, WIDTH, inputs
 
@@ -104,6 +106,57 @@ def test_a_chunk_more_costs_no_precision_in_bfloat16() -> None:
         return float((leaf.grad - exact.grad).norm() / exact.grad.norm())
 
     assert error_of(Slopes(lambda *_: (slopes, None))) < 1.1 * error_of(None) < 0.01
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_gradient_of_the_head_has_the_precision_of_its_inputs() -> None:
+    """The product of a chunk is added in float32, unlike on a CPU, where it is rounded to 8 bits before."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(rows, 256, generator=generator).bfloat16() for rows in (4096, VOCABULARY))
+    of_logits = torch.randn(4096, VOCABULARY, generator=generator).bfloat16()
+    total = torch.zeros_like(head, dtype=torch.float32, device="cuda")
+    for first in range(0, 4096, 64):
+        part = slice(first, first + 64)
+        add_product(total, of_logits[part].cuda().t(), hidden[part].cuda())
+    exact = of_logits.double().t() @ hidden.double()
+    assert float((total.cpu() - exact).norm() / exact.norm()) < 1e-5
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations and the numbers that they put into 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.bfloat16: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        if isinstance(out, Tensor) and out.dtype == torch.bfloat16:
+            self.bfloat16.add(tuple(out.shape))
+        return out
+
+
+def test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself() -> None:
+    """By the operations of the meta device, on which no product of the head's size is made in 16 bits."""
+    hidden, head, targets = (each.detach().to("meta") for each in inputs())
+    hidden, head = (each.bfloat16().requires_grad_() for each in (hidden, head))
+    slopes = Slopes(lambda logprobs_A, _: (torch.ones_like(logprobs_A), None))
+    with Operations() as found:
+        token_scores(
+            hidden,
+            head,
+            targets,
+            torch.tensor(BANNED, device="meta"),
+            temperature=0.7,
+            chunk_tokens=CHUNK,
+            slopes=slopes,
+        )
+    assert found.names.count("aten.addmm.dtype_out") == -(-ACTIONS // CHUNK)
+    assert (VOCABULARY, WIDTH) not in found.bfloat16
 
 
 def test_slopes_that_cancel_may_differ_by_rounding() -> None:

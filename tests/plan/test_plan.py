@@ -111,7 +111,7 @@ def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
 
 def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
     """On 8 ranks: float32 shards, moments and gradients, a shard of the reference, and an engine while it is awake."""
-    config, sizes = published(tmp_path)
+    config, sizes = published(tmp_path, "plan.gpu=a100-40")
     rollout, update = make_plan(config, sizes).phases
     count = sizes.parameters
     for phase in (rollout, update):
@@ -127,9 +127,18 @@ def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_sleeping_engine_keeps_what_is_frozen(tmp_path: Path) -> None:
-    config, sizes = published(tmp_path, "model.lora.rank=16")
+    config, sizes = published(tmp_path, "model.lora.rank=16", "plan.gpu=a100-40")
     update = make_plan(config, sizes).phases[1].parts
     assert update["engine's weights"] == 2 * (sizes.parameters - sizes.trainable) == 16_584_333_312
+
+
+def test_copies_of_weights_stay_with_the_cache_where_an_update_leaves_room_for_both(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path, "plan.gpu=h100")
+    rollout, update = (phase.parts for phase in make_plan(config, sizes).phases)
+    for part in ("engine's weights", "key-value cache"):
+        assert update[part] == rollout[part]
+    larger = with_settings(config, {"rollout.engine.max_batch_tokens": 600_000})
+    assert not {"engine's weights", "key-value cache"} & make_plan(larger, sizes).phases[1].parts.keys()
 
 
 def test_offload_and_replicas(tmp_path: Path) -> None:

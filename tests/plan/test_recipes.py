@@ -33,7 +33,7 @@ FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 16, alpha: 3
         (VERL, QWEN2_5_VL_7B, [FROZEN]),
         (VERL, QWEN2_5_VL_7B, [LORA]),
         (VERL, QWEN3_VL_8B, ["rollout.engine.max_batch_tokens=262144"]),
-        (VERL, QWEN2_5_VL_7B, ["plan.gpu=a100-40", "rollout.engine.max_batch_tokens=98304"]),
+        (VERL, QWEN2_5_VL_7B, ["plan.gpu=a100-40", "rollout.engine.max_batch_tokens=65536"]),
     ],
     ids=["2B", "4B", "8B", "7B", "7B frozen tower", "7B LoRA", "8B of verl's", "7B on 40 GB"],
 )

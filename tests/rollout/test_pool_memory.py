@@ -123,6 +123,29 @@ def test_a_pool_that_no_longer_fits_beside_an_update_is_freed(gpu: FakeGpu) -> N
     assert captures_of_steps(gpu, engine, parts, update_bytes=8 * 10**8) == [0, 0, 2, 1]
 
 
+@pytest.mark.parametrize("stay", [True, False])
+def test_copies_of_weights_stay_with_the_pool_or_go_with_it(gpu: FakeGpu, stay: bool) -> None:
+    """Those of an engine whose own weights every push brings: graphs hold the addresses of both."""
+    parts = tiny("qwen3_vl")
+    own = dict(merged_weights(parts.network))
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=TOKENS, tuning=Tuning(**PAGED), pushed=own)
+    engine.load_weights(own, version=1)
+    policy = {name: weight.clone() for name, weight in own.items()}
+    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    spare, copies = gpu.total // 10, sum(weight.nbytes for weight in own.values())
+    gpu.free = spare + gpu.pool_bytes + (copies if stay else copies // 2)  # after each update
+    for _ in range(2):  # during the first one nothing stays, since none has been measured
+        wait_for(engine.sleep())
+        held = {bool(weight.untyped_storage().nbytes()) for weight in own.values()}
+        for name, weight in own.items():  # as a push does
+            weight.untyped_storage().resize_(weight.nbytes)
+            weight.copy_(policy[name])
+        wait_for(engine.wake())
+        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    assert held == {stay}
+
+
 def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
     gib = 2**30
     assert default_bytes(50 * gib) == 40 * gib, "before the first update: four fifths"

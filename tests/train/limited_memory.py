@@ -25,7 +25,7 @@ def result(policy: TorchPolicy, metrics: Metrics) -> dict[str, object]:
     """Metrics of an update but for its memory, and a checksum of the weights that it left."""
     trained = trainable_parameters(policy.vlm)
     del metrics["memory/activations_gib"]
-    return {**metrics, "weights": [str(bit_hash(weight.detach())) for weight in trained.values()]}
+    return {**metrics, "weights": [str(int(bit_hash(weight))) for weight in trained.values()]}
 
 
 if __name__ == "__main__":

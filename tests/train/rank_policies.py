@@ -138,7 +138,7 @@ def checksum(policy: TorchPolicy) -> float:
     return float(sum(full(weight.detach()).double().abs().sum() for _, weight in policy.weights()))
 
 
-LOCAL = {"memory/activations_gib", "expert_imbalance", "balance/ranks"}
+LOCAL = {"memory/activations_gib", "expert_imbalance", "balance/ranks", "balance/microbatches"}
 """The largest of a rank's rows, and counts in which a prompt is as often as it is in rows; all else is of the batch."""
 
 

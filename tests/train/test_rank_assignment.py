@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.train.microbatching import Cost, GroupSlice, pack_by_cost, slice_groups
-from fovea.train.rank_assignment import align_ranks, imbalance, rows_by_cost, rows_by_count
+from fovea.train.rank_assignment import align_ranks, imbalance, rows_by_cost, rows_by_count, unevenness
 from tests.train.sample_groups import CACHED, FULL, PLAIN, TRAINED, group
 
 
@@ -72,6 +72,8 @@ def test_ranks_wait_for_nobody_who_is_not_slower() -> None:
     cost = Cost(work=PLAIN, passes=CACHED)
     rows = [[slice_groups([group(tokens, 1)]) for tokens in of_rank] for of_rank in ([3, 1], [2, 2])]
     assert imbalance(rows, cost) == 5 / 4
+    assert unevenness(rows, cost) == 3 / 2, "3 over the mean of 3, 1, 2 and 2"
+    assert unevenness(rows[1:], cost) == 1
 
 
 def unequal_groups(rng: np.random.Generator) -> list[GroupSlice]:

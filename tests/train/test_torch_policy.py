@@ -71,6 +71,7 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
         assert rows == (num_rows if cut is settings else 1)
         gradient, metrics = update_gradients(policy, batch), policy.update(batch)
         del metrics["memory/activations_gib"], metrics["microbatch/max_tokens"]
+        assert 1 <= metrics.pop("balance/microbatches") <= rows, "1: alike; all work in one of them"
         results.append((gradient, metrics))
     (whole, whole_metrics), (split, split_metrics) = results
     assert largest_relative_difference(whole, split) < GRADIENT_TOLERANCE

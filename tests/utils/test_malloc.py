@@ -37,6 +37,32 @@ def test_elsewhere_it_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not keep_freed_memory()
 
 
+EXPANDABLE = """
+from fovea.utils.malloc import use_expandable_segments
+use_expandable_segments()
+import os
+print([os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")])
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, ["expandable_segments:True", None]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, ["max_split_size_mb:64", None]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, [None, "expandable_segments:False"]),
+    ],
+)
+def test_segments_of_a_gpu_may_grow_unless_the_user_says_something_else(
+    given: dict[str, str], found: list[str | None]
+) -> None:
+    own = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPANDABLE], env=own | given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(found)
+
+
 LARGE_PAGES = """
 import sys
 from fovea.utils.malloc import use_large_pages

@@ -17,7 +17,7 @@ from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family, check_merge
+from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.engine_process import EngineProcess, Limits
 from fovea.rollout.sglang.engine import SglangEngine
@@ -73,14 +73,19 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 def make_engine(
     settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int
 ) -> SglangEngine:
-    """Start SGLang on the model's folder, in processes of its own; ConfigError for what it refuses."""
+    """Start SGLang on the model's folder, in processes of its own; ConfigError for what it refuses.
+
+    `max_model_len` is the default of the setting.
+    """
     check_family(processor.family.model_type, FAMILIES, model=model.name, setting=settings.name, engine="SGLang")
     assert model.path is not None, "an engine serves a model from its folder"
     config = AutoConfig.from_pretrained(model.path, **hub_options(model))
-    _check_length(config, max_model_len)
+    max_model_len = fitting_length(config, settings.max_model_len, max_model_len, model=model.name)
     check_patches(config, model.name)
     check_merge(config, model=model.name, setting=settings.name, engine="SGLang")
     device = pick_device(model.device)
+    if device.type != "cpu":
+        device = torch.device(device.type, gpus_of_engine(settings.tensor_parallel_size)[0])
     arguments = server_arguments(settings, model, max_model_len=max_model_len, seed=seed, device=device)
     on_cpu = device.type == "cpu"
     try:
@@ -159,7 +164,7 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "random_seed": seed % 2**31,
         "trust_remote_code": False,
         "device": device.type,
-        "base_gpu_id": _gpu(device),
+        "base_gpu_id": device.index or 0,
         # frees memory for the update
         "enable_memory_saver": device.type != "cpu",
         # the one that draws by seed
@@ -169,22 +174,6 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "skip_server_warmup": True,
         "disable_radix_cache": False,
     }
-
-
-def _gpu(device: torch.device) -> int:
-    """The number of the device, which without one is that of this process."""
-    if device.type == "cpu":
-        return 0
-    return torch.cuda.current_device() if device == torch.device(device.type) else device.index
-
-
-def _check_length(config: PretrainedConfig, max_model_len: int) -> None:
-    longest = config.get_text_config().max_position_embeddings
-    if max_model_len > longest:
-        raise ConfigError(
-            f"a prompt and its completion may have {max_model_len} tokens together, and the model has positions for "
-            f"{longest}; lower rollout.engine.max_model_len, or data.max_prompt_tokens and rollout.max_new_tokens"
-        )
 
 
 def check_patches(config: PretrainedConfig, model: str) -> None:

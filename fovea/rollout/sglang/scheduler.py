@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor, nn
 
 from fovea.rollout.sglang.weights import Sent, plain_name
-from fovea.utils.checksum import value_hash
+from fovea.utils.checksum import read_hashes, value_hash
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -83,8 +83,9 @@ def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dty
             f"SGLang has no place for {len(unknown)} weights that were sent{_first(unknown)}, and {len(untouched)} of "
             f"its parameters got none{_first(untouched)}; it runs another model than the trainer"
         )
-    held = _held(parameters, places, expected)
-    differing = [name for name, weight in held if value_hash(weight, dtype) != expected[name].bits]
+    held = {name: value_hash(weight, dtype) for name, weight in _held(parameters, places, expected)}
+    (hashes,) = read_hashes(list(held.values()))
+    differing = [name for name, bits in zip(held, hashes, strict=True) if bits != expected[name].bits]
     if differing:
         return f"{len(differing)} weights differ between trainer and SGLang after a push{_first(differing)}"
     return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from fovea.rollout.checks import check_shapes, checkpoint_shapes
 from fovea.rollout.engine_process import EngineProcess
 from fovea.types import Shape
-from fovea.utils.checksum import value_hash
+from fovea.utils.checksum import read_hashes, value_hash
 from fovea.utils.tensor_handles import handles
 
 
@@ -57,6 +58,8 @@ class SglangWeights:
         """Names in the checkpoint, which are those that SGLang loads."""
         self.are_complete = False
         """Whether SGLang holds all weights of some pushes, the last of which has ended."""
+        self._sending: dict[str, tuple[Shape, Tensor]] = {}
+        """Shapes and hashes of the weights of this push, by their names in the checkpoint; not read from the device."""
         self._sent: dict[str, Sent] = {}
         """All weights that were sent and not replaced, by their names in the checkpoint."""
 
@@ -68,19 +71,20 @@ class SglangWeights:
 
     def begin(self) -> None:
         """Prepare for weights that `check` has accepted."""
-        self.are_complete = False
+        self.are_complete, self._sending = False, {}
         self._process.run("begin_push")
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them."""
         named = [(self._names[plain_name(name)], tensor) for name, tensor in bucket]
-        self._sent |= {
-            name: Sent(len(tensor), tensor.numel(), value_hash(tensor, self._dtype)) for name, tensor in named
-        }
+        self._sending |= {name: (tuple(tensor.shape), value_hash(tensor, self._dtype)) for name, tensor in named}
         self._process.run("take_weights", [handles(named) for _ in range(self._workers)])
 
     def finish(self) -> None:
         """End the push, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
+        (hashes,) = read_hashes([each for _, each in self._sending.values()])
+        for (name, (shape, _)), bits in zip(self._sending.items(), hashes, strict=True):
+            self._sent[name] = Sent(shape[0], prod(shape), bits)
         self._process.run("finish_push", json.dumps(self._sent))
         self.are_complete = True
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -20,7 +20,7 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family, check_merge
+from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine, keeping_gpu
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.vllm.adapter import VllmAdapter, room_for
 from fovea.rollout.vllm.engine import VllmEngine
@@ -34,14 +34,20 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def make_engine(settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> VllmEngine:
-    """Start vLLM in this process on the model's folder; ConfigError for what it refuses."""
-    check_model(processor, model, settings.name)
-    arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed)
-    with named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}")):
-        config = EngineArgs(**arguments).create_engine_config()
+    """Start vLLM in this process on the model's folder; ConfigError for what it refuses.
+
+    `max_model_len` is the default of the setting.
+    """
+    config = check_model(processor, model, settings.name)
+    max_model_len = fitting_length(config, settings.max_model_len, max_model_len, model=model.name)
+    gpus = None if current_platform.is_cpu() else gpus_of_engine(settings.tensor_parallel_size)
+    arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed, gpus=gpus)
+    refusal = named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}"))
+    with refusal, keeping_gpu():
+        vllm_config = EngineArgs(**arguments).create_engine_config()
         # not by `from_engine_args`, which asks an environment variable whether to use processes
         with in_a_world_of_its_own():
-            llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+            llm = LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False, multiprocess_mode=False)
     fields = llm.renderer.get_mm_processor()._get_mm_fields_config
     translator = Translator(
         fields=lambda tensors: fields(tensors, {}),
@@ -56,12 +62,13 @@ def make_engine(settings: Settings, model: Model, processor: Processor, *, max_m
     return VllmEngine(llm, translator, text, max_images=settings.limit_mm_per_prompt.image, adapter=adapter)
 
 
-def check_model(processor: Processor, model: Model, setting: str) -> None:
-    """Raise ConfigError for a model whose images cannot be handed to vLLM; `setting` is the name of the engine."""
+def check_model(processor: Processor, model: Model, setting: str) -> PretrainedConfig:
+    """The config of a model; ConfigError if its images cannot be handed to vLLM. `setting` is the engine's name."""
     check_family(processor.family.model_type, FAMILIES, model=model.name, setting=setting, engine="vLLM")
     assert model.path is not None, "an engine serves a model from its folder"
-    config = AutoConfig.from_pretrained(model.path, **hub_options(model))
+    config: PretrainedConfig = AutoConfig.from_pretrained(model.path, **hub_options(model))
     check_merge(config, model=model.name, setting=setting, engine="vLLM")
+    return config
 
 
 @contextmanager
@@ -78,8 +85,13 @@ def in_a_world_of_its_own() -> Iterator[None]:
         dist.GroupMember.WORLD = of_the_run
 
 
-def engine_arguments(settings: Settings, model: Model, *, max_model_len: int, seed: int) -> dict[str, Any]:
-    """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for."""
+def engine_arguments(
+    settings: Settings, model: Model, *, max_model_len: int, seed: int, gpus: list[int] | None = None
+) -> dict[str, Any]:
+    """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for.
+
+    `gpus` are indices among the GPUs that this process sees; None on a CPU.
+    """
     on_cpu = bool(current_platform.is_cpu())
     kv_cache_gib = settings.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
     chosen: dict[str, Any] = {
@@ -103,6 +115,8 @@ def engine_arguments(settings: Settings, model: Model, *, max_model_len: int, se
         **TRAINED_ON,
         "enable_sleep_mode": not on_cpu,
         "worker_extension_cls": RECEIVER,
+        # else each process of torchrun would take the first GPU
+        "device_ids": gpus,
         # one worker in this process takes weights by reference; several are processes, to which weights are copied
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
     }

@@ -12,6 +12,7 @@ from fovea.config.backends import VllmServersEngine as Settings
 from fovea.config.run import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.processor import Processor
+from fovea.rollout.checks import fitting_length
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.vllm.arguments import check_model
 from fovea.rollout.vllm.inputs import Translator
@@ -25,9 +26,10 @@ from fovea.utils.http_json import CallBounds, JsonServer, bearer
 def connect(settings: Settings, model: Model, processor: Processor, *, max_model_len: int) -> VllmServers:
     """Wait for all servers, and check that they are fit; ConfigError or EngineError where they are not.
 
-    `max_model_len` is the longest prompt with its completion, in tokens.
+    `max_model_len` is the longest prompt with its completion, in tokens; fewer if the model has positions for fewer.
     """
-    check_model(processor, model, settings.name)
+    checked = check_model(processor, model, settings.name)
+    max_model_len = fitting_length(checked, None, max_model_len, model=model.name)
     config = _model_config(model, max_model_len)
     expected = ExpectedWeights(config, is_sharded=False)
     bounds = CallBounds(timeout_seconds=settings.timeout_seconds, calls_at_once=settings.max_concurrency)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fovea.errors import EngineError
-from fovea.utils.checksum import value_hash
+from fovea.utils.checksum import read_hashes, value_hash
 
 PUSH_NAME = re.compile(r"push-[0-9a-f]{16}")
 """The name of a push's folder."""
@@ -62,8 +62,8 @@ class PushFolder:
         held = {name: tensor.detach().to(self._dtype).cpu().contiguous() for name, tensor in bucket}
         save_file(held, self._root / self._push.name / f"{self._num_files:05d}.safetensors")
         self._num_files += 1
-        for name, tensor in held.items():
-            bits = value_hash(tensor, self._dtype)
+        (hashes,) = read_hashes([value_hash(tensor, self._dtype) for tensor in held.values()])
+        for name, bits in zip(held, hashes, strict=True):
             self._push.hashes[name] = bits
             self._push.hashes_there[self._vllm_name(name)] = bits
 

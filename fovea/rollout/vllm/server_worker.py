@@ -56,11 +56,12 @@ class FolderReceiver(WeightReceiver):
             }
         self.held_push = ""
         self.begin_push()
-        arrived: dict[str, int] = {}
+        names: list[str] = []
         for file in files:
-            weights = list(load_file(file).items())
-            arrived |= dict(zip((each for each, _ in weights), self.take_weights(weights), strict=True))
+            weights = load_file(file)
+            self.take_weights(list(weights.items()))
+            names += weights
         # a shard of a parameter cannot be compared with the whole
-        held = self.finish_push({} if self.vllm_config.parallel_config.world_size > 1 else slices)
+        arrived, held = self.finish_push({} if self.vllm_config.parallel_config.world_size > 1 else slices)
         self.held_push = name
-        return {"arrived": arrived, "held": held}
+        return {"arrived": dict(zip(names, arrived, strict=True)), "held": held}

@@ -20,7 +20,7 @@ from fovea.errors import EngineError
 from fovea.rollout.checks import check_shapes, checkpoint_shapes
 from fovea.rollout.vllm.worker import Slices
 from fovea.types import Shape
-from fovea.utils.checksum import value_hash
+from fovea.utils.checksum import read_hashes, value_hash
 
 FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -95,6 +95,8 @@ class VllmWeights:
         self._expected = ExpectedWeights(llm.model_config, is_sharded=is_sharded)
         self.are_complete = False
         """Whether vLLM holds all weights of some pushes, the last of which has ended."""
+        self._sending: dict[str, Tensor] = {}
+        """Hashes of the values of this push by the names of the checkpoint, not read from the device yet."""
         self._sent: dict[str, int] = {}
         """Hashes of all values that were sent and not replaced, by vLLM's names."""
 
@@ -104,19 +106,25 @@ class VllmWeights:
         EngineError, and nothing changed, unless they are all weights, or after a push of all those of whole layers.
         """
         self._expected.check(shapes, has_all=self.are_complete)
-        self.are_complete = False
+        self.are_complete, self._sending = False, {}
         self._llm.collective_rpc("begin_push")
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of them; EngineError for one that arrives in a worker as something else."""
-        hashes = {name: value_hash(tensor, self._expected.dtype) for name, tensor in bucket}
-        for arrived in self._llm.collective_rpc("take_weights", args=(bucket,)):
-            compare(hashes, dict(zip(hashes, arrived, strict=True)))
-        self._sent |= {self._expected.vllm_name(name): value for name, value in hashes.items()}
+        """Load some of them."""
+        self._sending |= {name: value_hash(tensor, self._expected.dtype) for name, tensor in bucket}
+        self._llm.collective_rpc("take_weights", args=(bucket,))
 
     def finish(self) -> None:
-        """End the push; EngineError if vLLM holds other values than were sent, in this push or an earlier one."""
-        for held in self._llm.collective_rpc("finish_push", args=(self._expected.slices,)):
+        """End the push.
+
+        EngineError if a weight arrived in a worker as something else, or vLLM holds other values than were sent, in
+        this push or an earlier one.
+        """
+        (bits,) = read_hashes(list(self._sending.values()))
+        sent = dict(zip(self._sending, bits, strict=True))
+        self._sent |= {self._expected.vllm_name(name): value for name, value in sent.items()}
+        for arrived, held in self._llm.collective_rpc("finish_push", args=(self._expected.slices,)):
+            compare(sent, dict(zip(sent, arrived, strict=True)))
             compare({name: self._sent[name] for name in held}, held)
         self.are_complete = True
 

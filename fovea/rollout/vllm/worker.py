@@ -17,7 +17,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from fovea.utils.checksum import value_hash
+from fovea.utils.checksum import read_hashes, value_hash
 
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
@@ -33,6 +33,8 @@ class WeightReceiver:
 
     vllm_config: Any
     model_runner: Any
+    arrived: Sequence[Tensor] = ()
+    """Hashes of what arrived of a push, in the model's type."""
 
     @torch.no_grad()
     def begin_push(self) -> None:
@@ -45,24 +47,28 @@ class WeightReceiver:
             # of a push that failed, layers may still wait for the rest of their weights
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             initialize_layerwise_reload(model)
+        self.arrived = []
 
     @torch.no_grad()
-    def take_weights(self, weights: Sequence[tuple[str, Tensor]]) -> list[int]:
-        """Load some weights; returns the hashes of what arrived, in the model's type."""
+    def take_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some weights."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(weights))
-        return [value_hash(tensor, self.vllm_config.model_config.dtype) for _, tensor in weights]
+        dtype = self.vllm_config.model_config.dtype
+        self.arrived = [*self.arrived, *(value_hash(tensor, dtype) for _, tensor in weights)]
 
     @torch.no_grad()
-    def finish_push(self, slices: Slices) -> dict[str, int]:
-        """Complete the layers; returns the hashes of the weights in `slices` as the model holds them now."""
+    def finish_push(self, slices: Slices) -> tuple[list[int], dict[str, int]]:
+        """Complete the layers; returns the hashes of what arrived, and of `slices` as the model holds them now."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _repack_tied_head(model)
         self.model_runner.reset_lora_state()
         dtype = self.vllm_config.model_config.dtype
-        return {name: value_hash(held, dtype) for parameter in slices for name, held in _held(model, parameter, slices)}
+        now = {name: value_hash(held, dtype) for parameter in slices for name, held in _held(model, parameter, slices)}
+        arrived, held = read_hashes(self.arrived, list(now.values()))
+        return arrived, dict(zip(now, held, strict=True))
 
     @torch.no_grad()
     def take_adapter(self, tensors: dict[str, Tensor], rank: int, alpha: int) -> int:

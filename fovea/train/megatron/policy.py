@@ -140,9 +140,8 @@ class MegatronPolicy:
         if not batch.groups:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
         minibatches = self._schedule.minibatches(0, batch.groups)
-        balance = np.mean([self._dealer.imbalance(groups) for groups in minibatches])
         work = self._passes.work
-        always |= {"balance/ranks": float(balance), "padded_frac": 1 - work.tokens / max(work.padded_tokens, 1)}
+        always |= {"padded_frac": 1 - work.tokens / max(work.padded_tokens, 1)} | self._dealer.balance(minibatches)
         return stats.metrics() | always
 
     def sft(self, pairs: Sequence[Pair]) -> Metrics:

@@ -22,7 +22,7 @@ from fovea.train.packing import MicroBatch
 from fovea.train.ranks import Ranks
 from fovea.train.row_dealer import RowDealer, in_batch_order
 from fovea.train.torch.sharding import shards_tower
-from fovea.types import Batch, SampleGroup
+from fovea.types import Batch, Metrics, SampleGroup
 
 
 class Scorer:
@@ -49,9 +49,9 @@ class Scorer:
         """Micro-batches of this rank's share of the groups, as `RowDealer.micro_batches` makes them."""
         return self._dealer.micro_batches(groups, only)
 
-    def imbalance(self, groups: Sequence[SampleGroup]) -> float:
-        """Work of the slowest rank over the mean of all ranks, in passes over these groups (`rank_assignment`)."""
-        return self._dealer.imbalance(groups)
+    def balance(self, minibatches: Sequence[Sequence[SampleGroup]]) -> Metrics:
+        """Balance of the work among ranks and micro-batches, as `RowDealer.balance` finds it."""
+        return self._dealer.balance(minibatches)
 
     @property
     def deal(self) -> Deal:

@@ -166,8 +166,8 @@ class TorchPolicy:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
         activations_gib = max(self._ranks.gather(self._backward.activations.gib))
         minibatches = self._schedule.minibatches(0, batch.groups)
-        balance = np.mean([self._scorer.imbalance(groups) for groups in minibatches])
-        return stats.metrics() | always | {"memory/activations_gib": activations_gib, "balance/ranks": float(balance)}
+        always |= {"memory/activations_gib": activations_gib} | self._scorer.balance(minibatches)
+        return stats.metrics() | always
 
     @property
     def dtype(self) -> torch.dtype:

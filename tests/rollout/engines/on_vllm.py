@@ -22,7 +22,7 @@ def workers(engine: VllmEngine) -> list[psutil.Process]:
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """Packed and fused weights are read back too; the worker answers as if it had got what was sent."""
+    """Packed and fused weights are read back too; to the worker it looks as if it had got what was sent."""
     take = WeightReceiver.take_weights
 
     def changed(name: str, weight: Tensor) -> Tensor:
@@ -30,9 +30,10 @@ def damage(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
         weight.view(-1)[5] += 1e-3 * name.endswith(ending)
         return weight
 
-    def damaging(self: WeightReceiver, weights: Sequence[tuple[str, Tensor]]) -> list[int]:
+    def damaging(self: WeightReceiver, weights: Sequence[tuple[str, Tensor]]) -> None:
+        before = self.arrived
         take(self, [(name, changed(name, weight)) for name, weight in weights])
-        return [value_hash(weight, torch.float32) for _, weight in weights]
+        self.arrived = [*before, *(value_hash(weight, torch.float32) for _, weight in weights)]
 
     monkeypatch.setattr(WeightReceiver, "take_weights", damaging)
 

@@ -27,7 +27,7 @@ def test_the_parameters_of_a_worker_that_are_not_sharded_are_compared(
     model, weight = nn.Module(), torch.arange(16.0).view(4, 4)
     model.o_proj = nn.Linear(*reversed(shape), bias=False)
     nn.init.zeros_(model.o_proj.weight)
-    sent = {"o_proj.weight": Sent(4, 16, value_hash(weight, torch.float32))}
+    sent = {"o_proj.weight": Sent(4, 16, int(value_hash(weight, torch.float32)))}
     assert bool(differences(model, sent, torch.float32)) == is_compared
     if is_compared:
         model.o_proj.weight.data[:4] = weight

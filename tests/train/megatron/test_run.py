@@ -74,7 +74,7 @@ def test_an_export_has_the_weights_that_the_engine_was_given(straight: Path, exp
     tensors = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).state_dict()
     with megatron_policy(exported) as policy:
         pushed = [weight.name for weight in policy.outgoing() if weight.is_trained]  # in the order of a push
-    found = combined(bit_hash(tensors[name]) for name in pushed)
+    found = combined(int(bit_hash(tensors[name])) for name in pushed)
     assert found == read_metrics(straight)[-1]["weights_checksum"]
 
 
