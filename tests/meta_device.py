@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,11 +49,13 @@ class NoPageableCopies(TorchFunctionMode):
 class PretendedDevice(NoPageableCopies):
     """The meta device as one whose tensors can be read: counts the reads, and answers each with ones.
 
-    AssertionError at pageable copies, and at operators on tensors of both devices.
+    `truths` answer the reads of boolean tensors instead. AssertionError at pageable copies, and at operators on tensors
+    of both devices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, truths: Iterator[bool] = repeat(True)) -> None:  # noqa: B008 (it is endless)
         super().__init__()
+        self._truths = truths
         self.waits: Counter[str] = Counter()
         """Reads by the line of Fovea that made them."""
         self._one_device = _OneDevice()
@@ -73,8 +76,10 @@ class PretendedDevice(NoPageableCopies):
         if isinstance(given, Tensor) and given.device == META:
             if func in READS or (func is Tensor.to and _is_to_host(args, kwargs)):
                 self.waits[_place()] += 1
-                ones = torch.ones(given.shape, dtype=given.dtype)
-                return ones if func in (Tensor.cpu, Tensor.to) else func(ones, *args[1:], **(kwargs or {}))
+                answer = torch.full(
+                    given.shape, next(self._truths) if given.dtype == torch.bool else 1, dtype=given.dtype
+                )
+                return answer if func in (Tensor.cpu, Tensor.to) else func(answer, *args[1:], **(kwargs or {}))
             if func in BY_VALUE:
                 self.waits[_place()] += 1
                 raise AssertionError(f"{func.__name__} reads the device: {_place()}")

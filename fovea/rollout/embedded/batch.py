@@ -159,12 +159,13 @@ class DecodeBatch:
             lengths = self._live_state().length_B[self._rows_with_stop].tolist()
             for index, length in zip(self._rows_with_stop, lengths, strict=True):
                 self._cut_at_string(index, length)
-        finished: list[int] = (~self._live_state().running_B).nonzero()[:, 0].tolist()
-        return finished
+        running: list[bool] = self._live_state().running_B.tolist()
+        return [index for index, is_running in enumerate(running) if not is_running]
 
-    def num_stored(self, index: int) -> int:
-        """Tokens of a row in the KV cache: all but the last, which was never fed back."""
-        return int(self._live_state().length_B[index]) - 1
+    def num_stored(self, indices: Sequence[int]) -> list[int]:
+        """Tokens of these rows in the KV cache: all but the last, which was never fed back."""
+        lengths: list[int] = self._live_state().length_B.tolist()
+        return [lengths[index] - 1 for index in indices]
 
     def remove(self, indices: Sequence[int]) -> list[RemovedRow]:
         """Remove finished or preempted rows, closing the holes, and return what they have drawn."""
@@ -285,11 +286,13 @@ def _restored(new: RowState, preempted: Sequence[RemovedRow], device: torch.devi
 
 
 def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int]) -> list[RemovedRow]:
-    """Copy the results of these rows to the host, in one transfer per tensor."""
-    index = torch.tensor(indices, device=state.length_B.device)
-    lengths, stopped = state.length_B[index].tolist(), state.stopped_B[index].tolist()
-    tokens, logprobs = state.tokens_BT[index].cpu().numpy(), state.logprobs_BT[index].cpu().numpy()
-    places = state.places_BT[index].cpu().numpy()
+    """Copy the results of these rows to the host, in two transfers: one of whole numbers, one of log-probs."""
+    index = to_device(torch.tensor(indices), state.length_B.device)
+    of_rows = map_tensors(lambda x: x[index], state)
+    columns = (of_rows.length_B[:, None], of_rows.stopped_B[:, None], of_rows.tokens_BT, of_rows.places_BT)
+    numbers, logprobs = torch.cat(columns, dim=1).cpu().numpy(), of_rows.logprobs_BT.cpu().numpy()
+    lengths, stopped = numbers[:, 0].tolist(), (numbers[:, 1] > 0).tolist()
+    tokens, places = np.split(numbers[:, 2:], 2, axis=1)
     return [
         RemovedRow(
             row=row,

@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fovea.models.transfer import to_device
+
 Entry = TypeVar("Entry")
 
 
@@ -25,7 +27,7 @@ class Moves:
 
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Sources and targets as index tensors on a device."""
-        sources, targets = torch.tensor([self.sources, self.targets], dtype=torch.long, device=device)
+        sources, targets = to_device(torch.tensor([self.sources, self.targets], dtype=torch.long), device)
         return sources, targets
 
     def in_list(self, rows: list[Entry]) -> None:

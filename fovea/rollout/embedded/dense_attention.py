@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fovea.models.transfer import to_device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
@@ -47,11 +49,11 @@ def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device:
     longest = max(prompt_lengths)
     uneven = min(prompt_lengths) < longest
     return Sharing(
-        row_PG=row_PG.to(device),
-        flat_index_B=(prompt_B * row_PG.shape[1] + rank_B).to(device),
+        row_PG=to_device(row_PG, device),
+        flat_index_B=to_device(prompt_B * row_PG.shape[1] + rank_B, device),
         in_order=torch.equal(row_PG.flatten(), torch.arange(len(prompt_B))),
         longest=longest,
-        mask_P11L=length_mask(lengths_P.to(device), longest) if uneven else None,
+        mask_P11L=length_mask(to_device(lengths_P, device), longest) if uneven else None,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
+from fovea.models.transfer import to_device
 from fovea.rollout.embedded.cache import Store, TokenSpan
 from fovea.rollout.embedded.compaction import Moves, fill_holes, grown_capacity
 from fovea.rollout.embedded.dense_attention import DenseAttention, Sharing, length_mask, sharing
@@ -123,7 +124,7 @@ class DenseCache:
 
     def writer(self, spans: Sequence[TokenSpan]) -> Store:
         device = self._like.device
-        prompt_N = torch.cat([torch.full((span.end - span.start,), span.prompt) for span in spans]).to(device)
+        prompt_N = to_device(torch.cat([torch.full((span.end - span.start,), span.prompt) for span in spans]), device)
         token_N = torch.cat([torch.arange(span.start, span.end) for span in spans]).to(device)
 
         def store(layer: int, key_NJD: Tensor, value_NJD: Tensor) -> None:

@@ -345,8 +345,11 @@ class EmbeddedEngine:
 
     def _copy_kept(self, batch: DecodeBatch, cache: Cache, finished: Sequence[int]) -> dict[int, list[Tensor]]:
         """KV cache of finished rows that another turn may continue, by the id of the row object."""
-        rows = {index: batch.rows[index] for index in finished if batch.rows[index].request.request.keep}
-        return {id(row): cache.copy_row(index, batch.num_stored(index)) for index, row in rows.items()}
+        kept = [index for index in finished if batch.rows[index].request.request.keep]
+        stored = batch.num_stored(kept) if kept else []
+        return {
+            id(batch.rows[index]): cache.copy_row(index, tokens) for index, tokens in zip(kept, stored, strict=True)
+        }
 
     def _keep(self, finished: RemovedRow, layers: Sequence[Tensor] | None) -> None:
         """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""

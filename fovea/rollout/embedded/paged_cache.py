@@ -131,7 +131,7 @@ class PagedCache:
             sources.append(source + start)
             slots.append(slot)
             start += span.end - span.start
-        source_M, slot_M = torch.cat(sources).to(device), torch.cat(slots).to(device)
+        source_M, slot_M = to_device(torch.cat(sources), device), to_device(torch.cat(slots), device)
 
         def store(layer: int, key_NJD: Tensor, value_NJD: Tensor) -> None:
             keys, values = self.pools[layer].flatten(1, 2)
@@ -143,13 +143,13 @@ class PagedCache:
     def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
         prompt = self._prompts[span.prompt]
         # the rest of the prompt is in the first own page of every row: any row will do
-        pages = torch.tensor([*prompt.pages, prompt.rows[0].pages[0]], device=self.pools[layer].device)
+        pages = to_device(torch.tensor([*prompt.pages, prompt.rows[0].pages[0]]), self.pools[layer].device)
         keys, values = self.pools[layer][:, pages].flatten(1, 2)[:, : span.end].transpose(1, 2)
         return keys, values
 
     def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         live = self._rows[row]
-        pages = torch.tensor([*live.prompt.pages, *live.pages], device=self.pools[0].device)
+        pages = to_device(torch.tensor([*live.prompt.pages, *live.pages]), self.pools[0].device)
         end = live.prompt_tokens + tokens
         return [pool[:, pages].flatten(1, 2)[:, :end].transpose(1, 2).clone() for pool in self.pools]
 

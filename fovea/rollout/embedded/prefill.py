@@ -80,7 +80,7 @@ def prefill(
     # recorded prompts are consecutive on the tape, over all passes
     recorder.prefilled(requests, places[0])
     last_P = (torch.tensor(lengths) - torch.tensor(starts)).cumsum(0) - 1
-    return torch.cat(outs)[last_P.to(row.hidden_NE.device)]
+    return torch.cat(outs)[to_device(last_P, row.hidden_NE.device)]
 
 
 def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fovea.models.drawn_distribution import DrawnWeights, drawn_weights_
 from fovea.models.recorded_distributions import DistributionRows
+from fovea.models.transfer import to_device
 from fovea.types import Sampling
 
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
@@ -67,11 +68,11 @@ def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSett
     """Build the settings of a batch, one row per entry."""
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+        return to_device(torch.tensor(values, dtype=torch.float32), device)[:, None]
 
     return RowSettings(
         temperature_B1=column([s.temperature or 1.0 for s in samplings]),
-        greedy_B=torch.tensor([s.temperature == 0 for s in samplings], device=device),
+        greedy_B=to_device(torch.tensor([s.temperature == 0 for s in samplings]), device),
         top_k_B1=column([s.top_k or torch.inf for s in samplings]),
         top_p_B1=column([s.top_p for s in samplings]),
         min_p_B1=column([s.min_p for s in samplings]),
