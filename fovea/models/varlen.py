@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn  # its module registers `torch_attn`
 
+from fovea.models.torch_versions import shared_keys
 from fovea.models.transfer import to_device
 
 OPS: Any = torch.ops.torch_attn
@@ -93,7 +94,7 @@ class FlashSegments:
             pairs.causal,
             scale=pairs.scale,
             window_size=pairs.window,
-            enable_gqa=query.shape[1] != key.shape[1],
+            **shared_keys(query, key),
         )
         return out, lse
 
@@ -244,8 +245,8 @@ def varlen_refusal(shape: HeadShape) -> str | None:
     def trial() -> None:
         query, key = (x.requires_grad_() for x in shape.zeros())
         offsets = Segments.of([2], shape.device).offsets
-        gqa = shape.heads != shape.key_heads
-        out = varlen_attn(query, key, key, offsets, offsets, 2, 2, scale=1.0, window_size=CAUSAL, enable_gqa=gqa)
+        gqa = shared_keys(query, key)
+        out = varlen_attn(query, key, key, offsets, offsets, 2, 2, scale=1.0, window_size=CAUSAL, **gqa)
         assert isinstance(out, Tensor)
         out.sum().backward()
         _wait(shape.device)
