@@ -26,8 +26,8 @@ smoke = $(if $(SMOKE), and smoke)
 # the environment asks Python not to. Without it, every process of an engine compiles for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What depends on the versions of torch and transformers: models, training by one and two processes, short whole runs.
-VERSIONED := tests/models tests/train/test_torch_policy.py tests/train/test_ranks.py tests/rollout/test_engine.py tests/test_recipe_runs.py
+# What depends on the versions of torch and transformers: models (and short runs of some), training by one and two processes, rollouts.
+VERSIONED := tests/models tests/train/test_torch_policy.py tests/train/test_ranks.py tests/rollout/test_engine.py
 versioned = $(call suite,$(1)) .venv-$(1)/bin/python $(PYTEST) --dist loadfile -m "not long and $(SUITES)" $(VERSIONED)
 
 .DEFAULT_GOAL := help

@@ -240,6 +240,8 @@ def takes_varlen(shape: HeadShape) -> bool:
     return shape.device.type != "cpu" and varlen_refusal(shape) is None
 
 
+@torch.inference_mode(mode=False)  # whoever asks first may be within one, where nothing has gradients
+@torch.enable_grad()
 def _refusal(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:
     wrong: list[str | None] = []
     refusal = why_refused(lambda: wrong.append(difference(attention, twin, shape)))
@@ -304,7 +306,6 @@ def by_segments(attention: SegmentAttention, more_keys: float = 0.0) -> Attended
     return attend
 
 
-@torch.enable_grad()
 def _by_torch(inputs: Triple, gradient: Tensor, pairs: Pairs) -> dict[str, Tensor]:
     query, key, value = (x.detach().requires_grad_() for x in inputs)
     out = varlen_attn(

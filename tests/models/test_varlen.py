@@ -75,7 +75,7 @@ def test_what_torch_says_is_passed_on() -> None:
 def test_a_trial_goes_beyond_128_and_256_tokens() -> None:
     """As seen by the operators behind `varlen_attn`, forward and backward, on a device without numbers."""
     for refusal in (flash_refusal, varlen_refusal):
-        with Longest() as seen:
+        with torch.inference_mode(), Longest() as seen:
             assert refusal(HeadShape(META, torch.bfloat16, 4, 2, 72)) is None
         for operator in ("_varlen_attn", "_varlen_attn_backward"):
             causal = [longest for name, longest, is_causal in seen.calls if name == operator and is_causal]
