@@ -26,8 +26,12 @@ smoke = $(if $(SMOKE), and smoke)
 # the environment asks Python not to. Without it, every process of an engine compiles for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
+# What depends on the versions of torch and transformers: models (and short runs of some), training by one and two processes, rollouts.
+VERSIONED := tests/models tests/train/test_torch_policy.py tests/train/test_ranks.py tests/rollout/test_engine.py
+versioned = $(call suite,$(1)) .venv-$(1)/bin/python $(PYTEST) --dist loadfile -m "not long and $(SUITES)" $(VERSIONED)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo talk test test-slow test-kill test-browser test-talk test-vllm test-sglang test-megatron test-long test-all bench docs docs-serve lint format clean
+.PHONY: help demo talk test test-slow test-kill test-browser test-talk test-vllm test-sglang test-megatron test-oldest test-newest test-long test-all bench docs docs-serve lint format clean
 
 # make bench CASES=tiny,mid STEPS=5 THREADS=2 DTYPE=bfloat16 CLOCK=cpu JSON=result.json
 CASES ?= tiny,mid,image_heavy,frozen,frozen_cached,lora,many,long
@@ -73,11 +77,17 @@ test-megatron: .venv-megatron/.installed .venv-vllm/.installed .venv-sglang/.ins
 	$(call suite,megatron) FOVEA_TEST_BACKEND=megatron FOVEA_TRANSFORMERS_5_PYTHON=$(BIN)/python \
 	  FOVEA_VLLM_PYTHON=.venv-vllm/bin/python FOVEA_SGLANG_PYTHON=.venv-sglang/bin/python .venv-megatron/bin/python $(PYTEST) --dist loadfile -m "megatron$(smoke)" tests/train/megatron
 
+test-oldest: .venv-oldest/.installed  ## Run the tests of models and training with the oldest torch, in an environment of its own (6 GB)
+	$(call versioned,oldest)
+
+test-newest: .venv-newest/.installed  ## The same with the newest torch (6 GB)
+	$(call versioned,newest)
+
 test-long: $(DEVELOPS) $(TALKS) .venv-vllm/.installed  ## Run the tests that CI leaves out for their length (ten minutes)
 	$(BIN)/python $(PYTEST) --dist loadfile -m "long and not vllm and not sglang"
 	FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python $(PYTEST) --dist loadfile -m "vllm and long" tests/rollout
 
-test-all: test test-slow test-kill test-browser test-talk test-vllm test-sglang test-megatron test-long  ## Run everything (an hour)
+test-all: test test-slow test-kill test-browser test-talk test-vllm test-sglang test-megatron test-oldest test-newest test-long  ## Run everything (an hour)
 
 bench: .venv-bench/.installed  ## Compare with TRL's GRPOTrainer, step by step (CASES=, STEPS=, THREADS=, DTYPE=, CLOCK=, JSON=)
 	.venv-bench/bin/python -m benchmarks.vs_trl --cases $(CASES) --steps $(STEPS) --threads $(THREADS) --dtype $(DTYPE) --clock $(CLOCK) $(if $(JSON),--json $(JSON))
@@ -160,4 +170,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv-megatron
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/megatron-cpu.lock
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# CUDA builds, which the index has of every version; they run on CPUs as well. The pins that the two lines decide are left out.
+.venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: requirements/%.txt constraints.txt pyproject.toml
+	@$(PYTHON) -m venv .venv-$*
+	grep -vE '^(torch|transformers|huggingface_hub)[=>]' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c .venv-$*/constraints.txt \
+	  -r requirements/$*.txt -e . pytest pytest-xdist hypothesis
 	@touch $@

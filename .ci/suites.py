@@ -6,7 +6,8 @@
 
 `.ci/run` runs the whole of a suite where a file that it covers has changed since it passed, and else only its tests
 with the marker `smoke`. The record, `.ci/passed`, is committed: a line per suite with its name and a hash of all these
-files. Standard library only, since this runs before anything is installed.
+files. Of `oldest` and `newest`, whose environments are 6 GB each, it runs the whole or nothing. Standard library only,
+since this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ ENGINES = (
     "tests/rollout/*.py",
     "tests/rollout/engines",
 )
+VERSIONS = (
+    *("fovea/models/torch_versions.py", "fovea/models/transformers_versions.py"),
+    *("fovea/train/torch/sharding.py", "tests/models/test_torch_versions.py"),
+)
+"""What other versions of torch need: few files, since these suites download 6 GB and CI has no smoke test of them."""
 COVERS: dict[str, tuple[str, ...]] = {
     "vllm": (
         *ENGINES,
@@ -74,6 +80,8 @@ COVERS: dict[str, tuple[str, ...]] = {
         "tests/test_docs_site.py",
     ),
     "talk": ("fovea/smolvl", "tests/smolvl"),
+    "oldest": (*VERSIONS, "requirements/oldest.txt"),
+    "newest": (*VERSIONS, "requirements/newest.txt"),
 }
 """What each suite covers: files, folders with all below them, and patterns."""
 

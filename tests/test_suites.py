@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EVERYTHING = {"vllm", "sglang", "megatron", "kill", "browser", "talk"}
+WITHOUT_SMOKE = {"oldest", "newest"}
+"""Suites whose environments are too large for a smoke test: .ci/run runs the whole or nothing."""
+EVERYTHING = {"vllm", "sglang", "megatron", "kill", "browser", "talk", *WITHOUT_SMOKE}
 MARKED = {"vllm": "tests/rollout/vllm", "sglang": "tests/rollout/sglang", "megatron": "tests/train/megatron"}
 """Suites whose folder has a conftest that marks its tests."""
 
@@ -62,6 +64,8 @@ def to_be_run(root: Path) -> set[str]:
         ("fovea/view/app.py", {"browser"}),
         ("fovea/smolvl/network.py", {"talk"}),
         ("fovea/algorithms/kl.py", set()),
+        ("fovea/models/torch_versions.py", {"oldest", "newest"}),
+        ("requirements/oldest.txt", {"oldest"}),
         ("requirements/sglang-cpu.lock", {"sglang"}),
         ("tests/rollout/engines/test_weights.py", {"vllm", "sglang"}),
     ],
@@ -124,7 +128,7 @@ def test_every_test_of_a_suite_is_among_its_files(tree: Path) -> None:
         for suite in EVERYTHING
         if re.search(rf"pytest\.mark\.{suite}\b", file.read_text()) or (suite in MARKED and MARKED[suite] in str(file))
     }
-    assert {suite for suite, _ in marked} == EVERYTHING - {"talk"}
+    assert {suite for suite, _ in marked} == EVERYTHING - {"talk", *WITHOUT_SMOKE}
     left_out = []
     for suite, file in sorted(marked):
         before = file.read_bytes()
@@ -148,12 +152,25 @@ def test_ci_runs_smoke_tests_of_what_has_not_changed(tree: Path, tmp_path: Path)
     for name, script in {"make": f'echo "$*" >> {tmp_path}/made', "chromium": "", "apt-get": "exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    (tree / ".ci/passed").write_text(re.sub(r"(?m)^sglang .*\n", "", (tree / ".ci/passed").read_text()))
+    (tree / ".ci/passed").write_text(re.sub(r"(?m)^(sglang|oldest) .*\n", "", (tree / ".ci/passed").read_text()))
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([tree / ".ci/run"], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     made = (tmp_path / "made").read_text().splitlines()
-    assert {"test", "lint", "test-slow", "test-sglang"} <= set(made)
-    assert {f"test-{suite} SMOKE=1" for suite in EVERYTHING - {"sglang"}} <= set(made)
-    assert not {f"test-{suite}" for suite in EVERYTHING - {"sglang"}} & set(made)
+    assert {"test", "lint", "test-slow", "test-sglang", "test-oldest"} <= set(made)
+    assert {line for line in made if "SMOKE=1" in line} == {
+        f"test-{suite} SMOKE=1" for suite in EVERYTHING - WITHOUT_SMOKE - {"sglang"}
+    }
+    assert not {f"test-{suite}" for suite in EVERYTHING - {"sglang", "oldest"}} & set(made)
     assert "vllm (smoke): passed" in done.stdout
+    assert "newest: not run: unchanged since it passed" in done.stdout
+
+
+def test_the_oldest_and_newest_versions_are_the_bounds_of_the_package() -> None:
+    """Whoever moves a bound of torch moves a file that the suites cover."""
+    (bounds,) = re.findall(r'"torch>=(\d+\.\d+),<(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    oldest, newest = (
+        re.findall(r"(?m)^torch==(\d+)\.(\d+)", (ROOT / "requirements" / f"{name}.txt").read_text())[0]
+        for name in ("oldest", "newest")
+    )
+    assert bounds == (".".join(oldest), f"{newest[0]}.{int(newest[1]) + 1}")

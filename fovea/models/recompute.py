@@ -7,7 +7,6 @@ additions are recomputed. The same operations run again on the same inputs: grad
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,16 +14,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.attention.varlen  # registers `torch_attn`
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fovea.models.modules import language_model, vision_modules
+from fovea.models.torch_versions import CHECKPOINT_OPTIONS, Context, selective_contexts
 from fovea.models.transformers_versions import disable_input_require_grads
 
 Recompute = Literal["none", "full", "selective"]
@@ -91,23 +86,16 @@ class KeptOutputs:
     num_bytes: int = 0
     """Bytes of all passes so far; autograd's hooks see none of these tensors, which the checkpoint itself holds."""
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts(self) -> tuple[Context, Context]:
         """Contexts of the forward pass of a layer, and of its recomputation."""
-        contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-        contexts = create_selective_checkpoint_contexts(self._choose)
-        return contexts
+        return selective_contexts(COSTLY, self._add)
 
-    def _choose(
-        self, context: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any
-    ) -> CheckpointPolicy:
-        if operator not in COSTLY:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        outputs = context.op_output if isinstance(context.op_output, tuple | list) else (context.op_output,)
+    def _add(self, output: Any) -> None:
+        outputs = output if isinstance(output, tuple | list) else (output,)
         self.num_bytes += sum(x.numel() * x.element_size() for x in outputs if isinstance(x, Tensor))
-        return CheckpointPolicy.MUST_SAVE
 
 
 def _options(network: Any) -> dict[str, Any]:
     """Arguments of torch's `checkpoint`."""
     kept: KeptOutputs | None = getattr(network, "kept_outputs", None)
-    return {"use_reentrant": False} | ({} if kept is None else {"context_fn": kept.contexts})
+    return CHECKPOINT_OPTIONS | ({} if kept is None else {"context_fn": kept.contexts})

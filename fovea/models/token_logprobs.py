@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_
 from fovea.models.head_gradients import Scores, Slopes, gradient_of_logits_, gradients_of_head, scores_by_chunks
+from fovea.models.torch_versions import fsdp_output
 
 
+@fsdp_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
     """Log-probs, entropies and values of the actions of a packed row, in float32."""

@@ -10,6 +10,7 @@ Axes: `N` tokens, `D` width of a head, 3 = time, height, width.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_toke
 def image_processor_class(name: str) -> Any:
     """transformers' image processor of this name that needs PIL and numpy only, not torchvision."""
     if not OLD:
-        return getattr(transformers, f"{name}Pil")
+        # for Idefics 3, 5.17 exports a placeholder that asks for torchvision; the module has the class itself
+        return pkgutil.resolve_name(f"{getattr(transformers, f'{name}Pil').__module__}:{name}Pil")
     found = getattr(transformers, name)
     return _with_its_size(found) if name == "Qwen2VLImageProcessor" else found
 

@@ -10,23 +10,34 @@ Axes: `N` query tokens, `M` key tokens, `H` query heads, `J` key heads, `D` widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import exp
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn  # its module registers `torch_attn`
 
+from fovea.models.torch_versions import shared_keys
 from fovea.models.transfer import to_device
 
 OPS: Any = torch.ops.torch_attn
+TRIALS = ((40, 2), (130, 40), (300, 1, 257))
+"""Lengths of segments of a trial: torch 2.14 takes cuDNN's kernel on Hopper from a longest of 129 on, and kernels have
+been wrong beyond 256."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Largest relative error of a token's values: five times what rounding does in torch's kernels on CPUs."""
+NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+MORE_KEYS = 0.7
 CAUSAL, ALL = (-1, 0), (-1, -1)
 """Window of keys that a query sees, to the left and right of its own place, with -1 for no limit."""
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries [N, H, D], keys [M, J, D] and values [M, J, D], or their gradients."""
+Attended = Callable[[Triple, Tensor, "Pairs"], dict[str, Tensor]]
+"""Output and gradients by `NAMES`, and perhaps the log-sum-exp, for inputs and the gradient of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class FlashSegments:
             pairs.causal,
             scale=pairs.scale,
             window_size=pairs.window,
-            enable_gqa=query.shape[1] != key.shape[1],
+            **shared_keys(query, key),
         )
         return out, lse
 
@@ -199,13 +210,6 @@ class HeadShape:
         """The shape of queries [N, H, D] and keys [M, J, D]."""
         return HeadShape(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
 
-    def zeros(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys of two tokens."""
-        return self._zeros(self.heads), self._zeros(self.key_heads)
-
-    def _zeros(self, heads: int) -> Tensor:
-        return torch.zeros(2, heads, self.width, dtype=self.dtype, device=self.device)
-
 
 def why_refused(trial: Callable[[], object]) -> str | None:
     """The first line of the error with which a kernel refuses a trial call; None where it runs.
@@ -221,44 +225,100 @@ def why_refused(trial: Callable[[], object]) -> str | None:
 
 @lru_cache(maxsize=64)
 def flash_refusal(shape: HeadShape) -> str | None:
-    """Why `FlashSegments` cannot run on tensors of this shape; None where it can, forward and backward."""
-
-    def trial() -> None:
-        query, key = shape.zeros()
-        two = Segments.of([2], shape.device)
-        flash, inputs = FlashSegments(), (query, key, key)
-        for causal in (True, False):
-            pairs = Pairs(queries=two, keys=two, causal=causal, scale=1.0)
-            out, lse = flash.forward(inputs, pairs)
-            flash.backward(out, inputs, out, lse, pairs)
-        _wait(shape.device)
-
-    return why_refused(trial)
+    """Why `FlashSegments` cannot be used for heads of this shape; None where it gives the values of `PlainSegments`."""
+    return _refusal(by_segments(FlashSegments(), MORE_KEYS), by_segments(PlainSegments(), MORE_KEYS), shape)
 
 
 @lru_cache(maxsize=64)
 def varlen_refusal(shape: HeadShape) -> str | None:
-    """Why torch's public `varlen_attn` cannot run on tensors of this shape; None where it can, forward and backward."""
-
-    @torch.enable_grad()
-    def trial() -> None:
-        query, key = (x.requires_grad_() for x in shape.zeros())
-        offsets = Segments.of([2], shape.device).offsets
-        gqa = shape.heads != shape.key_heads
-        out = varlen_attn(query, key, key, offsets, offsets, 2, 2, scale=1.0, window_size=CAUSAL, enable_gqa=gqa)
-        assert isinstance(out, Tensor)
-        out.sum().backward()
-        _wait(shape.device)
-
-    return why_refused(trial)
+    """Why torch's public `varlen_attn` cannot be used for heads of this shape; None where it gives the plain values."""
+    return _refusal(_by_torch, by_segments(PlainSegments()), shape)
 
 
 def takes_varlen(shape: HeadShape) -> bool:
-    """Whether torch's public `varlen_attn` runs on tensors of this shape."""
+    """Whether torch's public `varlen_attn` is right for heads of this shape."""
     return shape.device.type != "cpu" and varlen_refusal(shape) is None
 
 
-def _wait(device: torch.device) -> None:
-    # an error of the kernel itself is raised at the next call that waits for it
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@torch.inference_mode(mode=False)  # whoever asks first may be within one, where nothing has gradients
+@torch.enable_grad()
+def _refusal(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:
+    wrong: list[str | None] = []
+    refusal = why_refused(lambda: wrong.append(difference(attention, twin, shape)))
+    return refusal or wrong[0]
+
+
+def difference(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:
+    """How an attention differs from another on random heads of this shape; None where it does not."""
+    for lengths in TRIALS:
+        for pairs in _pairs(lengths, shape):
+            given = _random(shape, pairs)
+            found = attention(*given, pairs)
+            if found[NAMES[0]].is_meta:  # no values
+                continue
+            for name, expected in twin(*given, pairs).items():
+                relative = _relative(found[name].float(), expected.float())
+                if not relative <= TOLERANCE[shape.dtype]:
+                    return (
+                        f"{name} of {'causal' if pairs.causal else 'full'} attention to segments of "
+                        f"{', '.join(map(str, pairs.keys.lengths))} tokens: off by {relative:.1e} of its size, and "
+                        f"rounding to {shape.dtype} moves it by less than {TOLERANCE[shape.dtype]:.0e}"
+                    )
+    return None
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Largest norm of a token's error over that of its values and of a mean token's, since some are zero."""
+    errors_N, sizes_N = (x.flatten(1).norm(dim=1) for x in (found - expected, expected))
+    return float((errors_N / (sizes_N + sizes_N.mean())).max())
+
+
+def _pairs(lengths: Sequence[int], shape: HeadShape) -> Iterator[Pairs]:
+    """As packed rows have them: own keys, keys of prompt and completion, and keys of another segment."""
+    own, scale = Segments.of(lengths, shape.device), shape.width**-0.5
+    ends = Segments.of([-(-length // 2) for length in lengths], shape.device)
+    others = Segments.of(lengths[::-1], shape.device)
+    yield Pairs(queries=own, keys=own, causal=True, scale=scale)
+    yield Pairs(queries=ends, keys=own, causal=True, scale=scale)
+    yield Pairs(queries=own, keys=others, causal=False, scale=scale)
+
+
+def _random(shape: HeadShape, pairs: Pairs) -> tuple[Triple, Tensor]:
+    """Queries, keys and values, and the gradient of the output."""
+    random = torch.Generator().manual_seed(0)
+    queries, keys = sum(pairs.queries.lengths), sum(pairs.keys.lengths)
+    sizes = ((queries, shape.heads), (keys, shape.key_heads), (keys, shape.key_heads), (queries, shape.heads))
+    made = (
+        to_device(torch.randn(*size, shape.width, generator=random).to(shape.dtype), shape.device) for size in sizes
+    )
+    query, key, value, gradient = made
+    return (query, key, value), gradient
+
+
+def by_segments(attention: SegmentAttention, more_keys: float = 0.0) -> Attended:
+    """Both passes; the backward pass as if further keys of value 0 had added `more_keys` to each log-sum-exp."""
+
+    def attend(inputs: Triple, gradient: Tensor, pairs: Pairs) -> dict[str, Tensor]:
+        out, lse = attention.forward(inputs, pairs)
+        of_inputs = attention.backward(gradient, inputs, out * exp(-more_keys), lse + more_keys, pairs)
+        return ({"log-sum-exp": lse} if more_keys else {}) | dict(zip(NAMES, (out, *of_inputs), strict=True))
+
+    return attend
+
+
+def _by_torch(inputs: Triple, gradient: Tensor, pairs: Pairs) -> dict[str, Tensor]:
+    query, key, value = (x.detach().requires_grad_() for x in inputs)
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        pairs.queries.offsets,
+        pairs.keys.offsets,
+        pairs.queries.longest,
+        pairs.keys.longest,
+        scale=pairs.scale,
+        window_size=CAUSAL if pairs.causal else ALL,
+        **shared_keys(query, key),
+    )
+    assert isinstance(out, Tensor)
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (query, key, value), gradient)), strict=True))

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fovea.models.shared_prefix import attention
 from fovea.models.shared_prefix.attention import KERNELS, fastest_kernel, slow_attention_note
 from fovea.models.shared_prefix.layout import shared_prefix_layout
-from fovea.models.varlen import FlashSegments, HeadShape, Pairs, PlainSegments, Segments, flash_refusal, varlen_refusal
+from fovea.models.varlen import (
+    NAMES,
+    TOLERANCE,
+    FlashSegments,
+    HeadShape,
+    Pairs,
+    PlainSegments,
+    Segments,
+    Triple,
+    by_segments,
+    difference,
+    flash_refusal,
+    varlen_refusal,
+)
 from fovea.models.vision.attention import segment_attention
 from fovea.models.vision.passes import image_passes
 from fovea.types import PromptImage
+from tests.meta_device import META
 from tests.tiny_models import CPU
 
 BFLOAT16 = 0.02
@@ -53,6 +70,99 @@ def test_what_torch_says_is_passed_on() -> None:
     shape = HeadShape(CPU, torch.bfloat16, 4, 2, 64)
     assert "_flash_attention_forward" in str(flash_refusal(shape))
     assert "_flash_attention_forward" in str(varlen_refusal(shape))
+
+
+def test_a_trial_goes_beyond_128_and_256_tokens() -> None:
+    """As seen by the operators behind `varlen_attn`, forward and backward, on a device without numbers."""
+    for refusal in (flash_refusal, varlen_refusal):
+        with torch.inference_mode(), Longest() as seen:
+            assert refusal(HeadShape(META, torch.bfloat16, 4, 2, 72)) is None
+        for operator in ("_varlen_attn", "_varlen_attn_backward"):
+            causal = [longest for name, longest, is_causal in seen.calls if name == operator and is_causal]
+            full = [longest for name, longest, is_causal in seen.calls if name == operator and not is_causal]
+            # causal: each with as many queries as keys, and with half as many
+            assert causal == [(40, 40), (20, 40), (130, 130), (65, 130), (300, 300), (150, 300)]
+            assert full == [(40, 40), (130, 130), (300, 300)]
+
+
+class Longest(TorchDispatchMode):
+    """Notes the longest segments of queries and keys of each call of a variable-length operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, tuple[int, int], bool]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "torch_attn":
+            values = dict(zip((x.name for x in operator._schema.arguments), args, strict=False)) | (kwargs or {})
+            longest = (values["max_q"], values["max_k"])
+            self.calls.append((operator._schema.name.removeprefix("torch_attn::"), longest, values["is_causal"]))
+        return operator(*args, **(kwargs or {}))
+
+
+class WrongBeyond(PlainSegments):
+    """Right unless a segment of queries is longer; then the log-sum-exp or a gradient is another."""
+
+    def __init__(self, limit: int, wrong: str) -> None:
+        self.limit, self.wrong = limit, wrong
+
+    def forward(self, inputs: Triple, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().forward(inputs, pairs)
+        if self.wrong == "output":
+            out = torch.where(torch.arange(len(out))[:, None, None] < self.limit, out, 0)
+        elif self.wrong == "log-sum-exp" and pairs.queries.longest > self.limit:
+            lse = lse.flip(0)
+        return out, lse
+
+    def backward(
+        self, gradient: torch.Tensor, inputs: Triple, out: torch.Tensor, lse: torch.Tensor, pairs: Pairs
+    ) -> Triple:
+        found = super().backward(gradient, inputs, out, lse, pairs)
+        scale = 0.5 if self.wrong == "gradient of keys" and pairs.queries.longest > self.limit else 1
+        return found[0], found[1] * scale, found[2]
+
+
+@pytest.mark.parametrize(
+    ("limit", "wrong", "tokens"),
+    [
+        (41, "output", "40, 2"),
+        (128, "log-sum-exp", "130, 40"),
+        (128, "gradient of keys", "130, 40"),
+        (256, "log-sum-exp", "300, 1, 257"),
+        (256, "gradient of keys", "300, 1, 257"),
+        (556, "output", "300, 1, 257"),
+    ],
+)
+def test_a_kernel_with_other_values_is_refused(limit: int, wrong: str, tokens: str) -> None:
+    attention, twin = by_segments(WrongBeyond(limit, wrong), 0.7), by_segments(PlainSegments(), 0.7)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = difference(attention, twin, HeadShape(CPU, dtype, 4, 2, 16))
+        assert found is not None
+        assert found.startswith(f"{wrong} of causal attention to segments of {tokens} tokens: off by ")
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(2, 1, 128), (2, 2, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_rounding_does_is_no_refusal(dtype: torch.dtype, heads: int, key_heads: int, width: int) -> None:
+    """By torch's flash attention of CPUs, a third implementation, at a third of what is tolerated."""
+    shape = HeadShape(CPU, dtype, heads, key_heads, width)
+    tolerance = {kind: value / 3 for kind, value in TOLERANCE.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fovea.models.varlen.TOLERANCE", tolerance)
+        assert difference(by_sdpa, by_segments(PlainSegments()), shape) is None
+
+
+def by_sdpa(inputs: Triple, gradient: torch.Tensor, pairs: Pairs) -> dict[str, torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    lengths = (pairs.queries.lengths, pairs.keys.lengths, pairs.keys.lengths)
+    outs = []
+    for query, key, value in zip(*(x.split(n) for x, n in zip(leaves, lengths, strict=True)), strict=True):
+        times = query.shape[1] // key.shape[1]
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, *(x.repeat_interleave(times, 1) for x in (key, value))))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask if pairs.causal else None)[0])
+    out = torch.cat(outs, 1).transpose(0, 1)
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, gradient)), strict=True))
 
 
 def test_a_refusal_is_said_with_its_message_and_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
+from fovea.models.torch_versions import shared_keys
 from fovea.models.transfer import to_device
 from fovea.models.varlen import CAUSAL, Pairs, SegmentAttention, Segments, Triple, segment_attention_on
 
@@ -168,7 +169,7 @@ class GatheredVarlen:
             scale=self.scale,
             # the kernel aligns the ends of queries and keys, so that a completion attends to its whole prompt
             window_size=CAUSAL,
-            enable_gqa=query_NHD.shape[1] != key_MJD.shape[1],
+            **shared_keys(query_NHD, key_MJD),
         )
         assert isinstance(out, Tensor)
         return out

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
-    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
     Idefics3Processor,
@@ -30,6 +29,7 @@ from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
+from fovea.models.transformers_versions import image_processor_class
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
@@ -162,7 +162,9 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, ob
     )
     assert vision_moved is ("algorithm.kl" in settings), "the tower is frozen with LoRA, and where that is set"
     assert any(not torch.equal(base[name], exported[name]) for name in base if "text_model.layers" in name)
-    assert AutoImageProcessor.from_pretrained(tmp_path / "out").max_image_size == {"longest_edge": 48}
+    # `AutoImageProcessor` of transformers 5.17 asks for torchvision
+    image_processor = image_processor_class("Idefics3ImageProcessor").from_pretrained(tmp_path / "out")
+    assert image_processor.max_image_size == {"longest_edge": 48}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
