@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
-import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -85,16 +84,15 @@ def as_saved_splits(path: Path) -> str:
     return f"{path / 'splits'}@train"
 
 
-def as_in_a_bucket(path: Path) -> str:
-    fsspec.filesystem("memory").pipe_file(f"/{path.name}/r.jsonl", Path(as_jsonl(path)).read_bytes())
-    return f"memory://{path.name}/r.jsonl"
+def as_url(path: Path) -> str:
+    return f"file://{as_jsonl(path)}"
 
 
 @table(
     "make",
     [
         *(as_parquet, as_jsonl, as_json, as_lines_called_json, as_csv, as_tsv),
-        *(as_frame, as_list, as_columns, as_dataset, as_path, as_saved_dataset, as_saved_splits, as_in_a_bucket),
+        *(as_frame, as_list, as_columns, as_dataset, as_path, as_saved_dataset, as_saved_splits, as_url),
     ],
 )
 def test_every_form_gives_the_same_rows(make: Callable[[Path], object], tmp_path: Path) -> None:
@@ -237,10 +235,9 @@ def test_several_files_patterns_and_a_frame_together(tmp_path: Path) -> None:
     assert [row["n"] for row in rows] == ["a", "b", "frame"]
     with pytest.raises(DataError, match=r"no file is named .*none-\*.jsonl; correct the pattern"):
         open_rows([str(tmp_path / "none-*.jsonl")], access=access)
-    fsspec.filesystem("memory").pipe({"/glob/2.jsonl": b'{"n": 2}\n', "/glob/1.jsonl": b'{"n": 1}\n'})
-    rows = opened("memory://glob/*.jsonl", tmp_path)
-    assert [row["n"] for row in rows] == [1, 2]
-    assert rows.where(1) == "2.jsonl line 1"
+    rows = opened(f"file://{tmp_path}/part-[ab].jsonl", tmp_path)
+    assert [row["n"] for row in rows] == ["a", "b"]
+    assert rows.where(1) == "part-b.jsonl line 1"
 
 
 def bad_rows(rows: Rows) -> dict[int, str]:
@@ -376,6 +373,23 @@ def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
 def test_a_protocol_whose_package_is_missing_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"pip install 'fovea-rl\[gs\]'"):
         opened("gs://bucket/train.parquet", tmp_path)
+
+
+OTHER_PROTOCOLS = ("ftp", "smb", "jdbc", "git", "github", "sftp", "ssh", "webhdfs", "memory", "local", "HTTP", "data")
+
+
+def test_only_the_protocols_of_the_docs_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = as_jsonl(tmp_path)
+    chains = (f"reference://r.jsonl::{file}", f"file://{file}::file://{file}", f"simplecache://x::file://{file}")
+    templates = ("s3://bucket/{{x}}/r.jsonl", "file:///{% for x in y %}/r.jsonl")
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: pytest.fail(f"{url} was opened"))
+    for url in (*(f"{name}://127.0.0.1/r.jsonl" for name in OTHER_PROTOCOLS), "data:,a/r.jsonl"):
+        for name in (url, url.replace("r.jsonl", "*.jsonl")):
+            with pytest.raises(DataError, match=r"of a protocol that is not read; give a path, or a URL at http"):
+                opened(name, tmp_path)
+    for url in (*chains, *templates):
+        with pytest.raises(DataError, match=r"is a chain or a template of URLs"):
+            opened(url, tmp_path)
 
 
 def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
