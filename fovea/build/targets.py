@@ -29,7 +29,7 @@ from fovea.config.run import Config, Model
 from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError, ModelError
-from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_merges
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
@@ -304,10 +304,11 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
 def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise ModelError(f"{adapter}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
+    check_merges(adapter)
     try:
         # merged in place, so that the network keeps its class and its names
         merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
             f"{adapter}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"

@@ -327,6 +327,26 @@ def test_a_resumed_run_loads_no_pickle(replaced: str, stranger: Path, marker: Pa
     assert not marker.exists()
 
 
+def test_an_adapter_imports_no_module(stranger: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft imports the module that `megatron_core` names, wherever Python finds it."""
+    plant_code(stranger, marker)
+    monkeypatch.syspath_prepend(str(stranger))
+    file = stranger / "adapter" / "adapter_config.json"
+    kept = json.loads(file.read_text())
+    for keys in (
+        {"megatron_config": {"a": 1}, "megatron_core": "evil"},
+        {"peft_type": "IA3"},
+        {"arrow_config": {}},
+        {"new": []},
+    ):
+        file.write_text(json.dumps(kept | keys))
+        done = fovea("eval", str(stranger / "adapter"), "evaluate.test_size=2")
+        assert done.exit_code == (0 if "new" in keys else 2), done.output
+        assert not marker.exists()
+        if done.exit_code:
+            assert "is a variant of LoRA that Fovea does not merge" in done.stderr
+
+
 def test_a_chat_template_stays_in_its_sandbox(stranger: Path, marker: Path) -> None:
     (stranger / "model" / "chat_template.jinja").write_text(JINJA_ESCAPE % str(marker))
     refused = fovea("eval", str(stranger / "model"), "evaluate.test_size=2")

@@ -150,8 +150,8 @@ def _check_protocol(url: str, setting: str) -> None:
         return
     if _CHAIN_OR_TEMPLATE.search(url):
         raise DataError(
-            f"{setting}: {url} is a chain or a template of URLs (:: or {{{{), which can lead anywhere; write the URL of "
-            "one file"
+            f"{setting}: {url} is a chain or a template of URLs (:: or {{{{), which can lead anywhere; write the URL "
+            "of one file"
         )
     if url.partition("://")[0] not in _EXTRAS:
         raise DataError(
