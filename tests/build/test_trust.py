@@ -210,6 +210,30 @@ def test_the_users_own_words_are_trusted(stranger: Path, marker: Path, tmp_path:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("setting", ["reward", "environment", "engine", "megatron"])
+def test_a_workflow_that_goes_on_runs_no_code(setting: str, stranger: Path, marker: Path) -> None:
+    run = stranger / "run"
+    code = plant_code(run, marker)
+    python = {"name": "vllm", "python": str(code)}
+    changed: dict[str, Any] = {
+        "reward": {"reward": f"{code}:score"},
+        "environment": {"environment": f"{code}:Tasks"},
+        "engine": {"rollout": SETTINGS["rollout"] | {"engine": python}},
+        "megatron": {"train": {"backend": "megatron"}, "model": {"path": str(stranger / "base"), "dtype": "bfloat16"}},
+    }[setting]
+    set_in(run / "config.yaml", **changed)
+    inputs = json.dumps({"resume_checkpoint": str(run), "total_steps": 2})
+    refused = fovea("workflow", "vlm-rl-training", "--input", inputs)
+    assert refused.exit_code == 2, refused.output
+    assert "add --trust, if the folder is your own" in refused.stderr
+    assert not marker.exists()
+    if setting == "reward":
+        asked = json.dumps({"trained_model": str(run)})
+        assert "add --trust" in fovea("workflow", "vlm-rl-eval", "--input", asked).stderr
+        fovea("workflow", "vlm-rl-eval", "--input", asked, "--trust")
+        assert marker.exists()
+
+
 def test_overrides_that_name_code() -> None:
     assert keys_of(["environment=a.py:C", "reward=b.py:f", "seed=1"]) == {
         "environment.name",
