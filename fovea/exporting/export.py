@@ -6,7 +6,6 @@ The folder is written under a temporary name, loaded again and compared with the
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +37,11 @@ from fovea.models.trainable import ADAPTER, lora_layers
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.summary import read_summary
 from fovea.run.checkpoint import STATE
+from fovea.utils.bounded import read_file
 from fovea.utils.files import atomic_folder
 
 CARD_FILE = "README.md"
-VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
+VIDEO_PROCESSOR_FILE, VIDEO_PROCESSOR_TYPE = "video_preprocessor_config.json", "video_processor_type"
 _SHARED_PROCESSOR_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -143,10 +143,12 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     # the model, and with the pixel limit of one image for a whole video.
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
-        shutil.copyfile(base, folder / VIDEO_PROCESSOR_FILE)
-        return
+        written = read_file(base)
+        if VIDEO_PROCESSOR_TYPE in json.loads(written):  # any other file could stand behind a link
+            (folder / VIDEO_PROCESSOR_FILE).write_bytes(written)
+            return
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
-    written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
+    written = json.dumps({VIDEO_PROCESSOR_TYPE: model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
 
 
@@ -206,6 +208,6 @@ def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> s
 def step_of(target: CheckpointTarget) -> int:
     """Number of RL steps of a checkpoint."""
     try:
-        return int(json.loads((target.folder / STATE).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return int(json.loads(read_file(target.folder / STATE, within=target.folder))["step"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{target.folder}: {broken_checkpoint(error)}") from error

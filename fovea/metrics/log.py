@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.tracker import TrackedSample
 from fovea.types import Metrics
+from fovea.utils.bounded import read_lines
 from fovea.utils.files import json_number, write_atomically
 
 GIB = 2**30
@@ -111,11 +112,11 @@ def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
     """Complete lines of metrics.jsonl as text and parsed."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            # a last line without newline was cut off by a crash, or is being written right now
-            if line.endswith("\n"):
-                yield line, parse_metrics(line, where=f"{path} line {number}")
+    for number, line in enumerate(read_lines(path, within=path.parent), start=1):
+        # a last line without newline was cut off by a crash, or is being written right now
+        if line.endswith(b"\n"):
+            text = line.decode("utf-8", errors="replace")
+            yield text, parse_metrics(text, where=f"{path} line {number}")
 
 
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")

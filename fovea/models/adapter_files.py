@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fovea.config.run import Lora
 from fovea.errors import ConfigError, ModelError
+from fovea.utils.bounded import read_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("lora_A", "lora_B")
@@ -102,8 +103,8 @@ def _first_other_than(known: Collection[str], config: Mapping[str, Any]) -> str 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_file(folder / ADAPTER_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"model.lora.adapter={folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that peft or "
             "`fovea export --adapter-only` wrote"

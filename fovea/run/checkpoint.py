@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
 
-from fovea.errors import DataError
+from fovea.errors import DataError, FoveaError, broken_checkpoint
 from fovea.run.disk import folder_bytes, room_for
 from fovea.run.fingerprint import library_versions
 from fovea.run.kept import Kept
@@ -26,6 +26,7 @@ from fovea.run.manifest import MANIFEST, damage, write_manifest
 from fovea.train.base import Policy
 from fovea.types import Metrics
 from fovea.utils.background import in_background
+from fovea.utils.bounded import read_file
 from fovea.utils.files import atomic_folder
 
 STATE = "state.json"
@@ -203,9 +204,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     problem = damage(folder)
     if problem is not None:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {problem}")
-    state = json.loads((folder / STATE).read_text(), object_hook=partial(_Saved, folder))
-    _check_format(folder, state)
-    step = state.pop("step")
+    try:
+        state = json.loads(read_file(folder / STATE), object_hook=partial(_Saved, folder))
+        _check_format(folder, state)
+        step = state.pop("step")
+    except FoveaError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {broken_checkpoint(error)}") from error
     if folder.resolve().name != f"step-{step}":
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
     return Checkpoint(folder=folder, step=step, state=state)

@@ -15,6 +15,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils.hub import cached_file
 
 from fovea.errors import ModelError
+from fovea.utils.bounded import read_file
 
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
@@ -57,7 +58,7 @@ def check_unquantized(path: str, revision: str) -> None:
 def optional_json(path: str, name: str, revision: str) -> Mapping[str, Any]:
     """A JSON object of a model folder or hub id; empty where there is no such file."""
     file = optional_file(path, name, revision)
-    content = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    content = {} if file is None else json.loads(read_file(file))
     if not isinstance(content, Mapping):
         raise ModelError(f"model.path={path}: its {name} holds no object; download it again")
     return content
