@@ -71,9 +71,8 @@ class ParquetTable:
         self._file = _open(path, setting)
         if _largest_group(self._file) > MAX_GROUP_BYTES or _shares_prefixes(self._file.metadata):
             stamp = hashlib.sha256(f"{self.key} {path.stat()}".encode()).hexdigest()[:32]
-            self._file = _open(
-                copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups), setting, keep_equal_texts=False
-            )
+            copy = copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups)
+            self._file = _open(copy, setting, keep_equal_texts=False)
         self.columns: Sequence[str] = self._file.schema_arrow.names
         sizes = (self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups))
         self._ends = list(itertools.accumulate(sizes))
