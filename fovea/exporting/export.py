@@ -143,13 +143,20 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     # the model, and with the pixel limit of one image for a whole video.
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
-        written = read_file(base)
-        if VIDEO_PROCESSOR_TYPE in json.loads(written):  # any other file could stand behind a link
-            (folder / VIDEO_PROCESSOR_FILE).write_bytes(written)
+        own = read_file(base)
+        if _is_video_processor(own):  # any other file could stand behind a link
+            (folder / VIDEO_PROCESSOR_FILE).write_bytes(own)
             return
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
     written = json.dumps({VIDEO_PROCESSOR_TYPE: model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
+
+
+def _is_video_processor(content: bytes) -> bool:
+    try:
+        return VIDEO_PROCESSOR_TYPE in json.loads(content)
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def write_adapter(folder: Path, model: OpenedModel) -> None:

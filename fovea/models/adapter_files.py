@@ -76,9 +76,9 @@ def _check_config(folder: Path, lora: Lora) -> None:
                 f"model.lora.{name}={ours}, but the adapter in {folder} has {config.get(key)}; set "
                 f"model.lora.{name}={config.get(key)}"
             )
-    if key := _first_other_than(WITHOUT_EFFECT, config):
+    if other := _first_other_than(WITHOUT_EFFECT, config):
         raise ModelError(
-            f"{folder}/{ADAPTER_CONFIG}: {key}={config[key]} is a variant of LoRA that Fovea does not train; merge "
+            f"{folder}/{ADAPTER_CONFIG}: {other}={config[other]} is a variant of LoRA that Fovea does not train; merge "
             "the adapter into its base with peft (merge_and_unload), and give the result as model.path"
         )
 

@@ -392,6 +392,20 @@ def test_only_the_protocols_of_the_docs_are_opened(tmp_path: Path, monkeypatch: 
             opened(url, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_the_readme_of_a_data_set_names_files_of_its_own(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"n": 1}\n')
+    mark = "---\n" if name == "README.md" else ""
+    for pattern in ("reference://r.jsonl::refs.json", "http://127.0.0.1:9/r.jsonl", "file:///etc/r.jsonl", "hf://a::b"):
+        (folder / name).write_text(f'{mark}configs: [{{config_name: a, data_files: "{pattern}"}}]\n{mark}')
+        with pytest.raises(DataError, match=r"its README names .*, which is neither a file of it nor of the hub"):
+            opened(f"{folder}@train", tmp_path)
+    (folder / name).write_text(f"{mark}configs: [{{config_name: a, data_files: rows.jsonl}}]\n{mark}")
+    assert opened(f"{folder}@train", tmp_path)[0] == {"n": 1}
+
+
 def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
     table = '{"image": "pictures/a b.png"}\n{"image": "../secret.png"}\n{"image": "/etc/passwd"}\n'
     with served({"/data/rows.jsonl": table.encode()}) as site:
