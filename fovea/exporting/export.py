@@ -41,7 +41,7 @@ from fovea.utils.bounded import read_file
 from fovea.utils.files import atomic_folder
 
 CARD_FILE = "README.md"
-VIDEO_PROCESSOR_FILE, VIDEO_PROCESSOR_TYPE = "video_preprocessor_config.json", "video_processor_type"
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
 _SHARED_PROCESSOR_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -143,20 +143,13 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     # the model, and with the pixel limit of one image for a whole video.
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
-        own = read_file(base)
-        if _is_video_processor(own):  # any other file could stand behind a link
-            (folder / VIDEO_PROCESSOR_FILE).write_bytes(own)
-            return
+        # the hub's cache holds a snapshot as links into the folder of its repository
+        root = base.parents[2] if base.parents[1].name == "snapshots" else base.parent
+        (folder / VIDEO_PROCESSOR_FILE).write_bytes(read_file(base, within=root))
+        return
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
-    written = json.dumps({VIDEO_PROCESSOR_TYPE: model.vlm.family.video_processor, **shared}, indent=2)
+    written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
-
-
-def _is_video_processor(content: bytes) -> bool:
-    try:
-        return VIDEO_PROCESSOR_TYPE in json.loads(content)
-    except (ValueError, TypeError, RecursionError):
-        return False
 
 
 def write_adapter(folder: Path, model: OpenedModel) -> None:
