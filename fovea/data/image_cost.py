@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import islice
+from typing import Literal
 
 MAX_SCANS = 100
 """Scans of a progressive JPEG, each of which goes over all pixels; encoders write about ten."""
@@ -11,10 +12,15 @@ MAX_PARTS = 10_000
 """Chunks of a PNG, or segments of a JPEG before its pixels; Pillow keeps an object of each."""
 CHUNK_BYTES = 1024
 """A PNG may have more chunks than that if they are this large on average."""
+MAX_PAGES = 1000
+"""Pages of a TIFF; Pillow's time of counting them is quadratic."""
 MAX_SIDE_PX = 100_000
 """Pillow keeps a pointer of each line, which of a picture one pixel wide is more than its pixels."""
 BYTES_PER_PIXEL = 12
 """Memory of decoding per pixel of `data.max_image_megapixels`: RGBA, its copy and the result."""
+_BIG_TIFF = 43
+_FILL = {b"\xff\xff": 1, b"\xff\x00": 2}
+"""Bytes between the segments of a JPEG that Pillow skips, one call for each."""
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _JPEG2000_SIZES = re.compile(rb"\xff\x4f\xff\x51(?=(.{38}))", re.DOTALL)
 _JPEG2000_BYTES = 8
@@ -28,6 +34,8 @@ def costly(content: bytes, max_megapixels: float) -> str | None:
         return _costly_png(content)
     if content.startswith(_JPEG):
         return _costly_jpeg(content)
+    if content.startswith((b"II", b"MM")):
+        return _costly_tiff(content)
     for sizes in _JPEG2000_SIZES.finditer(content):
         if (problem := _costly_jpeg2000(sizes[1], max_megapixels)) is not None:
             return problem
@@ -50,10 +58,25 @@ def _costly_jpeg(content: bytes) -> str | None:
         return f"the file has more than {MAX_SCANS} scans, each of which takes the time of all pixels"
     place = len(_JPEG)
     for _ in range(MAX_PARTS):
-        if content[place : place + 1] != b"\xff" or content[place + 1 : place + 2] == b"\xda":
+        marker = content[place : place + 2]
+        if marker[:1] != b"\xff" or marker == b"\xff\xda":
             return None
-        place += 2 + int.from_bytes(content[place + 2 : place + 4])
+        place += _FILL.get(marker) or 2 + int.from_bytes(content[place + 2 : place + 4])
     return f"the file has more than {MAX_PARTS} segments before its pixels"
+
+
+def _costly_tiff(content: bytes) -> str | None:
+    """The problem with the chain of pages of a TIFF file (with offsets of 8 bytes, a BigTIFF)."""
+    order: Literal["little", "big"] = "little" if content.startswith(b"II") else "big"
+    big = int.from_bytes(content[2:4], order) == _BIG_TIFF
+    count_bytes, entry_bytes, offset_bytes, place = (8, 20, 8, 8) if big else (2, 12, 4, 4)
+    for _ in range(MAX_PAGES + 1):
+        page = int.from_bytes(content[place : place + offset_bytes], order)
+        if not 0 < page < len(content):
+            return None
+        entries = int.from_bytes(content[page : page + count_bytes], order)
+        place = page + count_bytes + entries * entry_bytes
+    return f"the file has more than {MAX_PAGES} pages"
 
 
 def _costly_jpeg2000(sizes: bytes, max_megapixels: float) -> str | None:

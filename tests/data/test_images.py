@@ -360,6 +360,16 @@ def with_segments(count: int) -> bytes:
     return content[:2] + b"\xff\xe1\x00\x02" * count + content[2:]
 
 
+def with_fill(count: int) -> bytes:
+    content = encoded(Image.fromarray(colours()), "JPEG")
+    return content[:2] + b"\xff" * count + content[2:]
+
+
+def with_pages(count: int) -> bytes:
+    pages = [Image.new("L", (1, 1))] * count
+    return encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+
+
 def jpeg2000(**changed: int) -> bytes:
     """A JPEG 2000 code stream whose marker of the sizes has other values."""
     content = encoded(Image.fromarray(colours(16, 16)), "JPEG2000", no_jp2=True)
@@ -376,6 +386,8 @@ def jpeg2000(**changed: int) -> bytes:
         (with_scans(200), "more than 100 scans"),
         (with_chunks(2_500_000), "chunks"),
         (with_segments(100_000), "more than 10000 segments"),
+        (with_fill(5_000_000), "more than 10000 segments"),
+        (with_pages(1200), "more than 1000 pages"),
         (
             jpeg2000(width=7000, height=7000, tile_width=7000, tile_height=7000),
             "decoding JPEG 2000 of 7000x7000 pixels takes 1122 MiB, above 732",
@@ -393,8 +405,16 @@ def test_a_picture_that_costs_more_than_its_pixels_is_refused_unopened(content: 
     assert error.value.reason == "image_too_costly"
 
 
-def test_scans_chunks_and_tiles_of_usual_files_are_no_matter() -> None:
-    for content in (with_scans(50), with_chunks(100), with_segments(20), jpeg2000(), jpeg2000(tile_width=16)):
+def test_scans_chunks_pages_and_tiles_of_usual_files_are_no_matter() -> None:
+    for content in (
+        with_scans(50),
+        with_chunks(100),
+        with_segments(20),
+        with_fill(9),
+        with_pages(9),
+        jpeg2000(),
+        jpeg2000(tile_width=16),
+    ):
         assert open_bytes(content).size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,14 @@ def test_no_key_of_a_config_fetches_a_kernel_or_imports_a_package(tmp_path: Path
         (folder / "config.json").write_text(kept["config.json"])
     for known in ("eager", "sdpa", {"": "sdpa", "text_config": "eager"}):
         set_in(folder / "config.json", "attn_implementation", known)
+        load_both(Model(path=str(folder)))
+
+
+def test_a_fifo_in_a_model_folder_is_not_waited_for(tmp_path: Path) -> None:
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(ModelError, match=r"generation_config.json is neither a file nor a folder"):
         load_both(Model(path=str(folder)))
 
 
