@@ -30,3 +30,11 @@ def save_policy(policy: TorchPolicy, folder: Path) -> None:
 
 def saved_bytes(folder: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in saved_tensors(folder).items()}
+
+
+def make_checkpoint(run: Path, step: int) -> Path:
+    """A checkpoint as far as names go: a folder with one file."""
+    folder = run / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").touch()
+    return folder

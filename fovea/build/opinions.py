@@ -28,6 +28,7 @@ from fovea.environments.vqa import VqaGrader
 from fovea.errors import ConfigError
 from fovea.models.families.registry import FAMILIES
 from fovea.models.vision_reward import VisionRewardScorer
+from fovea.utils.bounded import read_file
 
 
 def with_opinions(config: Config, grading: Grading) -> Grading:
@@ -83,6 +84,6 @@ def reward_scorer(settings: RewardModel) -> ScoresAnswers:
 
 def _model_type(folder: Path) -> object:
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        return json.loads(read_file(folder / "config.json")).get("model_type")
     except (OSError, ValueError, AttributeError):  # the scorer of text names what the folder lacks
         return None

@@ -24,6 +24,7 @@ from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.custom.loading import RewardFunction
+from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
@@ -96,7 +97,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         grading=graded.grading,
     )
     warmup = make_warmup(config, environment, sources.train, renderer)
-    sinks: list[Sink] = [JsonlSink(folder, resume_step=start_step)]
+    sinks: list[Sink] = [_metrics_file(folder, resumed, progress)]
     trackers = make_trackers(config, folder, start_step, progress.warn)
     profile = make_profile(config, folder, start_step, progress)
     progress.stage("loading the model")
@@ -133,6 +134,17 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
+
+
+def _metrics_file(folder: Path, resumed: Checkpoint | None, progress: Progress) -> JsonlSink:
+    """metrics.jsonl, with a warning where a run that goes on in its own folder has lost lines of it."""
+    sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
+    if resumed and sink.num_lost and resumed.folder.resolve().is_relative_to(folder.resolve()):
+        progress.warn(
+            f"{folder / METRICS_FILE} has no metrics of {sink.num_lost} of the {resumed.step} steps before the "
+            "checkpoint (lines are damaged or missing); curves have a gap there, and training goes on as before"
+        )
+    return sink
 
 
 def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:

@@ -29,7 +29,7 @@ from fovea.config.run import Config, Model
 from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError, ModelError
-from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_merges
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
@@ -39,6 +39,7 @@ from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpo
 from fovea.train.torch.checkpoint import load_trained
 from fovea.train.torch.sharding import copy_weights
 from fovea.types import Weights
+from fovea.utils.bounded import check_inside, read_file
 from fovea.utils.local_path import is_hub_id, near_folder
 from fovea.utils.shown_text import without_secrets
 from fovea.utils.urls import http_parts
@@ -165,6 +166,7 @@ def find_checkpoint(folder: Path) -> CheckpointTarget:
             raise ConfigError(
                 f"{folder}: no {CONFIG_FILE} in {run}, where that of its run should be; move it back there"
             )
+        check_inside(run / CONFIG_FILE, run)
         _check_whole(folder, run)
         return CheckpointTarget(name=str(folder), folder=folder, run=run)
     newest = Checkpoints(folder, keep=1).latest() if (folder / CONFIG_FILE).is_file() else None
@@ -173,6 +175,8 @@ def find_checkpoint(folder: Path) -> CheckpointTarget:
             f"{folder}: neither a run with a checkpoint, nor a checkpoint, nor a model folder with a config.json; "
             "give one of these"
         )
+    for read in (folder / CONFIG_FILE, newest.folder):
+        check_inside(read, folder)
     if newest.passed_over:
         raise DataError(f"{newest.passed_over[0]} is damaged; name {newest.folder} for the checkpoint before it")
     return CheckpointTarget(name=f"{folder} step {newest.step}", folder=newest.folder, run=folder)
@@ -190,8 +194,8 @@ def _check_whole(checkpoint: Path, run: Path) -> None:
 
 def _base_of(adapter: Path) -> str:
     try:
-        base = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
+        base = json.loads(read_file(adapter / ADAPTER_CONFIG)).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"{adapter / ADAPTER_CONFIG} cannot be read ({error}); export the adapter again") from error
     if not base:
         raise ModelError(f"{adapter}: its {ADAPTER_CONFIG} names no base model; write it under base_model_name_or_path")
@@ -304,10 +308,11 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
 def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise ModelError(f"{adapter}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
+    check_merges(adapter)
     try:
         # merged in place, so that the network keeps its class and its names
         merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
             f"{adapter}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"

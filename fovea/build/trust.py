@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fovea.config.backends import MegatronBackend
+from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
 from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
 from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
@@ -17,15 +17,18 @@ from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
 
 
-def check_trust(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> None:
+def check_trust(
+    config: Config, file: Path, overrides: Sequence[Override], *, trust: bool, trains: bool = False
+) -> None:
     """ConfigError where `config`, read from a folder's `file`, would use a power that the user did not name.
 
-    These are to run code, to send rows or a key to a judge, and to reach private addresses. `overrides` are the user's
-    own settings: what they set is the user's, whatever the file says.
+    These are to run code, to send rows or a key to a judge, and to reach private addresses; with `trains` those of
+    engine and backend, too. `overrides` are the user's own settings: what they set is the user's, whatever the file
+    says.
     """
     if trust:
         return
-    for key, refused, instead in _powers(config):
+    for key, refused, instead in (*_powers(config), *(_training_powers(config) if trains else ())):
         if key not in keys_of(overrides):
             raise ConfigError(
                 f"{file} {refused}, and what a folder says runs no code, sends no row or key to a judge and opens no "
@@ -54,6 +57,20 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     private = "data.allow_private_addresses"
     if config.data.allow_private_addresses:
         yield private, f"lets rows reach this machine and private networks by {private}=true", f"{private}=false"
+
+
+def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
+    """The settings with such a power in training alone, as `_powers` gives them."""
+    engine, key = config.rollout.engine, "rollout.engine"
+    if isinstance(engine, VllmServersEngine):
+        sent = "rows and weights" if engine.api_key_env is None else f"the key in {engine.api_key_env}"
+        yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
+    if (python := getattr(engine, "python", None)) is not None:
+        yield f"{key}.python", f"runs {key}.python={python}", f"{key}.python=ENV/bin/python"
+    if isinstance(engine, ServingEngine) and engine.engine_args:
+        yield f"{key}.engine_args", f"starts its engine with {key}.engine_args={engine.engine_args}", f"{key}=embedded"
+    if isinstance(config.train.backend, MegatronBackend):
+        yield "train.backend.name", "reads a pickle, which can run code (train.backend=megatron)", "train.backend=torch"
 
 
 def _judges(config: Config) -> dict[str, Judge | None]:

@@ -10,7 +10,7 @@ import typer
 
 from fovea.cli.completion import complete_recipe, complete_run
 from fovea.cli.errors import one_line_errors
-from fovea.cli.options import Debug, Quiet
+from fovea.cli.options import Debug, Quiet, Trust
 from fovea.config.recipes import find_recipe
 from fovea.errors import ConfigError
 
@@ -18,10 +18,6 @@ TARGETS_HELP = (
     "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
     "http://HOST:PORT#MODEL, OpenAI-compatible), or a baseline: majority (the most "
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
-)
-TRUST_HELP = (
-    "Run the reward function or environment that a folder's own settings name, ask their judge, and read Megatron's "
-    "checkpoints (a run of yours)."
 )
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 
@@ -49,7 +45,7 @@ def evaluate(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key that servers want.")
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
+    trust: Trust = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:

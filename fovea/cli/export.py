@@ -9,8 +9,7 @@ import typer
 
 from fovea.cli.completion import complete_run
 from fovea.cli.errors import one_line_errors
-from fovea.cli.eval import TRUST_HELP
-from fovea.cli.options import Debug
+from fovea.cli.options import Debug, Trust
 
 WORDS_HELP = "Settings of the run to override, such as model.path=NEW/FOLDER or model.device=cpu."
 
@@ -35,7 +34,7 @@ def export(
         str | None,
         typer.Option(metavar="ORG/NAME", help="Upload the folder to this hub repository (a new one is private)."),
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Export a model as a verified Hugging Face folder.

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from fovea.cli.errors import one_line_errors
-from fovea.cli.eval import TRUST_HELP
-from fovea.cli.options import Debug
+from fovea.cli.options import Debug, Trust
 from fovea.config.base import Tree, over
 from fovea.config.recipes import parse_override
 
@@ -42,7 +41,7 @@ def serve(
     ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
     start_seconds: Annotated[float, typer.Option(min=1, help="Longest time to wait until it answers.")] = 900.0,
-    trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Serve a model by OpenAI's interface.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from fovea.cli.errors import one_line_errors
-from fovea.cli.options import Debug
+from fovea.cli.options import Debug, Trust
 from fovea.workflows.inputs import EvaluationInputs, TrainingInputs, read_inputs
 
 Source: TypeAlias = Annotated[
@@ -21,7 +21,7 @@ app = typer.Typer(help="Run a published workflow of mixtrain.", no_args_is_help=
 
 
 @app.command("vlm-rl-training")
-def vlm_rl_training(source: Source = "{}", debug: Debug = False) -> None:
+def vlm_rl_training(source: Source = "{}", trust: Trust = False, debug: Debug = False) -> None:
     """Train by PPO, as vlm-rl-training does.
 
     Prints the outputs as JSON on stdout. Examples: fovea workflow vlm-rl-training --input '{"env_name": "geospot",
@@ -36,12 +36,12 @@ def vlm_rl_training(source: Source = "{}", debug: Debug = False) -> None:
         from fovea.workflows.training import train
 
         with redirect_stdout(sys.stderr):
-            outputs = train(inputs)
+            outputs = train(inputs, trust=trust)
     _print_json(outputs.to_json())
 
 
 @app.command("vlm-rl-eval")
-def vlm_rl_eval(source: Source, debug: Debug = False) -> None:
+def vlm_rl_eval(source: Source, trust: Trust = False, debug: Debug = False) -> None:
     """Evaluate as vlm-rl-eval does.
 
     Prints the outputs as JSON on stdout. Example: fovea workflow vlm-rl-eval --input '{"env_name": "geospot",
@@ -56,7 +56,7 @@ def vlm_rl_eval(source: Source, debug: Debug = False) -> None:
         from fovea.workflows.evaluation import evaluate
 
         with redirect_stdout(sys.stderr):
-            outputs = evaluate(inputs)
+            outputs = evaluate(inputs, trust=trust)
     _print_json(outputs.to_json())
 
 

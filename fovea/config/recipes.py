@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ import yaml
 
 from fovea.config.base import Tree
 from fovea.config.type_text import show
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, DataError
+from fovea.utils.bounded import MIB, read_file
 
 COMMAND_LINE, ARGUMENTS = "command line", "arguments"
 Override: TypeAlias = str | Tree
@@ -24,6 +26,9 @@ FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 """YAML 1.1 takes `1e-6` for text; everybody who writes it means the number."""
 OF_OTHER_BASES = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
 """YAML 1.1 takes `1:30` for 90 and `010` for 8; nobody who writes them means that."""
+
+MAX_MIB = 1
+"""The largest recipe, also with its aliases written out: nested ones can stand for more than any memory holds."""
 
 TEXT = "tag:yaml.org,2002:str"
 
@@ -43,6 +48,13 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self.deep_construct = True  # inner values at once, and no outer one that is still empty by an alias
 
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _written_out(node, {}) > MAX_MIB * MIB:
+            problem = f"its aliases stand for more than {MAX_MIB} MiB"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -50,6 +62,18 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """Characters of a value with every alias replaced by what it stands for; `known` are those of nodes by id."""
+    if id(node) not in known:
+        known[id(node)] = 0  # a value in itself, which is refused later
+        if isinstance(node, yaml.ScalarNode):
+            known[id(node)] = len(node.value) + 1
+        else:
+            parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            known[id(node)] = 1 + sum(_written_out(part, known) for part in parts)
+    return known[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -69,11 +93,13 @@ for _class in (_Loader, _Dumper):
 def read_recipe(recipe: Path) -> Tree:
     """One YAML file."""
     try:
-        content = recipe.read_bytes()
+        content = read_file(recipe, max_mib=MAX_MIB)
     except FileNotFoundError:
         raise ConfigError(f"{recipe}: no such recipe; {_near_recipes(recipe)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{recipe}: a folder, no recipe; {_near_recipes(recipe / 'any')}") from None
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); give a YAML file") from None
     tree = read_yaml(content, str(recipe))

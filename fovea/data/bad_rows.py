@@ -14,6 +14,7 @@ from pathlib import Path
 from fovea.data.order import Place
 from fovea.errors import BadRowError, DataError
 from fovea.types import Metrics
+from fovea.utils.bounded import append_to, read_lines
 from fovea.utils.files import write_atomically
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -28,7 +29,7 @@ class BadRows:
         self._file = folder / BAD_ROWS_FILE if folder else None
         self._reasons: dict[str, str] = {}
         if self._file is not None and self._file.exists():
-            lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines()[:resume_at])
+            lines = map(json.loads, islice(read_lines(self._file), resume_at))
             self._reasons = {row["key"]: row["reason"] for row in lines}
             self.keep_first(resume_at)
 
@@ -46,15 +47,14 @@ class BadRows:
         self._reasons[place.key] = reason
         if self._file is not None:
             line = {"key": place.key, "row": place.where, "reason": reason, "error": str(error)}
-            with self._file.open("a", encoding="utf-8") as file:
+            with append_to(self._file) as file:
                 file.write(json.dumps(line) + "\n")
 
     def keep_first(self, num_rows: int) -> None:
         """Forget all but the first rows; the others are listed again when they are found again."""
         self._reasons = dict(islice(self._reasons.items(), num_rows))
         if self._file is not None and self._file.exists():
-            lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)[:num_rows]
-            write_atomically(self._file, "".join(lines).encode())
+            write_atomically(self._file, b"".join(islice(read_lines(self._file), num_rows)))
 
     def metrics(self) -> Metrics:
         """Number of bad rows so far, in total and by reason."""

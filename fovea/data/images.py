@@ -1,8 +1,9 @@
 """Opening images: every source becomes a fully decoded RGB picture or a BadRowError.
 
 The size of a file is checked before it is read, and the number of pixels in its header before they are decoded (a file
-of 40 kB can claim a gigapixel). Transparent pixels are shown on white. Nothing is repaired: half a file is an error,
-not half an image, and an image that needs a conversion is refused unless `data.convert_images` names it.
+of 40 kB can claim a gigapixel), with what else decoding costs (`image_cost`). Transparent pixels are shown on white.
+Nothing is repaired: half a file is an error, not half an image, and an image that needs a conversion is refused unless
+`data.convert_images` names it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from fovea.config.sections import Conversion
+from fovea.data.image_cost import MAX_SIDE_PX, costly
 from fovea.errors import BadRowError
 from fovea.types import ImageRef
 
@@ -105,7 +107,7 @@ def open_image(
         with _broken_is_bad(ref.where):
             return _checked(ref.source, b"", ref.where, max_megapixels, convert)
     where, content = _content(ref, max_mib, fetch)
-    with _header(content, where) as image:
+    with _header(content, where, max_megapixels) as image:
         return _checked(image, content, where, max_megapixels, convert)
 
 
@@ -121,8 +123,10 @@ def _content(ref: ImageRef, max_mib: float, fetch: Fetch) -> tuple[str, bytes]:
 
 
 @contextmanager
-def _header(content: bytes, where: str) -> Iterator[Image.Image]:
-    """An image whose header alone is read."""
+def _header(content: bytes, where: str, max_megapixels: float) -> Iterator[Image.Image]:
+    """An image whose header alone is read; BadRowError where decoding it would cost more than its pixels."""
+    if (problem := costly(content, max_megapixels)) is not None:
+        raise _refused(where, problem, "save the image again", "image_too_costly")
     with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
         yield image
 
@@ -153,7 +157,7 @@ class ImageOpener:
             _check_pixels(*ref.source.size, ref.where, self.max_megapixels)
             return ref.source.size
         where, content = _content(ref, self.max_mib, self.fetch)
-        with _header(content, where) as image:
+        with _header(content, where, self.max_megapixels) as image:
             _check_pixels(*image.size, where, self.max_megapixels)
             return image.size
 
@@ -215,6 +219,9 @@ def check_bytes(num_bytes: int, where: str, max_mib: float) -> None:
 def _check_pixels(width: int, height: int, where: str, max_megapixels: float) -> None:
     if not (width and height):
         raise _refused(where, f"the image is {width}x{height} pixels, that is empty", "replace it", "image_empty")
+    if max(width, height) > MAX_SIDE_PX:
+        problem = f"the image is {width}x{height} pixels, and a side has at most {MAX_SIDE_PX}"
+        raise _refused(where, problem, "cut the image", "image_shape")
     megapixels = width * height / 1e6
     if megapixels > max_megapixels:
         raise _refused(

@@ -6,7 +6,6 @@ The folder is written under a temporary name, loaded again and compared with the
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from fovea.models.trainable import ADAPTER, lora_layers
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.summary import read_summary
 from fovea.run.checkpoint import STATE
+from fovea.utils.bounded import read_file
 from fovea.utils.files import atomic_folder
 
 CARD_FILE = "README.md"
@@ -143,7 +143,9 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     # the model, and with the pixel limit of one image for a whole video.
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
-        shutil.copyfile(base, folder / VIDEO_PROCESSOR_FILE)
+        # the hub's cache holds a snapshot as links into the folder of its repository
+        root = base.parents[2] if base.parents[1].name == "snapshots" else base.parent
+        (folder / VIDEO_PROCESSOR_FILE).write_bytes(read_file(base, within=root))
         return
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
     written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
@@ -206,6 +208,6 @@ def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> s
 def step_of(target: CheckpointTarget) -> int:
     """Number of RL steps of a checkpoint."""
     try:
-        return int(json.loads((target.folder / STATE).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return int(json.loads(read_file(target.folder / STATE, within=target.folder))["step"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{target.folder}: {broken_checkpoint(error)}") from error

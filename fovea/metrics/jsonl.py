@@ -18,8 +18,8 @@ def parse_metrics(line: str, *, where: str) -> Metrics:
     """The metrics of a line, `step` included and first; DataError, with `where`, for anything else."""
     try:
         row = {key: from_json_number(value) for key, value in json.loads(line).items()}
-        return {"step": row.pop("step")} | row
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {"step": float(int(row.pop("step")))} | row
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
             f"{where} is {line[:60]!r}, which is not a JSON object of numbers with a step; delete that line"
         ) from error

@@ -18,9 +18,11 @@ from typing import Protocol, Self
 import torch
 from torch.profiler import record_function
 
+from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.tracker import TrackedSample
 from fovea.types import Metrics
+from fovea.utils.bounded import read_lines
 from fovea.utils.files import json_number, write_atomically
 
 GIB = 2**30
@@ -81,13 +83,16 @@ class MetricsLog:
 class JsonlSink:
     """Writer of metrics.jsonl: one JSON object per step, `{"step": 7, "reward": 0.5, ...}`, null for NaN and infinity.
 
-    A resumed run first drops the lines after its checkpoint, so that every step occurs once.
+    A resumed run first drops the lines after its checkpoint, so that every step occurs once, and damaged lines.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
         path = run_dir / METRICS_FILE
-        kept = [line for line, row in _complete_lines(path) if resume_step and row["step"] <= resume_step]
-        write_atomically(path, "".join(kept).encode())
+        kept, num_damaged = _lines_until(resume_step, path)
+        write_atomically(path, "".join(kept.values()).encode())
+        first = min(kept, default=1)
+        self.num_lost = max(num_damaged, resume_step + 1 - first - len(kept)) if resume_step else 0
+        """Steps before the checkpoint whose metrics are lost."""
         self._file = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -107,15 +112,34 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
     return [row for _, row in _complete_lines(run_dir / METRICS_FILE)]
 
 
+def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int]:
+    """The lines of the steps up to one, by step, and the number of complete lines that hold no metrics."""
+    kept: dict[int, str] = {}
+    num_damaged = 0
+    for line in _ended_lines(path) if last and path.exists() else ():
+        try:
+            step = int(parse_metrics(line, where=str(path))["step"])
+        except DataError:
+            num_damaged += 1
+            continue
+        if step <= last:
+            kept[step] = line
+    return kept, num_damaged
+
+
 def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
     """Complete lines of metrics.jsonl as text and parsed."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            # a last line without newline was cut off by a crash, or is being written right now
-            if line.endswith("\n"):
-                yield line, parse_metrics(line, where=f"{path} line {number}")
+    for number, line in enumerate(_ended_lines(path), start=1):
+        yield line, parse_metrics(line, where=f"{path} line {number}")
+
+
+def _ended_lines(path: Path) -> Iterator[str]:
+    """The lines of a file but for one without an end: a crash has cut it off, or it is being written right now."""
+    for line in read_lines(path, within=path.parent):
+        if line.endswith(b"\n"):
+            yield line.decode("utf-8", errors="replace")
 
 
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")

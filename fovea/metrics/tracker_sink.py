@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fovea.errors import FoveaError, TrackerError, first_line, named
+from fovea.errors import DataError, FoveaError, TrackerError, first_line, named
 from fovea.metrics.log import read_metrics
 from fovea.metrics.tracker import TrackedSample, Tracker, readable
+from fovea.utils.bounded import read_file
 from fovea.utils.files import write_atomically
 from fovea.utils.shown_text import without_secrets
 
@@ -36,8 +37,11 @@ class TrackedRun:
         self.id = uuid.uuid4().hex
         self.last_step = last_step
         if file is not None and goes_on and file.exists():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            self.id, self.last_step = str(kept["id"]), int(kept["last_step"])
+            try:
+                kept = json.loads(read_file(file, within=file.parent))
+                self.id, self.last_step = str(kept["id"]), int(kept["last_step"])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+                raise DataError(f"{file} names no run of a tracker ({error!r}); delete it to begin one") from error
 
     def has(self, step: int) -> None:
         """Keep that the tracker has all steps up to this one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,18 @@ from torch import Tensor
 
 from fovea.config.run import Lora
 from fovea.errors import ConfigError, ModelError
+from fovea.utils.bounded import read_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("lora_A", "lora_B")
 COMPARED = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 OF_TRAINING = {"lora_dropout", "init_lora_weights"}
+MERGED = {
+    *("alpha_pattern", "bias", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern"),
+    *("target_parameters", "use_dora", "use_rslora"),
+}
+"""Keys of variants that peft merges into the base by arithmetic alone."""
 WITHOUT_EFFECT = COMPARED | DESCRIPTIVE | OF_TRAINING
 """Keys of an adapter's config that are compared elsewhere or do not change what its tensors mean."""
 
@@ -70,20 +76,35 @@ def _check_config(folder: Path, lora: Lora) -> None:
                 f"model.lora.{name}={ours}, but the adapter in {folder} has {config.get(key)}; set "
                 f"model.lora.{name}={config.get(key)}"
             )
+    if other := _first_other_than(WITHOUT_EFFECT, config):
+        raise ModelError(
+            f"{folder}/{ADAPTER_CONFIG}: {other}={config[other]} is a variant of LoRA that Fovea does not train; merge "
+            "the adapter into its base with peft (merge_and_unload), and give the result as model.path"
+        )
+
+
+def check_merges(folder: Path) -> None:
+    """ModelError for an adapter that is more than LoRA's weights: peft imports modules that some keys name."""
+    config = _config(folder)
+    if key := _first_other_than(WITHOUT_EFFECT | MERGED, config):
+        raise ModelError(
+            f"{folder}/{ADAPTER_CONFIG}: {key}={config[key]} is a variant of LoRA that Fovea does not merge; merge the "
+            "adapter into its base with peft (merge_and_unload), and name the result"
+        )
+
+
+def _first_other_than(known: Collection[str], config: Mapping[str, Any]) -> str | None:
+    """The first key outside `known` that is neither off nor at LoRA's default; those that a later peft adds, too."""
     plain = LoraConfig().to_dict()
-    for key in sorted(config.keys() - WITHOUT_EFFECT):
-        # whatever a later peft adds is refused too, unless it is off
-        if config[key] and config[key] != getattr(plain.get(key), "value", plain.get(key)):
-            raise ModelError(
-                f"{folder}/{ADAPTER_CONFIG}: {key}={config[key]} is a variant of LoRA that Fovea does not train; merge "
-                "the adapter into its base with peft (merge_and_unload), and give the result as model.path"
-            )
+    off = {key: (None, False, getattr(value, "value", value)) for key, value in plain.items()}
+    others = sorted(config.keys() - set(known))
+    return next((key for key in others if config[key] not in off.get(key, (None, False, [], {}, ""))), None)
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_file(folder / ADAPTER_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"model.lora.adapter={folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that peft or "
             "`fovea export --adapter-only` wrote"

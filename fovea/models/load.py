@@ -11,6 +11,7 @@ from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.model_files import WHOLE_MODEL, check_folder, damaged_model, hub_options, no_progress_bar
 from fovea.models.transformers_versions import load_config
+from fovea.utils.config_keys import check_config_keys, check_unquantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,14 +40,17 @@ def load_network(settings: Model) -> PreTrainedModel:
     path = settings.path
     assert path is not None, "a tiny model is loaded from the folder that it was written to"
     check_folder(path, settings.revision)
+    options = hub_options(settings)
     with damaged_model(path), no_progress_bar():
+        check_config_keys(path, options["revision"])
+        check_unquantized(path, options["revision"])
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path,
-            config=load_config(path, **hub_options(settings)),
+            config=load_config(path, **options),
             dtype=DTYPES[settings.dtype],
             use_safetensors=True,
             output_loading_info=True,
-            **hub_options(settings),
+            **options,
         )
     network: PreTrainedModel = loaded[0]
     info = loaded[1]

@@ -80,6 +80,9 @@ def check_folder(path: str, revision: str | None) -> None:
         raise ModelError(
             f"model.path={path}: the folder has no config.json; give the folder that holds the model's files"
         )
+    odd = next((file for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())), None)
+    if odd is not None:
+        raise ModelError(f"model.path={path}: {odd.name} is neither a file nor a folder, and is not read; delete it")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"model.path={path}: the folder has a config.json but no weights (*.safetensors); "

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
@@ -17,6 +15,7 @@ from fovea.models.families.base import ModelFamily
 from fovea.models.families.registry import family_of
 from fovea.models.model_files import check_folder, damaged_model, hub_options
 from fovea.models.transformers_versions import load_config
+from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +45,7 @@ def load_processor(settings: Model) -> Processor:
     check_folder(path, settings.revision)
     options = hub_options(settings)
     with damaged_model(path, TemplateError):
+        check_config_keys(path, options["revision"])
         config = load_config(path, **options)
         family = family_of(config, path)
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
@@ -131,30 +131,17 @@ def _banned_ids(
 
 def _generation_config(path: str, revision: str, config: Any) -> GenerationConfig:
     """Generation config from generation_config.json, else derived from the model's config by transformers."""
-    file = _optional_file(path, "generation_config.json", revision)
-    if file is None:
-        return GenerationConfig.from_model_config(config)
-    return GenerationConfig.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    settings = optional_json(path, "generation_config.json", revision)
+    return GenerationConfig.from_dict(dict(settings)) if settings else GenerationConfig.from_model_config(config)
 
 
 def _chat_template(path: str, revision: str, of_tokenizer: str | None) -> str:
     """Chat template of the model folder if it has one, else that of the tokenizer."""
     for name in ("chat_template.jinja", "chat_template.json"):
-        file = _optional_file(path, name, revision)
+        file = optional_file(path, name, revision)
         if file is not None:
             text = file.read_text(encoding="utf-8")
             return str(json.loads(text)["chat_template"]) if name.endswith(".json") else text
     if of_tokenizer is None:
         raise ModelError(f"model.path={path}: it has no chat template (chat_template.jinja); use an Instruct model")
     return of_tokenizer
-
-
-def _optional_file(path: str, name: str, revision: str) -> Path | None:
-    file = cached_file(
-        path,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if file is None else Path(file)

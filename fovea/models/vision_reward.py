@@ -26,6 +26,7 @@ from fovea.models.plain import PlainRow, plain_states
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
+from fovea.utils.config_keys import check_unquantized
 from fovea.utils.spelled_marks import special_marks, without_marks
 
 KEY = "model_reward.reward_model.path"
@@ -79,6 +80,7 @@ def _network(model: Model) -> Any:
     """The network of a model folder without a head; ModelError where weights are missing or damaged."""
     assert model.path is not None, "reward models are not made here"
     with damaged_model(model.path), no_progress_bar():
+        check_unquantized(model.path, "main")
         loaded: Any = AutoModel.from_pretrained(
             model.path, dtype="auto", use_safetensors=True, output_loading_info=True, **hub_options(model)
         )

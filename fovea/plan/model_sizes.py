@@ -23,6 +23,7 @@ from fovea.models.model_files import check_place, damaged_model, hub_options
 from fovea.models.modules import language_model, vision_modules
 from fovea.models.tiny import tiny_config
 from fovea.models.trainable import choose_trainable
+from fovea.utils.config_keys import check_config_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +113,11 @@ def _config_of(settings: Model) -> Any:
         )
     if folder.is_dir():
         with damaged_model(path):
+            check_config_keys(str(folder), "main")
             return AutoConfig.from_pretrained(str(folder), **hub_options(settings))
     check_place(path, settings.revision)
     try:
+        check_config_keys(path, settings.revision or "main")
         return AutoConfig.from_pretrained(path, **hub_options(settings))
     except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fovea.config.recipes import read_yaml
 from fovea.config.splits import RUN_DIR
 from fovea.errors import DataError
+from fovea.utils.bounded import read_file
 from fovea.utils.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
+MAX_CONFIG_MIB = 1
 SHOWN_RUNS = 4
 """Runs that an error names."""
 
@@ -33,6 +34,15 @@ def check_run_folder(folder: Path) -> None:
     raise DataError(f"{folder}: no run folder, since it holds no {CONFIG_FILE}; {fix}")
 
 
+def read_config(run_dir: Path) -> str:
+    """The text of a run's settings."""
+    path = run_dir / CONFIG_FILE
+    try:
+        return read_file(path, within=run_dir, max_mib=MAX_CONFIG_MIB).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); restore the file") from error
+
+
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
     """Write the library versions that the run uses now, by name."""
     write_atomically(run_dir / VERSIONS_FILE, (json.dumps(versions, indent=2) + "\n").encode())
@@ -40,7 +50,7 @@ def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
 
 def about(run_dir: Path, config_text: str | None) -> dict[str, str]:
     """Facts of a run as label and text, from its settings and versions; those that are not known are left out."""
-    facts = _facts_of_settings(yaml.safe_load(config_text)) if config_text else {}
+    facts = _facts_of_settings(read_yaml(config_text, CONFIG_FILE)) if config_text else {}
     if (versions := _read_versions(run_dir)) is not None:
         facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {label: text for label, text in facts.items() if text}
@@ -84,6 +94,7 @@ def _read_versions(run_dir: Path) -> Mapping[str, str] | None:
     if not path.exists():
         return None
     try:
-        return {str(name): str(version) for name, version in json.loads(path.read_bytes()).items()}
-    except (ValueError, AttributeError) as error:
+        versions = json.loads(read_file(path, within=run_dir))
+        return {str(name): str(version) for name, version in versions.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} holds no versions ({error}); delete it, and the report leaves them out") from error

@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fovea.evaluation.statistics import Estimate, format_interval
 from fovea.evaluation.tables import percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
-from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
 from fovea.report.figure_rows import figure_rows
 from fovea.report.images import read_image
 from fovea.report.records import SampleRecord
@@ -126,7 +126,7 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
     # every file may be missing: the report is also written of an unfinished or crashed run
     summary_path, config_path = run_dir / SUMMARY_FILE, run_dir / CONFIG_FILE
     summary = read_summary(summary_path) if summary_path.exists() else None
-    config = config_path.read_text(encoding="utf-8") if config_path.exists() else None
+    config = read_config(run_dir) if config_path.exists() else None
     return {
         "name": run_dir.resolve().name,
         "about": about(run_dir, config),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from fovea.utils.bounded import read_file
 from fovea.utils.files import write_atomically
 
 MAX_SIDE_PX = 768
@@ -44,6 +45,6 @@ def image_path(run_dir: Path, name: str) -> Path:
 def read_image(run_dir: Path, name: str) -> bytes | None:
     """The PNG file of a stored image; None where it has been deleted from the run folder."""
     try:
-        return image_path(run_dir, name).read_bytes()
+        return read_file(image_path(run_dir, name), within=run_dir)
     except FileNotFoundError:
         return None

@@ -7,6 +7,7 @@ samples/index.jsonl one line per step with the summaries of its records, which l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from pathlib import Path
 from fovea.errors import DataError
 from fovea.report.record_json import record_from_json, record_to_json, summary_from_json, summary_to_json
 from fovea.report.records import GroupSummary, SampleRecord, summary_of
+from fovea.utils.bounded import append_to, read_file, read_lines
 from fovea.utils.files import write_atomically
 
 INDEX_FILE = "index.jsonl"
-BAD_CONTENT = (KeyError, TypeError, ValueError, AttributeError)
+BAD_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading JSON of another shape raises."""
+_STEP = re.compile(r"[0-9]{6,15}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,7 @@ def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> 
     lines = [json.dumps(record_to_json(record), allow_nan=False) + "\n" for record in records]
     write_atomically(step_path(run_dir, step), "".join(lines).encode())
     entry = {"step": step, "groups": [summary_to_json(summary_of(record)) for record in records]}
-    with (samples_folder(run_dir) / INDEX_FILE).open("a", encoding="utf-8", newline="\n") as index:
+    with append_to(samples_folder(run_dir) / INDEX_FILE) as index:
         index.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
@@ -45,20 +48,21 @@ def drop_samples(run_dir: Path, *, after: int) -> None:
             step_path(run_dir, step).unlink()
     index = samples_folder(run_dir) / INDEX_FILE
     if index.exists():
-        lines = index.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_atomically(index, "".join(line for line in lines if _is_entry_until(line, after)).encode())
+        lines = read_lines(index, within=run_dir)
+        write_atomically(index, b"".join(line for line in lines if _is_entry_until(line, after)))
 
 
-def _is_entry_until(line: str, last: int) -> bool:
+def _is_entry_until(line: bytes, last: int) -> bool:
     try:
-        return line.endswith("\n") and index_line(line).step <= last
+        return line.endswith(b"\n") and index_line(line).step <= last
     except BAD_CONTENT:
         return False
 
 
 def sample_steps(run_dir: Path) -> list[int]:
     """Steps with sample records, in ascending order."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in samples_folder(run_dir).glob("step-*.jsonl"))
+    names = (path.stem.removeprefix("step-") for path in samples_folder(run_dir).glob("step-*.jsonl"))
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
 def read_samples(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, tuple[SampleRecord, ...]]:
@@ -70,15 +74,16 @@ def read_samples(run_dir: Path, steps: Collection[int] | None = None) -> dict[in
 def read_step(run_dir: Path, step: int) -> tuple[SampleRecord, ...]:
     """The records of one step; FileNotFoundError where it has none, DataError where its file holds something else."""
     path = step_path(run_dir, step)
+    content = read_file(path, within=run_dir)
     try:
         # split at "\n" only: str.splitlines would also cut inside a text with a line separator
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        rows = [json.loads(line) for line in content.decode("utf-8").split("\n") if line]
         return tuple(map(record_from_json, rows))
     except BAD_CONTENT as error:
         raise DataError(f"{path} holds no sample records ({error!r}); delete that file") from error
 
 
-def index_line(line: str) -> IndexedStep:
+def index_line(line: str | bytes) -> IndexedStep:
     """A line of samples/index.jsonl; one of BAD_CONTENT where it is none."""
     row = json.loads(line)
     return IndexedStep(step=int(row["step"]), groups=tuple(map(summary_from_json, row["groups"])))

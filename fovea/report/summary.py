@@ -18,6 +18,7 @@ from fovea.evaluation.figures import figures_of
 from fovea.evaluation.statistics import Estimate, estimate, share_estimate
 from fovea.evaluation.tables import cell, mean_cell
 from fovea.types import Evaluation
+from fovea.utils.bounded import read_file
 from fovea.utils.files import from_json_number, json_number, write_atomically
 from fovea.utils.shown_text import printable
 
@@ -169,7 +170,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 def read_summary(path: Path) -> SummaryJson:
     try:
-        return TypeAdapter(SummaryJson).validate_json(path.read_bytes())
+        return TypeAdapter(SummaryJson).validate_json(read_file(path, within=path.parent))
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(

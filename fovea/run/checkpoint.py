@@ -18,14 +18,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
 
-from fovea.errors import DataError
+from fovea.errors import DataError, FoveaError, broken_checkpoint
 from fovea.run.disk import folder_bytes, room_for
 from fovea.run.fingerprint import library_versions
 from fovea.run.kept import Kept
 from fovea.run.manifest import MANIFEST, damage, write_manifest
+from fovea.run.run_dir import checkpoint_folders, holds_files, step_of
 from fovea.train.base import Policy
 from fovea.types import Metrics
 from fovea.utils.background import in_background
+from fovea.utils.bounded import read_file
 from fovea.utils.files import atomic_folder
 
 STATE = "state.json"
@@ -83,7 +85,7 @@ class Checkpoints:
         """
         await self.finish()
         final = self._root / f"step-{step}"
-        if final.exists():
+        if holds_files(final):
             return  # the last regular checkpoint is also the one at the end
         self._root.mkdir(parents=True, exist_ok=True)
         needed_bytes = max(estimated_bytes(policy), *map(folder_bytes, self._folders()), 0)
@@ -124,9 +126,9 @@ class Checkpoints:
 
     def _delete_old(self, kept: Kept | None) -> None:
         folders = self._folders()
-        beyond = kept.steps([_step_of(folder) for folder in folders]) if kept else set()
+        beyond = kept.steps([step_of(folder) for folder in folders]) if kept else set()
         for old in folders[: -self._keep]:
-            if _step_of(old) not in beyond:
+            if step_of(old) not in beyond:
                 _delete(old)
 
     @property
@@ -168,7 +170,7 @@ class Checkpoints:
         found = read_checkpoint(folder)
         if folder.resolve().parent == self._root.resolve():
             for other in self._folders():
-                if _step_of(other) > found.step:
+                if step_of(other) > found.step:
                     _put_aside(other, "later")
         return found
 
@@ -179,18 +181,12 @@ class Checkpoints:
 
     def _folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        # other names, such as a copy that the user made, are not ours to delete
-        found = (folder for folder in self._root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
-        return sorted(found, key=_step_of)
+        return checkpoint_folders(self._root.parent)
 
 
 def _raise_unless_gone(_function: object, _path: str, error: tuple[Any, BaseException, Any]) -> None:
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
 
 
 def estimated_bytes(policy: Policy) -> int:
@@ -203,9 +199,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     problem = damage(folder)
     if problem is not None:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {problem}")
-    state = json.loads((folder / STATE).read_text(), object_hook=partial(_Saved, folder))
-    _check_format(folder, state)
-    step = state.pop("step")
+    try:
+        state = json.loads(read_file(folder / STATE), object_hook=partial(_Saved, folder))
+        _check_format(folder, state)
+        step = state.pop("step")
+    except FoveaError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {broken_checkpoint(error)}") from error
     if folder.resolve().name != f"step-{step}":
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
     return Checkpoint(folder=folder, step=step, state=state)

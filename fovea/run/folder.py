@@ -7,16 +7,15 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
 from fovea.config.loading import config_of, dump_config
+from fovea.config.recipes import read_yaml
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR
 from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError, DataError, ScoreError
-from fovea.report.about import CONFIG_FILE
+from fovea.report.about import CONFIG_FILE, read_config
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
 from fovea.run.run_dir import (
@@ -27,6 +26,7 @@ from fovea.run.run_dir import (
     make_folder,
     newest_step,
 )
+from fovea.utils.bounded import check_tree
 from fovea.utils.files import write_atomically
 from fovea.utils.shown_text import tree_without_secrets
 
@@ -49,6 +49,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
             held.enter_context(locked(folder))
             if is_new:
                 held.push(partial(_delete_after, folder, config))
+            check_tree(folder)
             check_run(folder, config)
             write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
         except OSError as error:
@@ -108,8 +109,8 @@ def run_of(checkpoint: Path) -> Path:
 
 def _check_same(saved: Path, config: Config) -> None:
     try:
-        tree = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    except yaml.YAMLError:
+        tree = read_yaml(read_config(saved.parent), str(saved))
+    except (ConfigError, DataError):
         tree = None
     if not isinstance(tree, dict):
         raise ConfigError(f"{saved} cannot be read, so its run cannot be resumed; set another run_dir")
@@ -120,8 +121,8 @@ def _check_same(saved: Path, config: Config) -> None:
         )
     # an earlier version wrote secrets, and what has been added since is as by default
     began = config_of(tree_without_secrets(tree), str(saved))
-    before = _fixed_settings(yaml.safe_load(dump_config(began)))
-    now = _fixed_settings(yaml.safe_load(dump_config(config)))
+    before = _fixed_settings(read_yaml(dump_config(began), str(saved)))
+    now = _fixed_settings(read_yaml(dump_config(config), "the settings"))
     # a name first: what it stands for differs with it
     for key in sorted(before.keys() | now.keys(), key=lambda key: (not key.endswith(".name"), key.count("."), key)):
         if before.get(key) != now.get(key):

@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import TextIO
 
 from fovea.errors import ConfigError
+from fovea.utils.bounded import append_to
 
 LOCK_FILE = "run.lock"
+MAX_CHARS = 10_000
+"""Of a lock file that is read; an owner takes a hundred."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that have no locks, such as some mounts of Lustre and NFS."""
 
@@ -62,7 +65,7 @@ class Owner:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of an existing folder; ConfigError, which names the owner, where another process does."""
-    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as file:
+    with append_to(folder / LOCK_FILE) as file:
         _take(file, folder)
         try:
             yield
@@ -113,8 +116,8 @@ def _owner(file: TextIO) -> Owner | None:
     """The owner that the lock file names; None where it names none, since it was released or is being written."""
     file.seek(0)
     try:
-        return Owner(**json.load(file))
-    except (ValueError, TypeError):
+        return Owner(**json.loads(file.read(MAX_CHARS)))
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

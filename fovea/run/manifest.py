@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fovea.errors import first_line
+from fovea.errors import DataError, first_line
+from fovea.utils.bounded import check_inside, check_tree, read_file
 
 MANIFEST = "manifest.json"
 
@@ -28,14 +29,18 @@ def write_manifest(folder: Path) -> None:
 def damage(folder: Path) -> str | None:
     """The first difference between a folder and its manifest, such as `policy.json is missing`; None if it is whole."""
     try:
-        expected = json.loads((folder / MANIFEST).read_text())
+        check_tree(folder)
+        expected = json.loads(read_file(folder / MANIFEST))
         for key, measure in _MEASURES.items():
             for name, entry in expected.items():
+                check_inside(folder / name, folder)
                 if measure(folder / name) != entry[key]:
                     return f"{name} is not as it was written"
+    except DataError as error:
+        return str(error).partition(";")[0]
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read ({first_line(error)})"
     return None
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fovea.errors import MicrobatchMemoryError
+from fovea.errors import DataError, MicrobatchMemoryError
+from fovea.utils.bounded import read_file
 from fovea.utils.files import write_atomically
 
 MICROBATCHES_FILE = "microbatches.json"
@@ -47,4 +48,10 @@ def leaving_limit(folder: Path, setting: int) -> Iterator[None]:
 def left_limit(folder: Path) -> MicrobatchTokens | None:
     """The limit that an attempt has left in the run's folder; None if none has."""
     file = folder / MICROBATCHES_FILE
-    return MicrobatchTokens(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        left = MicrobatchTokens(**json.loads(read_file(file, within=folder)))
+        return MicrobatchTokens(setting=int(left.setting), limit=int(left.limit))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{file} holds no size of micro-batches ({error}); delete the file") from error

@@ -19,6 +19,7 @@ from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
 from fovea.types import Group, Metrics, Sampling
+from fovea.utils.bounded import append_to
 
 SAME_ACCURACY = 1e-6
 """Accuracies of a group within this range count as equal."""
@@ -175,7 +176,7 @@ def cut_unscored(folder: Path, num_bytes: int) -> None:
 
 
 def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    with (folder / UNSCORED_FILE).open("a", encoding="utf-8") as file:
+    with append_to(folder / UNSCORED_FILE) as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 

@@ -80,13 +80,28 @@ def has_taken_no_step(folder: Path) -> bool:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether the folder holds a run; until its first checkpoint, settings may change freely."""
-    return any(folder.glob("checkpoints/step-*"))
+    return any(map(holds_files, folder.glob("checkpoints/step-*")))
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The checkpoints of a run, damaged or not, oldest first; other names are the user's, an empty folder is none."""
+    found = (path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal())
+    return sorted(filter(holds_files, found), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def holds_files(folder: Path) -> bool:
+    """Whether a path is a folder that is not empty."""
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint in a folder, damaged or not; -1 before the first."""
-    names = (path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*"))
-    return max((int(name) for name in names if name.isdecimal()), default=-1)
+    return max(map(step_of, checkpoint_folders(folder)), default=-1)
 
 
 def has_a_time(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from fovea.build.targets import CheckpointTarget, ModelTarget, parse_target
 from fovea.errors import ConfigError
 from fovea.exporting.export import export, step_of
+from fovea.utils.bounded import check_inside
 
 EXPORTS = "exports"
 """Folder of a run with the exports that it was served from."""
@@ -22,6 +23,7 @@ def served_folder(source: str, say: Callable[[str], None], *, trust: bool = Fals
     target = parse_target(source)
     if isinstance(target, CheckpointTarget):
         folder = target.run / EXPORTS / f"step-{step_of(target)}"
+        check_inside(folder, target.run)
         # a run that was trained again to this step has another checkpoint
         if folder.exists() and folder.stat().st_mtime < target.folder.stat().st_mtime:
             shutil.rmtree(folder)

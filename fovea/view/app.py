@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -36,6 +37,15 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
 }
+
+
+class _Number(IntegerConvertor):
+    """Numbers of a path, of so many digits that Python reads them all."""
+
+    regex = "[0-9]{1,15}"
+
+
+register_url_convertor("number", _Number())
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
@@ -71,10 +81,10 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
         routes=[
             Route("/", lambda _request: _page("index.html")),
             Route("/data/runs", facts),
-            Route("/data/curve/{run:int}/{number:int}", _found(curve)),
-            Route("/data/entries/{run:int}/{after:int}", _found(entries)),
-            Route("/data/step/{run:int}/{step:int}", _found(step)),
-            Route("/images/{run:int}/{name}.png", _found(image)),
+            Route("/data/curve/{run:number}/{number:number}", _found(curve)),
+            Route("/data/entries/{run:number}/{after:number}", _found(entries)),
+            Route("/data/step/{run:number}/{step:number}", _found(step)),
+            Route("/images/{run:number}/{name}.png", _found(image)),
             Route("/{name}", lambda request: _page(request.path_params["name"])),
         ],
         middleware=[

@@ -41,7 +41,7 @@ class Curves:
     """The columns of metrics.jsonl, which grow with the file."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._tail = Tail(run_dir / METRICS_FILE)
+        self._tail = Tail(run_dir / METRICS_FILE, run_dir)
         self._columns: dict[str, _Column] = {}
         self.last_step = 0
 

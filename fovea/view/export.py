@@ -7,13 +7,12 @@ page.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fovea.errors import ConfigError, DataError
-from fovea.report.images import image_path
+from fovea.report.images import read_image
 from fovea.report.samples import read_step
 from fovea.utils.files import atomic_folder
 from fovea.view.page_files import PAGE_FILES, page_file
@@ -76,10 +75,10 @@ def _images(run: ViewedRun, step: int) -> set[str]:
 
 
 def _copy_image(run: ViewedRun, name: str, folder: Path) -> None:
-    source, target = image_path(run.folder, name), folder / f"{name}.png"
-    if source.exists() and not target.exists():
+    target = folder / f"{name}.png"
+    if not target.exists() and (png := read_image(run.folder, name)) is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        target.write_bytes(png)
 
 
 def _write_data(folder: Path, path: str, value: Any) -> None:

@@ -28,7 +28,7 @@ class SampleIndex:
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = monotonic) -> None:
         self._run_dir = run_dir
-        self._tail = Tail(samples_folder(run_dir) / INDEX_FILE)
+        self._tail = Tail(samples_folder(run_dir) / INDEX_FILE, run_dir)
         self._clock = clock
         self._entries: list[IndexedStep] = []
         self._known: set[int] = set()

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fovea.utils.bounded import lines_of, open_file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appended:
@@ -19,15 +21,17 @@ class Appended:
 class Tail:
     """Reads a growing file from where it stopped the last time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within: Path | None = None) -> None:
+        """`within` is the folder that no link on the way may leave."""
         self.path = path
+        self._within = within
         self._offset = 0
         self._identity: tuple[int, int] | None = None
 
     def read(self) -> Appended:
         """New complete lines, without their newlines; none while there is no file."""
         try:
-            file = self.path.open("rb")
+            file = open_file(self.path, within=self._within)
         except FileNotFoundError:
             return Appended(lines=(), begun_anew=self._forget())
         with file:
@@ -36,12 +40,11 @@ class Tail:
             begun_anew = (identity != self._identity or status.st_size < self._offset) and self._forget()
             self._identity = identity
             file.seek(self._offset)
-            content = file.read()
-        # a last line without newline is being written right now
-        complete = content[: content.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        lines = complete.decode("utf-8", errors="replace").split("\n")[:-1]
-        return Appended(lines=tuple(lines), begun_anew=begun_anew)
+            # a last line without newline is being written right now
+            complete = [line for line in lines_of(file, self.path) if line.endswith(b"\n")]
+        self._offset += sum(map(len, complete))
+        lines = tuple(line[:-1].decode("utf-8", errors="replace") for line in complete)
+        return Appended(lines=lines, begun_anew=begun_anew)
 
     def _forget(self) -> bool:
         """Begin at the start again; returns whether something had been read before."""

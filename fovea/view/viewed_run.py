@@ -9,10 +9,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import yaml
-
+from fovea.config.recipes import read_yaml
 from fovea.metrics.jsonl import METRICS_FILE
-from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, check_run_folder
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, check_run_folder, read_config
 from fovea.report.samples import read_step
 from fovea.view.answers import curve_json, entry_json, step_json
 from fovea.view.curves import Curves
@@ -73,7 +72,7 @@ class ViewedRun:
 
     def _settings(self) -> dict[str, Any]:
         """What the page shows of the settings, which a resume may change."""
-        config = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
+        config = read_config(self.folder)
         if config != self._config:  # parsing YAML takes longer than all the rest
             self._head = {"about": about(self.folder, config), "max_steps": _max_steps(config)}
             self._config = config
@@ -85,6 +84,6 @@ class ViewedRun:
 
 
 def _max_steps(config: str) -> int | None:
-    settings = yaml.safe_load(config)
+    settings = read_yaml(config, CONFIG_FILE)
     value = settings.get("max_steps") if isinstance(settings, Mapping) else None
     return value if isinstance(value, int) else None

@@ -35,10 +35,11 @@ class EvaluationOutputs:
         return values
 
 
-def evaluate(inputs: EvaluationInputs) -> EvaluationOutputs:
+def evaluate(inputs: EvaluationInputs, *, trust: bool = False) -> EvaluationOutputs:
     """Evaluate by greedy answers on the test rows of the trained run; for a plain model, on those of the recipe.
 
-    Raises FoveaError, with the input in front where the error is about one.
+    `trust` lets the code run that the settings of the models' own folders name. Raises FoveaError, with the input in
+    front where the error is about one.
     """
     names = {"baseline_model": inputs.baseline_model, "trained_model": inputs.trained_model}
     words = {name: word for name, word in names.items() if word is not None}
@@ -46,13 +47,13 @@ def evaluate(inputs: EvaluationInputs) -> EvaluationOutputs:
     overrides = overrides_for(inputs)
     with errors_name_inputs(inputs):
         recipe = _recipe(inputs, targets)
-        environment = shared_settings(targets, recipe, overrides).environment.name
+        environment = shared_settings(targets, recipe, overrides, trust=trust).environment.name
         if inputs.env_name is not None and environment != _environment(inputs.env_name):
             raise ConfigError(
                 f"env_name: {inputs.env_name} was given, but trained_model was trained in {environment}; drop env_name"
             )
         metrics = evaluate_targets(
-            list(words.values()), overrides, recipe=recipe, split="test", output_files=OutputFiles()
+            list(words.values()), overrides, recipe=recipe, split="test", output_files=OutputFiles(), trust=trust
         )
     by_name = dict(zip(words, metrics, strict=True))
     return EvaluationOutputs(

@@ -9,8 +9,10 @@ from typing import Any
 
 from fovea.api.rows import TEST_SHARE
 from fovea.api.runs import TrainedRun
+from fovea.api.settings import overrides_of
 from fovea.api.trainers import PPO
 from fovea.build.targets import find_checkpoint
+from fovea.build.trust import check_trust
 from fovea.config.recipes import shipped_recipe
 from fovea.config.run import Config
 from fovea.data.rows import InMemory
@@ -48,13 +50,14 @@ class TrainingOutputs:
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def train(inputs: TrainingInputs, rows: InMemory | None = None) -> TrainingOutputs:
+def train(inputs: TrainingInputs, rows: InMemory | None = None, *, trust: bool = False) -> TrainingOutputs:
     """Train to the last step and return its figures; `rows` are those of `env_dataset` where they are in memory.
 
-    Raises FoveaError, with the input in front where the error is about one.
+    `trust` lets the run of `resume_checkpoint` run the code that its own settings name. Raises FoveaError, with the
+    input in front where the error is about one.
     """
     with errors_name_inputs(inputs):
-        trainer = _started(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows)
+        trainer = _started(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows, trust=trust)
         return _outputs(trainer.train(), trainer.config)
 
 
@@ -67,7 +70,7 @@ def _started(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
     return PPO(recipe=recipe, model=inputs.model_name, rows=rows, settings=settings)
 
 
-def _resumed(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
+def _resumed(inputs: TrainingInputs, rows: InMemory | None, *, trust: bool) -> PPO:
     """The run of a checkpoint with its own settings, but for those that inputs are given for."""
     if rows is not None or inputs.env_dataset is not None:
         raise ConfigError("env_dataset: a run goes on with its own rows; drop env_dataset, or resume_checkpoint")
@@ -80,7 +83,9 @@ def _resumed(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
         raise ConfigError("env_name: a run goes on in its own environment; drop env_name, or resume_checkpoint")
     settings = settings_of(inputs, "resume_checkpoint", "model_name")
     place: dict[str, object] = {"resume": str(checkpoint.folder), "run_dir": str(checkpoint.run)}
-    return PPO(recipe=checkpoint.run / CONFIG_FILE, model=inputs.model_name, settings=place | settings)
+    resumed = PPO(recipe=checkpoint.run / CONFIG_FILE, model=inputs.model_name, settings=place | settings)
+    check_trust(resumed.config, checkpoint.run / CONFIG_FILE, overrides_of(settings), trust=trust, trains=True)
+    return resumed
 
 
 def _outputs(trained: TrainedRun, config: Config) -> TrainingOutputs:

@@ -18,6 +18,7 @@ from fovea.exporting.export import export
 from fovea.loop import train
 from fovea.models.tiny import TinyParts, make_tiny
 from tests.build.small import run_of
+from tests.saved import make_checkpoint
 
 RUN = {
     "max_steps": 1,
@@ -73,7 +74,7 @@ def test_a_start_without_a_checkpoint_makes_the_model_of_its_own_settings(tmp_pa
 def test_a_run_with_a_checkpoint_keeps_its_model(tmp_path: Path) -> None:
     config = settings()
     locate_model(config, tmp_path, lambda: shapes(config))
-    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    make_checkpoint(tmp_path, 1)
     weights = tmp_path / MODEL_FOLDER / "model.safetensors"
     before = weights.stat().st_mtime_ns
     assert locate_model(config, tmp_path, never).path == str(tmp_path / MODEL_FOLDER)

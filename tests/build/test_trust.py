@@ -210,6 +210,30 @@ def test_the_users_own_words_are_trusted(stranger: Path, marker: Path, tmp_path:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("setting", ["reward", "environment", "engine", "megatron"])
+def test_a_workflow_that_goes_on_runs_no_code(setting: str, stranger: Path, marker: Path) -> None:
+    run = stranger / "run"
+    code = plant_code(run, marker)
+    python = {"name": "vllm", "python": str(code)}
+    changed: dict[str, Any] = {
+        "reward": {"reward": f"{code}:score"},
+        "environment": {"environment": f"{code}:Tasks"},
+        "engine": {"rollout": SETTINGS["rollout"] | {"engine": python}},
+        "megatron": {"train": {"backend": "megatron"}, "model": {"path": str(stranger / "base"), "dtype": "bfloat16"}},
+    }[setting]
+    set_in(run / "config.yaml", **changed)
+    inputs = json.dumps({"resume_checkpoint": str(run), "total_steps": 2})
+    refused = fovea("workflow", "vlm-rl-training", "--input", inputs)
+    assert refused.exit_code == 2, refused.output
+    assert "add --trust, if the folder is your own" in refused.stderr
+    assert not marker.exists()
+    if setting == "reward":
+        asked = json.dumps({"trained_model": str(run)})
+        assert "add --trust" in fovea("workflow", "vlm-rl-eval", "--input", asked).stderr
+        fovea("workflow", "vlm-rl-eval", "--input", asked, "--trust")
+        assert marker.exists()
+
+
 def test_overrides_that_name_code() -> None:
     assert keys_of(["environment=a.py:C", "reward=b.py:f", "seed=1"]) == {
         "environment.name",
@@ -325,6 +349,26 @@ def test_a_resumed_run_loads_no_pickle(replaced: str, stranger: Path, marker: Pa
     with pytest.raises(FoveaError, match="checkpoint cannot be read") if replaced else nullcontext():
         train(build(Config.model_validate(resumed)))
     assert not marker.exists()
+
+
+def test_an_adapter_imports_no_module(stranger: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft imports the module that `megatron_core` names, wherever Python finds it."""
+    plant_code(stranger, marker)
+    monkeypatch.syspath_prepend(str(stranger))
+    file = stranger / "adapter" / "adapter_config.json"
+    kept = json.loads(file.read_text())
+    for keys in (
+        {"megatron_config": {"a": 1}, "megatron_core": "evil"},
+        {"peft_type": "IA3"},
+        {"arrow_config": {}},
+        {"new": []},
+    ):
+        file.write_text(json.dumps(kept | keys))
+        done = fovea("eval", str(stranger / "adapter"), "evaluate.test_size=2")
+        assert done.exit_code == (0 if "new" in keys else 2), done.output
+        assert not marker.exists()
+        if done.exit_code:
+            assert "is a variant of LoRA that Fovea does not merge" in done.stderr
 
 
 def test_a_chat_template_stays_in_its_sandbox(stranger: Path, marker: Path) -> None:

@@ -339,3 +339,87 @@ def test_damaged_files_open_or_are_a_data_error(content: bytes, edits: list[tupl
         assert image.mode == "RGB"
         return
     assert message.startswith(WHERE)
+
+
+def with_scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan comes this many times more."""
+    content = encoded(Image.fromarray(colours(64, 64)), "JPEG", progressive=True)
+    last = content.rindex(b"\xff\xda")
+    return content[:last] + content[last:-2] * count + b"\xff\xd9"
+
+
+def with_chunks(count: int) -> bytes:
+    """A PNG with this many empty chunks of an unknown name."""
+    empty = struct.pack(">I", 0) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))
+    content = encoded(Image.fromarray(colours()))
+    return content[:33] + empty * count + content[33:]
+
+
+def with_segments(count: int) -> bytes:
+    content = encoded(Image.fromarray(colours()), "JPEG")
+    return content[:2] + b"\xff\xe1\x00\x02" * count + content[2:]
+
+
+def with_fill(count: int) -> bytes:
+    content = encoded(Image.fromarray(colours()), "JPEG")
+    return content[:2] + b"\xff" * count + content[2:]
+
+
+def with_pages(count: int) -> bytes:
+    pages = [Image.new("L", (1, 1))] * count
+    return encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+
+
+def jpeg2000(**changed: int) -> bytes:
+    """A JPEG 2000 code stream whose marker of the sizes has other values."""
+    content = encoded(Image.fromarray(colours(16, 16)), "JPEG2000", no_jp2=True)
+    places = {"width": (8, 4), "height": (12, 4), "tile_width": (24, 4), "tile_height": (28, 4), "components": (40, 2)}
+    for name, value in changed.items():
+        place, size = places[name]
+        content = content[:place] + value.to_bytes(size) + content[place + size :]
+    return content
+
+
+@table(
+    ("content", "problem"),
+    [
+        (with_scans(200), "more than 100 scans"),
+        (with_chunks(2_500_000), "chunks"),
+        (with_segments(100_000), "more than 10000 segments"),
+        (with_fill(5_000_000), "more than 10000 segments"),
+        (with_pages(1200), "more than 1000 pages"),
+        (
+            jpeg2000(width=7000, height=7000, tile_width=7000, tile_height=7000),
+            "decoding JPEG 2000 of 7000x7000 pixels takes 1122 MiB, above 732",
+        ),
+        (jpeg2000(width=60_000, height=60_000, tile_width=1, tile_height=1), "tiles"),
+        (jpeg2000(components=16_384), "has 16384 components"),
+        (encoded(Image.fromarray(colours()), "JPEG2000") + jpeg2000(components=5), "has 5 components"),
+    ],
+)
+def test_a_picture_that_costs_more_than_its_pixels_is_refused_unopened(content: bytes, problem: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image, "open", lambda *_args, **_options: pytest.fail("it was opened"))
+        with pytest.raises(BadRowError, match=problem) as error:
+            open_bytes(content)
+    assert error.value.reason == "image_too_costly"
+
+
+def test_scans_chunks_pages_and_tiles_of_usual_files_are_no_matter() -> None:
+    for content in (
+        with_scans(50),
+        with_chunks(100),
+        with_segments(20),
+        with_fill(9),
+        with_pages(9),
+        jpeg2000(),
+        jpeg2000(tile_width=16),
+    ):
+        assert open_bytes(content).size
+
+
+def test_a_picture_one_pixel_wide_is_refused() -> None:
+    for size in ((1, 64_000_000), (64_000_000, 1)):
+        with pytest.raises(BadRowError, match=r"and a side has at most 100000") as error:
+            open_bytes(png(*size))
+        assert error.value.reason == "image_shape"

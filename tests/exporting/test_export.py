@@ -23,7 +23,7 @@ from fovea.build.run import build
 from fovea.build.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
 from fovea.cli.main import app
 from fovea.config.run import Config
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ConfigError, DataError, ModelError
 from fovea.eval_targets import EvalSet, compare
 from fovea.evaluation.evaluator import AnsweredRow, Evaluator
 from fovea.exporting import export as export_module
@@ -225,6 +225,11 @@ def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: 
     (tmp_path / "out").mkdir()
     write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
     assert (tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
+    (tmp_path / "private.json").write_text("{}")
+    (base / VIDEO_PROCESSOR_FILE).unlink()
+    (base / VIDEO_PROCESSOR_FILE).symlink_to(tmp_path / "private.json")
+    with pytest.raises(DataError, match=r"leads out of"):
+        write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
 
 
 def test_the_card_tells_recipe_and_figures(lora: Trained, merged: Path, tmp_path: Path) -> None:

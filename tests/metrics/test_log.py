@@ -144,3 +144,30 @@ def test_memory_of_a_phase_shows_what_it_holds() -> None:
     gib = phases.gib()
     assert gib["memory/large_gib"] - gib["memory/small_gib"] == pytest.approx(0.25, abs=0.05)
     assert phases.gib() == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "lost"),
+    [
+        ('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n', 0),
+        ('{"step": 3}\n{"step": 4}\n', 0),  # gone on from the checkpoint of another run
+        ('{"step": 1}\n{"step": 2}\n{"st', 1),
+        ('{"step": 1}\n' + "\0" * 4096, 2),
+        ('{"step": 1}\n' + "\0" * 100 + '\n{"step": 3}\n', 1),
+        ('{"step": 1}\n\0\0{"step": 2}\n{"step": 3}\n', 1),
+        ("\0" * 4096 + "\n", 3),
+        ("", 3),
+        (None, 3),
+    ],
+)
+def test_a_damaged_file_is_repaired_on_a_resume_and_its_losses_counted(
+    content: str | None, lost: int, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    sink = JsonlSink(tmp_path, resume_step=3)
+    assert sink.num_lost == lost
+    log_steps(sink, [4])
+    rows = read_metrics(tmp_path)
+    assert rows[-1]["step"] == 4
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})

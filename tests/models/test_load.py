@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,68 @@ def test_experts_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], x) for name, x in theirs.items())
     again = dict(load_network(Model(path=str(tmp_path / "saved"))).named_parameters())
     assert all(torch.equal(again[name], x) for name, x in parts.network.named_parameters())
+
+
+def set_in(file: Path, keys: str, value: object) -> None:
+    """Set a key of a JSON file by its dotted name."""
+    content = json.loads(file.read_text())
+    *above, last = keys.split(".")
+    inner = content
+    for key in above:
+        inner = inner[key]
+    inner[last] = value
+    file.write_text(json.dumps(content))
+
+
+FETCHES_OR_IMPORTS = [
+    *(
+        ("config.json", f"{part}{key}", "somebody/kernel")
+        for part in ("", "text_config.", "vision_config.")
+        for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+    ),
+    ("config.json", "attn_implementation", {"": "sdpa", "vision_config": "kernels-community/flash-attn3:flash"}),
+    ("config.json", "attn_implementation", "paged|somebody/kernel@main"),
+    ("config.json", "text_config.experts_implementation", "somebody/kernel"),
+    ("config.json", "tokenizer_class", "BertJapaneseTokenizer"),
+    ("tokenizer_config.json", "tokenizer_class", "BertJapaneseTokenizer"),
+    ("tokenizer_config.json", "tokenizer_class", "MistralCommonBackend"),
+    ("tokenizer_config.json", "tokenizer_class", ["Qwen2Tokenizer"]),
+]
+
+
+def test_no_key_of_a_config_fetches_a_kernel_or_imports_a_package(tmp_path: Path) -> None:
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    kept = {name: (folder / name).read_text() for name in ("config.json", "tokenizer_config.json")}
+    for name, key, value in FETCHES_OR_IMPORTS:
+        set_in(folder / name, key, value)
+        with pytest.raises(ModelError, match=rf"{key}=.* in its {name} "):
+            load_processor(Model(path=str(folder)))
+        if name == "config.json":
+            with pytest.raises(ModelError, match=rf"{key}=.* in its config.json "):
+                load_network(Model(path=str(folder)))
+        (folder / name).write_text(kept[name])
+    for key in ("quantization_config", "text_config.quantization_config", "fusion_config"):
+        set_in(folder / "config.json", key, {"quant_method": "fp8"})
+        with pytest.raises(ModelError, match=rf"{key} in its config.json has transformers import another package"):
+            load_network(Model(path=str(folder)))
+        (folder / "config.json").write_text(kept["config.json"])
+    for known in ("eager", "sdpa", {"": "sdpa", "text_config": "eager"}):
+        set_in(folder / "config.json", "attn_implementation", known)
+        load_both(Model(path=str(folder)))
+
+
+def test_a_fifo_in_a_model_folder_is_not_waited_for(tmp_path: Path) -> None:
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(ModelError, match=r"generation_config.json is neither a file nor a folder"):
+        load_both(Model(path=str(folder)))
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "megatron_core": "evil", "megatron_config": {"a": 1}}'
+    )
+    with pytest.raises(ModelError, match=r"an adapter_config.json, which transformers would apply to the model"):
+        load_network(Model(path=str(folder)))

@@ -15,6 +15,7 @@ from fovea.errors import ConfigError, DataError, MicrobatchMemoryError, ScoreErr
 from fovea.run.folder import open_run_folder
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.run_dir import link_latest
+from tests.saved import make_checkpoint
 
 
 def config(**settings: object) -> Config:
@@ -33,7 +34,7 @@ def start_as_set(settings: Config) -> None:
 def holds_a_run(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     start(folder, config(max_steps=10))
-    (folder / "checkpoints" / "step-0").mkdir(parents=True)
+    make_checkpoint(folder, 0)
     return folder
 
 
@@ -53,7 +54,7 @@ def test_a_folder_that_was_made_for_a_failed_start_goes_with_it(tmp_path: Path) 
 
 def fails(folder: Path, error: BaseException, metrics: str = "", **settings: object) -> None:
     with suppress(type(error)), open_run_folder(config(run_dir=str(folder), **settings)):
-        (folder / "checkpoints" / "step-0").mkdir(parents=True)
+        make_checkpoint(folder, 0)
         (folder / "metrics.jsonl").write_text(metrics)
         raise error
 
@@ -172,7 +173,7 @@ def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
 def test_a_resume_that_would_end_before_it_begins_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     folder = holds_a_run(tmp_path / "run")
     for step in (3, 4):
-        (folder / "checkpoints" / f"step-{step}").mkdir()
+        make_checkpoint(folder, step)
     refused = (
         r"max_steps=3, but the run in .*run has taken 4 steps, so nothing is left to train; set a larger max_steps"
     )

@@ -130,3 +130,20 @@ def test_a_damaged_one_is_an_error(whole: Path, tmp_path: Path) -> None:
     state.write_text(json.dumps(json.loads(state.read_text()) | {"step": 1, "pace": {}}))
     with pytest.raises(DataError, match=r"step-1: this checkpoint is damaged: state\.json is not as it was written"):
         run_in(tmp_path / "new", resume=str(checkpoint(tmp_path / "run", 1)))
+
+
+def test_a_resumed_run_tells_of_lost_metrics_and_passes_an_empty_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_in(tmp_path / "run", max_steps=2)
+    (run / "checkpoints" / "step-99").mkdir()
+    file = run / "metrics.jsonl"
+    file.write_bytes(file.read_bytes().splitlines(keepends=True)[0] + b"\0" * 4096)
+    capsys.readouterr()
+    run_in(run, max_steps=3, resume="auto")
+    assert "has no metrics of 1 of the 2 steps before the checkpoint" in capsys.readouterr().err
+    assert [row["step"] for row in read_metrics(run)] == [1, 3]
+    # the folder of a later step that is empty holds no checkpoint, and does not stand in the way of one
+    (run / "checkpoints" / "step-4").mkdir()
+    run_in(run, resume="auto")
+    assert (run / "checkpoints" / "step-4" / "manifest.json").is_file()

@@ -11,6 +11,7 @@ import pytest
 from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError, ParityError, TrainError
 from fovea.run.supervisor import Child, Restarts, cause_of_death, supervise
+from tests.saved import make_checkpoint
 
 KILLED = -signal.SIGKILL
 
@@ -20,7 +21,7 @@ def restarts(folder: Path, **settings: object) -> Restarts:
 
 
 def checkpoint(folder: Path, step: int) -> None:
-    (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    make_checkpoint(folder, step)
 
 
 @pytest.mark.parametrize(

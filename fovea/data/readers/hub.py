@@ -5,15 +5,31 @@ The package `datasets` (extra `hub`) maps Arrow files into memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
+import datasets.data_files
+import fsspec
 
 from fovea.data.readers.base import first_line, listed
 from fovea.errors import DataError, named
 
+_BESIDE = re.compile(r"hf://[^:]*|(?!.*(?:://|::)).*", re.DOTALL)
+"""Patterns of files of the hub or of this machine, the only ones that a data set's own README may name."""
+
+
+def _beside(pattern: str, **options: Any) -> Any:
+    """fsspec's `url_to_fs` for the patterns of a data set's README, which may be a stranger's."""
+    if not _BESIDE.fullmatch(pattern):
+        raise DataError(f"its README names {pattern}, which is neither a file of it nor of the hub; name the files")
+    return fsspec.core.url_to_fs(pattern, **options)
+
+
+datasets.data_files.url_to_fs = _beside
 _SAVED = ("state.json", "dataset_dict.json")
 
 

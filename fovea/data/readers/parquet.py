@@ -24,6 +24,12 @@ MAX_GROUP_BYTES = 1 << 26
 COPIED_GROUP_BYTES = 1 << 22
 _COLUMN_ROWS = 1 << 16
 """Rows of one column that are decoded at a time."""
+_COPIED_ROWS = 256
+"""Most rows that a copy decodes at a time: nothing tells how long texts are that a file holds once."""
+PREFIXES = "DELTA_BYTE_ARRAY"
+"""Encoding of texts by the prefix that they share with the one before."""
+_VALUE_BYTES = 8
+"""Width of a decoded number, and more than that of a text's place in its dictionary."""
 
 
 class GroupCache:
@@ -61,10 +67,12 @@ class ParquetTable:
     def __init__(self, path: Path, *, setting: str, cache: GroupCache, copies: Path) -> None:
         self.name, self.folder = path.name, str(path.parent)
         self.key = str(path.resolve())
+        self._path, self._setting = path, setting
         self._file = _open(path, setting)
-        if _largest_group(self._file) > MAX_GROUP_BYTES:
+        if _largest_group(self._file) > MAX_GROUP_BYTES or _shares_prefixes(self._file.metadata):
             stamp = hashlib.sha256(f"{self.key} {path.stat()}".encode()).hexdigest()[:32]
-            self._file = _open(copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups), setting)
+            copy = copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups)
+            self._file = _open(copy, setting, keep_equal_texts=False)
         self.columns: Sequence[str] = self._file.schema_arrow.names
         sizes = (self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups))
         self._ends = list(itertools.accumulate(sizes))
@@ -89,11 +97,14 @@ class ParquetTable:
 
     def column(self, name: str) -> Iterable[object]:
         for batch in self._batches(_COLUMN_ROWS, [name]):
-            yield from batch.column(0).to_pylist()
+            # one after the other: equal values are kept once until then
+            yield from (value.as_py() for value in batch.column(0))
 
     def _read(self, group: int, first: int) -> pa.Table:
         try:
             return self._file.read_row_group(group, use_threads=False)
+        except MemoryError as error:
+            raise _too_large(self.name) from error
         except (pa.ArrowException, OSError) as error:
             raise BadRowError(
                 f"{self.name} rows {first} to {self._ends[group] - 1} cannot be decoded "
@@ -103,15 +114,24 @@ class ParquetTable:
 
     def _copy_in_small_groups(self, into: Path) -> None:
         metadata = self._file.metadata
-        num_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-        num_rows = max(1, metadata.num_rows * COPIED_GROUP_BYTES // max(num_bytes, 1))
+        num_bytes = sum(_decoded_bytes(metadata, index) for index in range(metadata.num_row_groups))
+        num_rows = min(_COPIED_ROWS, max(1, metadata.num_rows * COPIED_GROUP_BYTES // max(num_bytes, 1)))
+        self._file = _open(self._path, self._setting, keep_equal_texts=False)
         with pq.ParquetWriter(into, self._file.schema_arrow) as writer:
+            group: list[pa.RecordBatch] = []
             for batch in self._batches(num_rows):
-                writer.write_batch(batch)
+                group.append(batch)
+                if sum(each.nbytes for each in group) >= COPIED_GROUP_BYTES:
+                    writer.write_table(pa.Table.from_batches(group))
+                    group = []
+            if group:
+                writer.write_table(pa.Table.from_batches(group))
 
     def _batches(self, num_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         try:
             yield from self._file.iter_batches(batch_size=num_rows, columns=columns, use_threads=False)
+        except MemoryError as error:
+            raise _too_large(self.name) from error
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{self.name} cannot be decoded ({first_line(error)}), so the file is damaged; copy or write it again"
@@ -119,13 +139,48 @@ class ParquetTable:
 
 
 def _largest_group(file: pq.ParquetFile) -> int:
-    sizes = (file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
-    return max(sizes, default=0)
+    return max((_decoded_bytes(file.metadata, index) for index in range(file.num_row_groups)), default=0)
 
 
-def _open(path: Path, setting: str) -> pq.ParquetFile:
+def _decoded_bytes(metadata: pq.FileMetaData, group: int) -> int:
+    """Estimated memory of a row group: its encoded values, of which texts stay as they are, and one value per entry."""
+    row_group = metadata.row_group(group)
+    columns = (row_group.column(index) for index in range(metadata.num_columns))
+    widths = (metadata.schema.column(index).length or _VALUE_BYTES for index in range(metadata.num_columns))
+    values = sum(column.num_values * width for column, width in zip(columns, widths, strict=True))
+    return int(row_group.total_byte_size + values)
+
+
+def _shares_prefixes(metadata: pq.FileMetaData) -> bool:
+    """Whether texts are stored as differences from the one before, which tell nothing of their length."""
+    return any(PREFIXES in column.encodings for column in _columns(metadata))
+
+
+def _columns(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
+    for group, index in itertools.product(range(metadata.num_row_groups), range(metadata.num_columns)):
+        yield metadata.row_group(group).column(index)
+
+
+def _texts(metadata: pq.FileMetaData) -> list[str]:
+    """Columns of texts or bytes with a dictionary, which stays one: a small file may hold a long text in every row."""
+    of_bytes = (column for column in _columns(metadata) if column.physical_type == "BYTE_ARRAY")
+    # Arrow makes no dictionary of prefixes
+    named = {each.path_in_schema for each in of_bytes if each.has_dictionary_page and PREFIXES not in each.encodings}
+    return sorted(named)
+
+
+def _too_large(name: str) -> DataError:
+    return DataError(
+        f"{name} has values that do not fit into memory; free some, or write the file again in smaller row groups, for "
+        "example with pandas: frame.to_parquet(path, row_group_size=1000)"
+    )
+
+
+def _open(path: Path, setting: str, *, keep_equal_texts: bool = True) -> pq.ParquetFile:
+    """A Parquet file; with `keep_equal_texts` a text that comes again takes no more memory."""
     try:
-        return pq.ParquetFile(path, memory_map=True, pre_buffer=False)
+        texts = _texts(pq.read_metadata(path, memory_map=True)) if keep_equal_texts else None
+        return pq.ParquetFile(path, memory_map=True, pre_buffer=False, read_dictionary=texts)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{setting}: {path} is not a Parquet file that can be read ({first_line(error)}); "

@@ -1,12 +1,14 @@
 """Remote data files, copied to `data.cache_dir` and then read like local ones.
 
-http(s) goes through `fovea.data.fetch`, with its checks; every other protocol through fsspec (s3:// and gs:// need
-the extras of these names).
+http(s) goes through `fovea.data.fetch`, with its checks; files, buckets and the Hugging Face hub through fsspec (s3://
+and gs:// need the extras of these names). fsspec knows dozens of other protocols: some reach private addresses, and a
+chain of several can run code.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,10 @@ from fovea.errors import BadRowError, DataError, MissingExtraError, named
 from fovea.utils.installing import pip_install
 from fovea.utils.shown_text import lacks_secrets
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+_EXTRAS: dict[str, str | None] = {"file": None, "hf": "hub", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+"""Extra that a protocol needs: the protocols besides http(s) that are read."""
+_CHAIN_OR_TEMPLATE = re.compile(r"::|\{\{|\{%")
+"""Marks of URLs that fsspec resolves into others, by itself or with Jinja."""
 _DOWNLOAD_SECONDS = 3600.0
 
 
@@ -35,6 +40,7 @@ def is_web(url: str) -> bool:
 
 def expand(url: str, setting: str) -> list[str]:
     """Sorted URLs of the files that match a pattern with *, ? or [; a URL without one, or of http(s), is itself."""
+    _check_protocol(url, setting)
     if is_web(url) or not set("*?[") & set(url):
         return [url]
     filesystem, path = _filesystem(url, setting)
@@ -124,19 +130,36 @@ def _place(folder: Path, url: str, stamp: Sequence[str]) -> tuple[Path, str]:
 
 
 def _filesystem(url: str, setting: str) -> tuple[Any, str]:
-    protocol = url.partition("://")[0]
+    _check_protocol(url, setting)
     try:
         with named(partial(_unreadable, url, setting)):
             filesystem, path = fsspec.core.url_to_fs(url)
     except DataError as error:
         if not isinstance(error.__cause__, ImportError):
             raise
-        extra = _EXTRAS.get(protocol)
-        install = pip_install(extra) if extra else "install what fsspec needs for it"
+        extra = _EXTRAS[url.partition("://")[0]]
+        assert extra is not None, "files need no package"
         raise MissingExtraError(
-            f"{setting}: {url} needs a package that is not installed ({first_line(error.__cause__)}); {install}"
+            f"{setting}: {url} needs a package that is not installed ({first_line(error.__cause__)}); "
+            f"{pip_install(extra)}"
         ) from error
     return filesystem, str(path)
+
+
+def _check_protocol(url: str, setting: str) -> None:
+    """DataError for a chained or templated URL, or one of a protocol that is not read."""
+    if is_web(url):
+        return
+    if _CHAIN_OR_TEMPLATE.search(url):
+        raise DataError(
+            f"{setting}: {url} is a chain or a template of URLs (:: or {{{{), which can lead anywhere; write the URL "
+            "of one file"
+        )
+    if url.partition("://")[0] not in _EXTRAS:
+        raise DataError(
+            f"{setting}: {url} is of a protocol that is not read; give a path, or a URL at http(s)://, s3://, gs:// or "
+            "hf://, or download the file"
+        )
 
 
 def _unreadable(url: str, setting: str, error: Exception) -> DataError:

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Batc
 
 from fovea.config.run import RewardModel
 from fovea.errors import ModelError, ScoreError
+from fovea.utils.config_keys import check_config_keys
 from fovea.utils.spelled_marks import special_marks, without_marks
 
 KEY = "environment.reward_model"
@@ -33,10 +34,13 @@ class RewardScorer:
                 "folder of a sequence classifier saved as safetensors"
             )
         try:
+            check_config_keys(str(path), "main", f"{key}.path")
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False
             )
+        except ModelError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(f"{key}.path: {path} cannot be loaded ({reason}); correct it") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from fovea.environments.graders.vqa_choices import option_letter
 from fovea.environments.graders.vqa_lexicon import (
@@ -23,9 +24,13 @@ from fovea.environments.graders.vqa_lexicon import (
     DETERMINERS,
     DOUBTS,
     EMPHASIS,
+    MULTIPLES,
     NEGATIONS,
     NOT_THINGS,
+    OPERATIONS,
+    PREPOSITIONS,
     PRONOUNS,
+    SHARES,
     UNCLEAR,
     YES_WORDS,
     either,
@@ -143,7 +148,7 @@ def _agrees(said: str, clause: str) -> bool:
     if not (DOUBTS | YES_WORDS).isdisjoint(words):
         return False
     # `none of them` is `0 of them` here
-    num_negations = sum(word in NEGATIONS for word in words) + (words[0] == "0")
+    num_negations = sum(word in NEGATIONS for word in words) + _counts_none(clause)
     if said == "yes" or num_negations:
         return num_negations == (said == "no")
     clause = clause.removeprefix("only ")
@@ -151,6 +156,14 @@ def _agrees(said: str, clause: str) -> bool:
     if instead is None or not AFFIRMATIONS.isdisjoint(instead[2].split()):
         return False
     return not instead[1].startswith("there") or _counted(instead[2]) is not None
+
+
+def _counts_none(clause: str) -> bool:
+    """Whether a clause denies by a 0, as `there are 0` and `0 of them` do, and `the score is 0` does not."""
+    if "0" not in clause.split():
+        return False
+    said = _IS.fullmatch(clause) or _ITS.fullmatch(clause)
+    return said is None or said[1].startswith("there") or said[2].split()[0] != "0"
 
 
 def _count(words: str) -> Claim | None:
@@ -177,12 +190,22 @@ def _are_things(words: str, number: str) -> bool:
     things = words.split()
     if not things:
         return number != "no"
+    if _makes_another_number(things):
+        return False
     first_is_thing = things[0] not in PRONOUNS | DETERMINERS | COPULAS | NOT_THINGS | {"and"}
     copulas = [place for place, word in enumerate(things) if word in COPULAS]
     # of several things something may be said in the plural: `3 dogs are here`, and not `3 is red`
     allowed = COPULAS if number in ("0", "1", "no") else COPULAS_OF_SEVERAL
     says_little = len(copulas) <= 1 and all(things[place] in allowed and things[place + 1 :] for place in copulas)
     return first_is_thing and says_little and _is_plain(words) and not re.search(r"\d", words)
+
+
+def _makes_another_number(things: list[str]) -> bool:
+    """Whether words behind a number change it: `3 pairs`, `3 k`, `3 ‰`, `3 squared`, `3 dogs on each side`."""
+    is_word = sum(map(str.isalpha, things[0])) > 1
+    noun = [things[0], *takewhile(lambda word: word not in PREPOSITIONS | COPULAS, things[1:])]
+    shared = not SHARES.isdisjoint(things)
+    return not is_word or shared or not MULTIPLES.isdisjoint(noun) or noun[-1] in OPERATIONS
 
 
 def _is_plain(words: str) -> bool:

@@ -9,20 +9,43 @@ def _words(text: str) -> frozenset[str]:
 
 NEGATIONS = _words(
     "not no never none neither nor nothing nobody nowhere without isnt arent wasnt werent dont doesnt didnt cant cannot"
-    " couldnt wont wouldnt shouldnt hasnt havent hadnt aint nope nah false incorrect untrue wrong"
+    " couldnt wont wouldnt shouldnt hasnt havent hadnt aint nope nah false incorrect untrue wrong lack lacks devoid"
+    " fails disagree nil nada naught nought zilch"
 )
 YES_WORDS = _words("yes yeah yep yup")
 AFFIRMATIONS = YES_WORDS | _words("true correct right so indeed there")
 """What cannot be the case instead, behind a no: `no, it is true`."""
 DOUBTS = _words(
     "or either between maybe perhaps possibly probably might could if unless but except than unsure uncertain unlikely"
-    " doubt doubtful impossible opposite instead joke lie missing lacking absent hardly barely rather versus vs"
+    " doubt doubtful impossible opposite instead joke lie missing lacking absent hardly barely rarely scarcely seldom"
+    " contrary rather versus vs"
 )
 OTHER_NUMBER = _words(
     "least most more less fewer over under about around approximately almost nearly roughly minus negative plus to"
     " hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens half times"
 )
 """What makes another number of the one that stands beside it."""
+_STEMS = (
+    "four fif six seven eigh nin ten eleven twelf thirteen fourteen fifteen sixteen seventeen eighteen nineteen twentie"
+    " thirtie fortie fiftie sixtie seventie eightie ninetie hundred thousand million billion trillion"
+)
+FRACTIONS = _words("half halves third thirds quarter quarters") | {
+    f"{stem}{end}" for stem in _STEMS.split() for end in ("th", "ths")
+}
+MULTIPLES = FRACTIONS | _words(
+    "pair pairs couple couples duo duos trio trios quartet quartets score scores gross myriad myriads lakh lakhs crore"
+    " crores mil mio mn bn tn pi st nd rd th twice thrice too permille ppm twos threes fours fives sixes sevens eights"
+    " nines tens teens twenties thirties forties fifties sixties seventies eighties nineties"
+)
+"""What makes another number of the one before it: `3 pairs`. Elsewhere it says nothing of one: `the first pair`."""
+SHARES = _words("per apiece each every")
+"""What makes a number that of a part, wherever it stands behind it: `3 dogs on each side`."""
+OPERATIONS = _words(
+    "squared cubed doubled tripled trebled quadrupled halved quartered multiplied divided added subtracted raised"
+    " factorial inverse reciprocal fold ply odd ish grand something"
+)
+"""What makes another number of the one before it if no noun follows: `3 squared`, and not `3 raised hands`."""
+PREPOSITIONS = _words("in on at with from by near behind beside under above below inside outside along around")
 UNCLEAR = NEGATIONS | YES_WORDS | DOUBTS | OTHER_NUMBER | _words("true correct")
 """What a sentence that says a value may not hold beside it."""
 NOT_THINGS = _words("idea clue answer way longer matter problem comment only just")

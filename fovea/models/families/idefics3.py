@@ -46,6 +46,12 @@ class Idefics3:
     @classmethod
     def of(cls, config: Any) -> Idefics3:
         """The family for a transformers config."""
+        if config.text_config.model_type != "llama":
+            # any decoder of transformers could be named here, also one whose kernels come from the hub
+            raise ConfigError(
+                f"text_config.model_type={config.text_config.model_type} in the model's config.json: Fovea knows "
+                "Idefics 3 with a decoder of llama; give such a model"
+            )
         return cls(config=config)
 
     @property

@@ -46,6 +46,7 @@ from fovea.models.trainable import (
 from fovea.models.transformers_versions import load_config
 from fovea.train.megatron.adapters import add_adapters
 from fovea.train.megatron.parallel import Place
+from fovea.utils.config_keys import check_config_keys
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
@@ -75,6 +76,7 @@ def skeleton(settings: Model, banned_ids: Sequence[int], seed: int) -> PlainVLM:
     assert path is not None, "a tiny model is loaded from the folder that it was written to"
     check_folder(path, settings.revision)
     with damaged_model(path):
+        check_config_keys(path, settings.revision or "main")
         config = load_config(path, **hub_options(settings))
     if config.model_type not in FAMILIES:
         raise ConfigError(

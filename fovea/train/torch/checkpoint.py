@@ -78,7 +78,7 @@ def load_counts(folder: Path, *names: str) -> list[int]:
     try:
         saved = json.loads((folder / COUNTS).read_text())
         return [int(saved[name]) for name in names]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
 
 

@@ -283,3 +283,53 @@ def test_no_blind_hedge_beats_the_best_blind_answer_on_real_rows(name: str) -> N
     if not file.exists():
         pytest.skip(f"the shared VQA rows are not here ({SHARED})")
     check_constants([str(answer) for answer in pq.read_table(file, columns=["answer"])["answer"].to_pylist()])
+
+
+OTHER_NUMBERS = [
+    *("3 k", "3 tens", "3 squared", "3 pairs", "three quarters", "three fifths", "3 cubed", "3 thirds", "3 twentieths"),
+    *("3 couples", "3 scores", "3 lakh", "3 bn", "3 mil", "3 grand", "3 pi", "3 π", "3 x", "3 ‰", "3 factorial"),
+    *("3 tripled", "3 halves", "3 quarter", "3 twos", "3 rd", "3 twice", "3 each", "3 per row", "3 dogs on each side"),
+    *("3 too many", "There are 3 pairs of shoes", "I see 3 full tens", "It is 3 squared.", "The total is 3 k."),
+    *("Exactly three quarters of the dogs", "3 trios in the picture", "3 raised to the 4th"),
+]
+
+
+@table("answer", OTHER_NUMBERS)
+def test_a_word_that_makes_another_number_is_not_that_number(answer: str) -> None:
+    assert grade(answer, "3").score == 0
+    assert grade(answer, answer).score == 1
+
+
+THINGS = [
+    *("3 dogs", "3 squares", "3 cubes", "3 raised hands", "3 of them", "three grand pianos", "3 meters", "3 red ones"),
+    *("There are 3 cats on the second shelf.", "3 divided windows", "the number of pairs is 3"),
+]
+
+
+@table("answer", THINGS)
+def test_things_behind_a_number_leave_it(answer: str) -> None:
+    assert grade(answer, "3").score == 1
+
+
+DENIED = [
+    *(
+        "correct, there is none",
+        "Yes, there are zero dogs.",
+        "true, I have none",
+        "Yes, it lacks a dog",
+        "yep, we got 0",
+    ),
+    *("Correct, there are none of them", "yes, there is nil", "Yes, they carry none", "yes, theres 0"),
+    "yes, I disagree",
+]
+
+
+@table("answer", DENIED)
+def test_a_yes_that_counts_none_is_no_yes(answer: str) -> None:
+    assert [truth for truth in ("yes", "no") if grade(answer, truth).score] == []
+
+
+def test_a_no_that_counts_none_is_a_no() -> None:
+    for answer in ("No, there are none.", "No, I see 0 dogs", "no, there is nothing"):
+        assert grade(answer, "no").score == 1, answer
+    assert grade("Yes, the score is 0.", "yes").score == 1

@@ -1,0 +1,59 @@
+"""Parquet files that hold much in little: memory is bounded by what is decoded, not by what the file holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fovea.data.readers import parquet
+from fovea.errors import BadRowError, DataError
+from tests.data.three_rows import ROWS, opened
+
+CONSTANT = "x" * 100_000
+
+
+def columns_of_one_text(rows: int) -> dict[str, object]:
+    """A text of 100 kB in every row: by itself, in a list and in a struct."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([CONSTANT]))
+    in_list = pa.ListArray.from_arrays(pa.array(range(rows + 1), pa.int32()), text)
+    return {"text": text, "list": in_list, "struct": pa.StructArray.from_arrays([text], ["bytes"])}
+
+
+@pytest.mark.parametrize("rows", [10_000, 200_000])
+def test_equal_texts_of_a_small_file_are_kept_once(rows: int, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns_of_one_text(rows)), file, store_schema=False)
+    assert file.stat().st_size < 1 << 20
+    cache = parquet.GroupCache()
+    before = pa.total_allocated_bytes()
+    opened_rows = opened(str(file), tmp_path, cache=cache)
+    row = opened_rows[rows - 1]
+    assert row == {"text": CONSTANT, "list": [CONSTANT], "struct": {"bytes": CONSTANT}}
+    assert max(cache.num_bytes, pa.total_allocated_bytes() - before) < 1 << 25
+    assert next(iter(opened_rows.column("list"))) == [CONSTANT]
+
+
+def test_texts_that_share_a_prefix_are_decoded_a_few_at_a_time(tmp_path: Path) -> None:
+    file, rows = tmp_path / "a.parquet", 1500
+    table = pa.table({"text": pa.array([CONSTANT]).take(pa.array([0] * rows))})
+    pq.write_table(table, file, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
+    del table
+    cache = parquet.GroupCache()
+    assert opened(str(file), tmp_path, cache=cache)[rows - 1] == {"text": CONSTANT}
+    assert cache.num_bytes < 1 << 25
+
+
+def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "r.parquet")
+    rows = opened(str(tmp_path / "r.parquet"), tmp_path)
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 100 failed")
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", out_of_memory)
+    with pytest.raises(DataError, match=r"r\.parquet has values that do not fit into memory") as error:
+        rows[0]
+    assert not isinstance(error.value, BadRowError)
