@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fovea.metrics.log import read_metrics
+from fovea.run.supervisor import cause_of_death
 from tests.runs import (
     ROOT,
     arguments,
@@ -94,6 +95,36 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert process.returncode == 143
     assert len(read_metrics(tmp_path / "run")) == 1, "it waited for the end of the step"
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0"]
+
+
+HOLDING = """\
+import re
+
+def score(task, text, images):
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+"""
+IMPATIENT = """\
+import sys
+from fovea.cli.main import main
+from fovea.environments.graders import limited_calls
+
+limited_calls.HELD_SECONDS = 1
+main()
+"""
+
+
+def test_a_reward_that_holds_the_interpreter_lock_ends_the_run_as_one_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(HOLDING)
+    given = arguments(tmp_path / "run", f"reward={tmp_path / 'own.py'}:score", "reward_timeout_seconds=2")
+    started = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, *given], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    with until_killed(started) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 3, err
+    assert f"error: {tmp_path / 'own.py'}:score has blocked this process for 3 s" in err
+    assert f'File "{tmp_path / "own.py"}", line 4 in score' in err
+    assert cause_of_death(process.returncode) is not None, "max_restarts starts it again"
 
 
 def test_under_nohup_a_closed_terminal_is_nothing_to_a_run(tmp_path: Path) -> None:
