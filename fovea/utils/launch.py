@@ -46,7 +46,7 @@ def is_worker() -> bool:
 
 
 def signal_at_end_of_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends; 0 for none. On Linux alone."""
+    """Have the kernel send this process a signal when its parent ends by any cause; 0 for none. On Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
@@ -67,8 +67,8 @@ def check_torchrun() -> None:
             socket.create_connection(address, timeout=KNOCK_SECONDS).close()
         except OSError as error:
             raise ClusterError(
-                f"torchrun cannot be reached at {address[0]}:{address[1]} ({error}): it was killed while it started this "
-                "process; start it again"
+                f"torchrun cannot be reached at {address[0]}:{address[1]} ({error}): it was killed while this process "
+                "started; start it again"
             ) from error
 
 
