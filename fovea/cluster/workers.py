@@ -61,8 +61,9 @@ class Worker:
 
     def check_engine(self) -> None:
         """Raise LostEngineError if a process of the engine's own has ended."""
-        if isinstance(self.engine, HasProcesses):
-            self.engine.check_processes()
+        engine: object = self.engine
+        if isinstance(engine, HasProcesses):
+            engine.check_processes()
 
     async def close(self) -> None:
         """Close the services; the process goes on."""
