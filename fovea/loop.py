@@ -9,7 +9,7 @@ from fovea.errors import ConfigError
 from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.draw import draw
-from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, stopping
+from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, save_last, stopping
 from fovea.run.recorded import record_samples
 from fovea.run.rollout_step import Rollout, record_unscored
 from fovea.run.signals import Stop
@@ -48,6 +48,8 @@ async def _train(run: Run, stop: Stop) -> Summary:
                 if reason := stop.reason:
                     await save_and_say(run, state, reason)
                     stop.end()
+            # a signal waits for it, as for a step
+            await save_last(run, state)
         return await finish(run, state)
 
 

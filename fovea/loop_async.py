@@ -13,7 +13,7 @@ from fovea.loop import learn
 from fovea.report.summary import Summary
 from fovea.run.ahead import RolloutsAhead, drawing_ahead
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, stopping
+from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, save_last, stopping
 from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.samples import staleness
@@ -46,6 +46,8 @@ async def _train(run: Run, stop: Stop) -> Summary:
                         await ahead.put_back()
                         await save_and_say(run, state, reason)
                         stop.end()
+            # a signal waits for it, as for a step
+            await save_last(run, state)
         return await finish(run, state)
 
 

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fovea.metrics.log import read_metrics
+from fovea.run.supervisor import cause_of_death
 from tests.runs import (
     ROOT,
     arguments,
@@ -23,6 +25,7 @@ from tests.runs import (
     untimed,
     wait_for_steps,
 )
+from tests.warm import WarmProcess
 
 pytestmark = pytest.mark.kill
 
@@ -94,6 +97,78 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert process.returncode == 143
     assert len(read_metrics(tmp_path / "run")) == 1, "it waited for the end of the step"
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0"]
+
+
+SLOW_DISK = """\
+import time
+from fovea.cli.main import main
+from fovea.run import checkpoint
+
+at_once = checkpoint.write_manifest
+
+def write_manifest(folder):
+    time.sleep(2)
+    at_once(folder)
+
+checkpoint.write_manifest = write_manifest
+main()
+"""
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_waits_for_it(tmp_path: Path) -> None:
+    given = arguments(tmp_path, "max_steps=2", "checkpoint.every_steps=0", "evaluate.before_training=false")
+    started = subprocess.Popen(
+        [sys.executable, "-c", SLOW_DISK, *given], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    with until_killed(started) as process:
+        wait_for_steps(tmp_path, 2, process)
+        while not list((tmp_path / "checkpoints").glob(".step-2.*")):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-0", "step-2"]
+    assert not (tmp_path / "summary.json").exists(), "the evaluation of the end takes its time"
+
+
+def test_a_signal_while_a_run_is_built_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with until_killed(WarmProcess(["fovea", *arguments(folder)], environment())) as process:
+        while not (folder / "config.yaml").exists():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    assert not folder.exists()
+
+
+HOLDING = """\
+import re
+
+def score(task, text, images):
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+"""
+IMPATIENT = """\
+import sys
+from fovea.cli.main import main
+from fovea.environments.graders import limited_calls
+
+limited_calls.HELD_SECONDS = 1
+main()
+"""
+
+
+def test_a_reward_that_holds_the_interpreter_lock_ends_the_run_as_one_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(HOLDING)
+    given = arguments(tmp_path / "run", f"reward={tmp_path / 'own.py'}:score", "reward_timeout_seconds=2")
+    started = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, *given], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    with until_killed(started) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 3, err
+    assert f"error: {tmp_path / 'own.py'}:score has blocked this process for 3 s" in err
+    assert f'File "{tmp_path / "own.py"}", line 4 in score' in err
+    assert cause_of_death(process.returncode) is not None, "max_restarts starts it again"
 
 
 def test_under_nohup_a_closed_terminal_is_nothing_to_a_run(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from fovea.evaluation.comparison import TargetMetrics
 from fovea.exporting.export import Exported, check_empty
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
-from fovea.utils.launch import is_worker
+from fovea.utils.launch import check_torchrun, is_worker
 
 
 class Trainer:
@@ -97,6 +97,7 @@ class Trainer:
         KeyboardInterrupt; a second one ends at once. `export_to` exports the model to that folder at the end. In
         the processes of torchrun but the first, it works for that one and then ends the process. Raises FoveaError.
         """
+        check_torchrun()
         if is_worker():
             serve_driver()
             raise SystemExit(0)

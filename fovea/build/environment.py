@@ -171,6 +171,7 @@ def reward_limits(config: Config, name: str) -> CallLimits:
         calls_at_once=config.reward_calls_at_once,
         timeout_seconds=config.reward_timeout_seconds,
         on_failure=config.reward_on_failure,
+        may_hold_lock=True,
     )
 
 

@@ -36,6 +36,7 @@ from fovea.run.fingerprint import check_unchanged
 from fovea.run.folder import open_run_folder
 from fovea.run.inputs import GivenCode, take_fingerprint
 from fovea.run.rollout_step import TaskStream, record_unscored_answer
+from fovea.run.signals import Stop, ending_signals
 
 
 def build(
@@ -52,7 +53,8 @@ def build(
     """
     started = perf_counter()
     chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
-    with rows_as_files(config, frames) as rows, ExitStack() as on_failure:
+    # a signal ends it as an error does, so that no folder is left
+    with rows_as_files(config, frames) as rows, ending_signals(Stop()), ExitStack() as on_failure:
         config = on_failure.enter_context(open_run_folder(rows.config))
         rows.move_into(Path(config.run_dir))
         graded = make_environment(config, environment, reward)

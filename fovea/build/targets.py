@@ -8,7 +8,8 @@ are the settings of the evaluation, with another `model.path`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from fovea.config.recipes import Override, section_of, shipped_recipes
 from fovea.config.run import Config, Model
 from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
-from fovea.errors import ConfigError, DataError, ModelError
+from fovea.errors import ConfigError, DataError, FoveaError, ModelError
 from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_merges
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
@@ -182,10 +183,25 @@ def find_checkpoint(folder: Path) -> CheckpointTarget:
     return CheckpointTarget(name=f"{folder} step {newest.step}", folder=newest.folder, run=folder)
 
 
+@contextmanager
+def naming_deletion(checkpoint: Path) -> Iterator[None]:
+    """Block that reads a checkpoint; DataError with the cause where its run deletes it meanwhile."""
+    try:
+        yield
+    except (FoveaError, OSError) as error:
+        if checkpoint.exists():
+            raise
+        raise DataError(
+            f"{checkpoint} was deleted while it was read: its run goes on, and keeps the newest checkpoint.keep of "
+            "them; name its newest one, or set a larger checkpoint.keep for the run"
+        ) from error
+
+
 def _check_whole(checkpoint: Path, run: Path) -> None:
     """DataError where a checkpoint is damaged, with one of its run that is not."""
     try:
-        read_checkpoint(checkpoint)
+        with naming_deletion(checkpoint):
+            read_checkpoint(checkpoint)
     except DamagedCheckpointError as error:
         whole = Checkpoints(run, keep=1).latest()
         assert whole is not None, "no checkpoints, but one is damaged"
@@ -336,6 +352,11 @@ def open_checkpoint(
 
     Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
     """
+    with naming_deletion(target.folder):
+        return _open_checkpoint(target, overrides, trust=trust)
+
+
+def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *, trust: bool) -> OpenedModel:
     file = target.run / CONFIG_FILE
     config = _without_first_adapter(load_config([file], overrides))
     if trains_with_megatron(config) and not trust:

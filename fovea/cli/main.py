@@ -40,7 +40,7 @@ from fovea.config.run import Config
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.run.supervisor import end_with, supervise
-from fovea.utils.launch import is_worker, num_processes
+from fovea.utils.launch import check_torchrun, is_worker, num_processes
 
 HELP = ["-h", "--help"]
 
@@ -132,6 +132,7 @@ def train(
             keys = [key for key in map(bare_key, words or []) if not is_recipe(key) and (is_key(key) or "." in key)]
             typer.echo("\n".join(map(explain, keys)) if keys else context.get_help())
             return
+        check_torchrun()
         if is_worker():
             if dry_run:
                 return  # the driver alone checks, and calls no worker

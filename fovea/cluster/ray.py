@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -47,6 +48,10 @@ except ModuleNotFoundError as error:
 MAX_PLACEMENT_SECONDS = 60.0
 KNOCK_SECONDS = 10.0
 """Longest wait for the head node of a cluster to take a connection."""
+LOOK_SECONDS = 0.05
+"""Pause between two looks at Ray's servers: a process whose raylet has ended is ended by Ray within about a second."""
+SERVERS = ("gcs_server", "raylet")
+"""Ray's names of the processes that a run needs. An agent of the raylet ends it."""
 ANSWERS = "answers"
 """The concurrency group of the stream of answers: an event loop of its own, which goes on while a call blocks."""
 
@@ -169,6 +174,9 @@ class RayWorkers:
         """
         self._owns_cluster = connect(cluster)
         self._bundles: PlacementGroup | None = None
+        self._closed = threading.Event()
+        if self._owns_cluster:
+            threading.Thread(target=_end_with_servers, args=(self._closed,), name="watch of Ray", daemon=True).start()
         try:
             resource = _resource(device)
             self._bundles = _reserve(cluster, resource)
@@ -192,6 +200,7 @@ class RayWorkers:
 
     def close(self) -> None:
         """End the workers that still run, and the cluster if this run has started it."""
+        self._closed.set()
         if self._owns_cluster:
             ray.shutdown()
         elif self._bundles is not None:
@@ -222,6 +231,24 @@ def connect(cluster: Cluster) -> bool:
     num_cpus = max(cluster.num_ray_workers, os.cpu_count() or 1)
     _init(address="local", num_cpus=num_cpus, include_dashboard=False)
     return True
+
+
+def _end_with_servers(closed: threading.Event) -> None:
+    """End this process with the code of a lost worker when a server ends that Ray has started for it.
+
+    Ray itself ends the process then, with code 1: with its raylet at once, without a word, with its GCS after a minute.
+    """
+    node = ray._private.worker._global_node  # type: ignore[attr-defined]
+    while not closed.wait(LOOK_SECONDS):
+        ended = [name for name, _ in node.dead_processes() if name in SERVERS]
+        if ended and not closed.is_set():
+            print(
+                f"error: Ray's server {ended[0]} has ended, and its workers with it; start again to go on from the last "
+                "checkpoint (max_restarts does)",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(ClusterError.exit_code)
 
 
 def _knock(address: str) -> None:

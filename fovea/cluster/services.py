@@ -124,9 +124,8 @@ class WorkersWeights:
 
     async def _leave_out_the_lost(self) -> None:
         """Have the sender send to those engines alone that are left."""
-        for handle in self._workers.engines:
-            if handle.lost is not None:
-                self._workers.drop(handle, handle.lost)
+        # in a push, which is collective, the loss of one would end all
+        await self._workers.drop_ended()
         receivers = self._workers.engines_only
         if len(receivers) == self._num_receivers:
             return

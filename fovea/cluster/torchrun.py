@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from fovea.cluster.messages import Packing
 from fovea.cluster.remote import RemoteWorker
 from fovea.errors import ClusterError
 from fovea.train.ranks import Ranks
-from fovea.utils.launch import local_rank, num_local_processes, num_processes
+from fovea.utils.launch import end_with_torchrun, local_rank, num_local_processes, num_processes
 from fovea.utils.malloc import GPU_ALLOCATOR
 
 TIMEOUT = "fovea/collective_timeout_seconds"
@@ -89,6 +90,8 @@ def connect_workers(ranks: Ranks, setup: object, heartbeat_timeout_seconds: floa
     hellos = {connection: Hello(**json.loads(connection.recv_bytes())) for connection in connections}
     for connection in connections:
         connection.send_bytes(Packing().pack(setup))
+    # from here on a run whose launcher is killed is saved
+    end_with_torchrun(signal.SIGTERM)
     return [
         RemoteWorker(ConnectionLine(connection, hello.pid), hello.rank, heartbeat_timeout_seconds)
         for connection, hello in sorted(hellos.items(), key=lambda each: each[1].rank)
@@ -98,5 +101,6 @@ def connect_workers(ranks: Ranks, setup: object, heartbeat_timeout_seconds: floa
 def connect_to_driver(ranks: Ranks) -> tuple[Connection, object]:
     """Connect, as a worker, to the driver; returns the connection and the driver's setup."""
     connection = Client(ranks.gather(None)[0], "AF_UNIX")
+    end_with_torchrun(0)  # but with the driver, which hangs up
     connection.send_bytes(json.dumps(asdict(Hello(rank=ranks.rank, pid=os.getpid()))).encode())
     return connection, Packing().unpack(connection.recv_bytes())

@@ -18,7 +18,7 @@ from fovea.cluster.messages import Share
 from fovea.cluster.weights import WeightSync
 from fovea.errors import LostEngineError, LostRankError, LostWorkerError
 from fovea.metrics.log import peak_gib
-from fovea.rollout.base import Engine
+from fovea.rollout.base import Engine, HasProcesses
 from fovea.train.base import ModelFacts
 
 Service = Literal["policy", "engine", "weight_sync", "worker"]
@@ -58,6 +58,12 @@ class Worker:
     def peak_gib(self) -> float:
         """Peak memory of this process in GiB, on its GPU where it has one."""
         return peak_gib()
+
+    def check_engine(self) -> None:
+        """Raise LostEngineError if a process of the engine's own has ended."""
+        engine: object = self.engine
+        if isinstance(engine, HasProcesses):
+            engine.check_processes()
 
     async def close(self) -> None:
         """Close the services; the process goes on."""
@@ -222,6 +228,14 @@ class Workers:
             raise error
         self._lost += len(self.engines) - len(left)
         self.engines = left
+
+    async def drop_ended(self) -> None:
+        """Go on without the engines that have ended, also those that had nothing to do."""
+        for handle in self.engines_only:
+            try:
+                await call_each([(handle, Call(service="worker", method="check_engine"))])
+            except (LostWorkerError, LostEngineError) as error:
+                self.drop(handle, error)
 
     def engines_lost(self) -> int:
         """Engines that the run goes on without since the last call."""

@@ -20,6 +20,7 @@ from fovea.build.targets import (
     CheckpointTarget,
     OpenedModel,
     find_checkpoint,
+    naming_deletion,
     open_checkpoint,
 )
 from fovea.config.loading import dump_config
@@ -72,7 +73,7 @@ def export(
     if adapter_only:
         _check_adapter(model, target)
     probe = make_probe(model.processor, model.config.model)
-    with atomic_folder(out) as folder:
+    with naming_deletion(target.folder), atomic_folder(out) as folder:
         write = write_adapter if adapter_only else write_model
         write(folder, model)
         reload = reload_adapter if adapter_only else reload_model

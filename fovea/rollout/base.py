@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fovea.errors import memory_for
 from fovea.types import Completion, Request
@@ -47,6 +47,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Cancel running requests and free all memory; the engine cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class HasProcesses(Protocol):
+    """An engine with processes of its own, which may end while it has nothing to do."""
+
+    def check_processes(self) -> None:
+        """Raise LostEngineError if one of them has ended."""
         ...
 
 

@@ -137,6 +137,11 @@ class EngineProcess:
         """Call a method, and wait for its result."""
         return self.call(method, *arguments).result()
 
+    def check(self) -> None:
+        """Raise LostEngineError if the process has ended."""
+        if self._process.poll() is not None:
+            raise self._lost()
+
     def close(self) -> None:
         """End all processes of the engine, and wait until they are gone."""
         if self._is_closing:

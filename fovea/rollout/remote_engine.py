@@ -53,6 +53,10 @@ class RemoteEngine:
         """Accept requests again."""
         await self._call("wake")
 
+    def check_processes(self) -> None:
+        """Raise LostEngineError if the engine's process has ended."""
+        self.process.check()
+
     async def close(self) -> None:
         """End the engine and its process."""
         self.process.close()

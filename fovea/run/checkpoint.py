@@ -144,6 +144,8 @@ class Checkpoints:
             try:
                 return replace(read_checkpoint(folder), passed_over=tuple(folders[: len(damaged)]))
             except DamagedCheckpointError as error:
+                if not folder.exists():  # a run that goes on has deleted it, and has a newer one
+                    return self.latest()
                 damaged.append(error)
         if damaged:
             raise DataError(f"{damaged[0]}, and no checkpoint before it is whole; start anew in another run_dir")

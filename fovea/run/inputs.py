@@ -3,7 +3,8 @@
 It takes seconds, however large the data are. Of the files of rows, and again of those of models, MAX_FILE_BYTES are
 read in all, of larger ones evenly spaced blocks. In every split at most MAX_ROWS of the rows that are made on access
 are made, evenly spaced, with at most MAX_IMAGE_BYTES of the file of an image; rows that exist in a list are all taken.
-Of what is at a URL the address counts, and modules that the user's file imports are not looked at.
+Of what is at a URL the address counts. Modules that the user's file imports count where they are beside it or in the
+working directory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import glob
 import hashlib
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ from fovea.config.splits import RUN_DIR
 from fovea.data.images import is_url
 from fovea.data.order import place_of
 from fovea.data.rows import FORMATS
+from fovea.environments.custom.importing import imported_files
 from fovea.environments.custom.loading import FROM_PYTHON, name_of
 from fovea.errors import DataError
 from fovea.run.context import Sources
@@ -145,7 +148,11 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
     own = {key: each.file for key, each in config.environments.items() if isinstance(each, OwnEnvironment)}
     for setting, spec in {**config.rewards, **own}.items():
         if not spec.startswith(FROM_PYTHON):
-            yield f"code of {setting}={spec}", checksum(Path(spec.rpartition(":")[0]).expanduser(), MAX_FILE_BYTES)
+            file = Path(spec.rpartition(":")[0]).expanduser()
+            yield f"code of {setting}={spec}", checksum(file, MAX_FILE_BYTES)
+            for module in imported_files(file):
+                place = os.path.relpath(module, file.resolve().parent)
+                yield f"code of {setting}={spec}, its import {place}", checksum(module, MAX_FILE_BYTES)
     if given.environment is not None:
         yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
     if given.reward is not None:

@@ -257,9 +257,7 @@ def _microbatches(config: Config, metrics: Metrics) -> MicrobatchTokens:
 
 
 async def finish(run: Run, state: TrainState) -> Summary:
-    """End a run: last checkpoint, test evaluation with image ablations, summary.json, report.html, printed tables."""
-    await save_checkpoint(run, state)
-    await run.checkpoints.finish()
+    """End a saved run: test evaluation with image ablations, summary.json, report.html, printed tables."""
     run.progress.stage("evaluating on the test rows after RL")
     final = await evaluate_test(run, "final")
     shuffled, blank = await evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
@@ -300,8 +298,13 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
             await run.checkpoints.finish()
 
 
-async def save_and_say(run: Run, state: TrainState, reason: str) -> None:
-    """Write a checkpoint for a run that is about to end, and print for which reason, and where it can go on."""
+async def save_last(run: Run, state: TrainState) -> None:
+    """Write the last checkpoint of this process, and wait until it is there."""
     await save_checkpoint(run, state)
     await run.checkpoints.finish()
+
+
+async def save_and_say(run: Run, state: TrainState, reason: str) -> None:
+    """Write a checkpoint for a run that is about to end, and print for which reason, and where it can go on."""
+    await save_last(run, state)
     run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")

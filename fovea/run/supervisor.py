@@ -10,7 +10,6 @@ Signals that end a run are passed on to the child, which has a session of its ow
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError
 from fovea.run.run_dir import delete_unless_begun, make_folder, newest_step
 from fovea.run.signals import ENDING
-from fovea.utils.launch import num_processes
+from fovea.utils.launch import num_processes, signal_at_end_of_parent
 
 CAUSES = {
     ClusterError.exit_code: "a worker process failed",
@@ -36,7 +35,6 @@ CAUSES = {
     MicrobatchMemoryError.exit_code: "memory ran out in a micro-batch",
 }
 """Exit codes after which a run is started again, with the cause as a message gives it."""
-PR_SET_PDEATHSIG = 1  # prctl.h
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -200,8 +198,7 @@ class Child:
 
 def end_with(supervisor: int) -> None:
     """Make this process end as by SIGTERM, after its step and saved, when its supervisor, the parent, is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != supervisor:
         raise SystemExit(128 + signal.SIGTERM)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from fovea.errors import FoveaError
+
+_NUMBER_OF_RUST = re.compile(r"\(os error (\d+)\)")
 _PARTIALS = ".*.partial"
 _ABANDONED_SECONDS = 24 * 3600
 """Age of a temporary file of which no process still writes."""
@@ -82,7 +86,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with os_errors(path):
+            yield partial
         readable = partial.stat().st_mode & 0o666
         for written in (*partial.rglob("*"), partial):
             if written.is_file():
@@ -92,6 +97,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         flush(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    """OSError for the errors by which safetensors and tokenizers, in Rust, say that `path` cannot be written."""
+    try:
+        yield
+    except Exception as error:
+        number = _NUMBER_OF_RUST.search(str(error))
+        if number is None or isinstance(error, FoveaError | OSError):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def flush(path: Path) -> None:

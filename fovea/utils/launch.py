@@ -1,15 +1,23 @@
-"""What torchrun says about this process in its environment."""
+"""What torchrun says about this process in its environment, and its end with the process that has started it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import socket
+import sys
 from collections.abc import Mapping
+
+from fovea.errors import ClusterError
 
 OF_TORCHRUN = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     | {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
 )
 """Variables by which torchrun describes a process, beside those that begin with `TORCHELASTIC_`."""
+PR_SET_PDEATHSIG = 1  # prctl.h
+KNOCK_SECONDS = 10.0
 
 
 def num_processes() -> int:
@@ -35,6 +43,33 @@ def rank() -> int:
 def is_worker() -> bool:
     """True in all processes of torchrun but the first, which is the driver."""
     return rank() > 0
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends by any cause; 0 for none. On Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with_torchrun(number: int = signal.SIGKILL) -> None:
+    """Have this process get a signal when torchrun, if it has started this one, is killed."""
+    # of the processes of other launchers the parent may be a script that ends before them
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_at_end_of_parent(number)
+
+
+def check_torchrun() -> None:
+    """End with torchrun from here on; ClusterError if it was killed before."""
+    end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        try:
+            socket.create_connection(address, timeout=KNOCK_SECONDS).close()
+        except OSError as error:
+            raise ClusterError(
+                f"torchrun cannot be reached at {address[0]}:{address[1]} ({error}): it was killed while this process "
+                "started; start it again"
+            ) from error
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fovea.errors import ConfigError
 from fovea.view.app import HOSTS, make_app
 from fovea.view.viewed_run import ViewedRun
+
+HEADER_SECONDS = 5.0
+
+
+class TimedHeaders(H11Protocol):
+    """A connection that is closed where a request has not begun or its headers are not complete for HEADER_SECONDS.
+
+    uvicorn itself has a limit between two requests only: connections that send nothing would use up all open files.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look()
+
+    def _look(self, before: object = ()) -> None:
+        waits = self.cycle is None or self.cycle.response_complete
+        if (waits, self.cycle) == (True, before):
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(HEADER_SECONDS, self._look, self.cycle if waits else ())
 
 
 def serve(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None]) -> None:
@@ -29,7 +51,8 @@ def serve(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None]) -> N
                 f"--port {port}: {error.strerror}; give another one, or 0 for any that is free"
             ) from error
         say(f"http://{HOSTS[0]}:{listener.getsockname()[1]}/")
-        server = uvicorn.Server(uvicorn.Config(make_app(runs), log_level="warning", access_log=False))
+        config = uvicorn.Config(make_app(runs), http=TimedHeaders, log_level="warning", access_log=False)
+        server = uvicorn.Server(config)
         try:
             server.run(sockets=[listener])
         except KeyboardInterrupt:

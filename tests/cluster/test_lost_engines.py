@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,11 +15,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fovea.build.other_environment import NO_LIMITS
 from fovea.cluster.connection import ConnectionLine, DriverConnection, serve_connection
 from fovea.cluster.remote import RemoteWorker
-from fovea.cluster.services import WorkersEngine
-from fovea.cluster.workers import Worker, Workers
+from fovea.cluster.services import WorkersEngine, WorkersWeights
+from fovea.cluster.weights import SyncReport
+from fovea.cluster.workers import LocalHandle, Worker, Workers
 from fovea.errors import LostWorkerError
+from fovea.rollout.engine_process import EngineProcess
+from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.rollout.drawing import make_engine, same
@@ -97,6 +102,50 @@ def test_requests_of_a_killed_engine_are_made_again_with_the_same_completions(en
     for found, expected in zip(groups, wait_for(undisturbed()), strict=True):
         assert [each.id for each in found] == [each.id for each in expected], "none lost, none doubled"
         assert same(found, expected)
+
+
+class PushToEngine:
+    """Counts the pushes to an engine, each of which begins with a call of its process."""
+
+    def __init__(self, engine: RemoteEngine | None) -> None:
+        self.engine = engine
+        self.versions: list[int] = []
+        self.left: list[Sequence[int]] = []
+
+    async def push(self, version: int) -> SyncReport:
+        if self.engine is not None:
+            self.engine.begin_push({})
+            self.engine.finish_push(version)
+        self.versions.append(version)
+        return SyncReport(version=version, num_tensors=0, bytes_copied=0)
+
+    async def leave_out_lost(self, left: Sequence[int]) -> None:
+        self.left.append(left)
+
+
+def test_an_engine_that_has_ended_without_a_request_is_left_out_of_the_next_push() -> None:
+    host = [sys.executable, "-m", "tests.rollout.fake_engine_host"]
+    engines = [RemoteEngine("fake", EngineProcess("the fake engine", host, {}, NO_LIMITS)) for _ in range(2)]
+    syncs = [PushToEngine(each) for each in (None, *engines)]
+    made = [cast(Any, Worker)(policy=None, engine=each.engine, weight_sync=each) for each in syncs]
+    learner, *handles = map(LocalHandle, made)
+    workers = Workers([learner], handles)
+
+    async def push() -> None:
+        weights = WorkersWeights(workers)
+        await weights.push(1)
+        os.kill(engines[0].process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engines[0].process.pid, os.WEXITED | os.WNOWAIT)
+        await weights.push(2)
+
+    try:
+        wait_for(push())
+    finally:
+        wait_for(workers.close())
+    assert [each.versions for each in syncs] == [[1, 2], [1], [1, 2]]
+    assert workers.engines == handles[1:]
+    assert workers.engines_lost() == 1
+    assert len(syncs[0].left) == 1, "told once whom to send to"
 
 
 def test_the_loss_of_the_last_engine_reaches_every_caller(engines: Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from fovea.cluster.torchrun import join
 from fovea.metrics.log import read_metrics
+from fovea.run.run_dir import newest_step
 from tests.cluster.torchrun_runs import (
     LONG,
     LONG_STEPS,
@@ -21,6 +23,7 @@ from tests.cluster.torchrun_runs import (
     rank_of,
     settings,
     start_on_two,
+    starting_on_two,
     train_by_torchrun,
     train_on,
     train_on_two,
@@ -120,3 +123,25 @@ def test_sigterm_saves_on_two_processes_and_one_goes_on(tmp_path: Path) -> None:
     done = fovea_here("train", *settings("recipes/shapes.yaml", tmp_path / "run", *LONG), "resume=auto")
     assert f"resumed at step {steps_before}" in done.stdout
     assert len(read_metrics(tmp_path / "run")) == LONG_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_ranks_whose_launcher_is_killed_end_their_step_and_save(tmp_path: Path) -> None:
+    process = start_on_two(tmp_path)
+    process.kill()
+    assert_all_end(process, tmp_path, seconds=60)
+    taken = len(read_metrics(tmp_path))
+    assert 3 <= taken < LONG_STEPS
+    assert newest_step(tmp_path) == taken
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("moment", ["", "config.yaml"], ids=["as they start", "while the run is built"])
+def test_ranks_whose_launcher_is_killed_while_they_start_end(moment: str, tmp_path: Path) -> None:
+    with starting_on_two(tmp_path) as process:
+        while len(processes_of(tmp_path)) < 3 or not (tmp_path / moment).exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+        assert_all_end(process, tmp_path, seconds=30)

@@ -107,15 +107,19 @@ def processes_of(run_dir: Path) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-def start_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
-    """A run on two processes that has taken three steps and is still going."""
-    process = subprocess.Popen(
+def starting_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG, *more)),
         cwd=ROOT,
         env=environment() | {"PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def start_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
+    """A run on two processes that has taken three steps and is still going."""
+    process = starting_on_two(run_dir, *more)
     for _ in range(2400):
         assert process.poll() is None, "the run ended before it was stopped"
         if (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) >= 3:
@@ -129,9 +133,9 @@ def rank_of(process: int) -> str:
     return next((each.removeprefix(b"RANK=").decode() for each in variables if each.startswith(b"RANK=")), "")
 
 
-def assert_all_end(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+def assert_all_end(process: subprocess.Popen[bytes], run_dir: Path, seconds: int = 10) -> None:
     process.wait(120)
-    for _ in range(100):
+    for _ in range(10 * seconds):
         if not processes_of(run_dir):
             return
         time.sleep(0.1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from typer.testing import CliRunner
 
+from fovea.build import targets
 from fovea.build.run import build
 from fovea.build.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
 from fovea.cli.main import app
@@ -32,6 +33,7 @@ from fovea.exporting.export import VIDEO_PROCESSOR_FILE, check_repo, export, pus
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.tiny import TinyParts
+from fovea.run import checkpoint
 from fovea.run.context import Run
 from fovea.types import Sampling
 from tests.reference import model_inputs, reference_logprobs
@@ -161,6 +163,35 @@ def test_an_exported_model_answers_as_it_did_in_training(lora: Trained, merged: 
     assert texts(read(str(merged), "test")) == test == texts(read(str(lora.folder), "test"))
     by_step = {row["step"]: row["accuracy/dev"] for row in read_metrics(lora.folder) if "accuracy/dev" in row}
     assert list(by_step.values()) == [sum(x for _, _, x in dev) / 24 for dev in (dev_of_2, dev_of_4)]
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
+    lora: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the model is loaded, and between the listing of checkpoints and the reading of the newest."""
+    run = shutil.copytree(lora.folder, tmp_path / "run")
+    first, second, third = (run / "checkpoints" / f"step-{step}" for step in (0, 2, 4))
+    load_processor = targets.load_processor
+
+    def rotated(settings: Any) -> Any:
+        shutil.rmtree(first)
+        return load_processor(settings)
+
+    monkeypatch.setattr(targets, "load_processor", rotated)
+    with pytest.raises(DataError, match=rf"^{first} was deleted while it was read: its run goes on, .* set a larger"):
+        export(first, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    newer = third.rename(tmp_path / "newer")
+    damage = checkpoint.damage
+
+    def rotated_again(folder: Path) -> str | None:
+        if folder == second and newer.exists():
+            newer.rename(third)
+            shutil.rmtree(second)
+        return damage(folder)
+
+    monkeypatch.setattr(checkpoint, "damage", rotated_again)
+    assert find_checkpoint(run).folder == third
 
 
 def test_the_adapter_alone_goes_on_its_base(lora: Trained, merged: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fovea.train.ranks import ALONE
 from fovea.train.torch.shards import StagedShards
 from fovea.types import Batch, Metrics
 from tests.fakes import BanditPolicy, bandit_run
+from tests.runs import arguments, fovea
 
 MIB = 2**20
 DISK_MIB = 4
@@ -40,6 +41,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a file system can only be mounted by root")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_while_the_model_is_made_is_one_line(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(3 * MIB))
+    folder = small_disk / "run"
+    done = fovea(*arguments(folder))
+    assert (done.returncode, done.stderr) == (2, f"error: {folder}/model: No space left on device\n")
+    assert not folder.exists()
 
 
 class LargePolicy(BanditPolicy):

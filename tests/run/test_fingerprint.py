@@ -22,6 +22,8 @@ from fovea.run.inputs import MAX_ROWS, checksum, model_files, row_texts
 from fovea.types import ImageRef, Task
 
 REWARD = """\
+import numpy, helpers.words
+
 def right(task, text, images):
     return float(task.answer in text)
 """
@@ -65,6 +67,10 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         write_rows(folder / f"{split}.jsonl")
     (folder / "own.py").write_text(REWARD)
+    (folder / "helpers").mkdir()
+    (folder / "helpers" / "__init__.py").touch()
+    (folder / "helpers" / "words.py").write_text("def score():\n    from .rules import WEIGHT\n")
+    (folder / "helpers" / "rules.py").write_text("import numpy\nWEIGHT = 1\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         maker = build(settings(run_dir="maker"))
@@ -81,6 +87,11 @@ def swapped_rows(folder: Path) -> None:
 
 def inverted_reward(folder: Path) -> None:
     (folder / "own.py").write_text(REWARD.replace("float(", "1 - float("))
+
+
+def other_rule(folder: Path) -> None:
+    """In a module that a module of the reward's imports, when it is called."""
+    (folder / "helpers" / "rules.py").write_text("WEIGHT = 2\n")
 
 
 def flipped_weight(folder: Path) -> None:
@@ -104,10 +115,11 @@ def other_tokenizer(folder: Path) -> None:
         (lambda folder: write_rows(folder / "test.jsonl", "9123456789"), r"test row 0"),
         (lambda folder: write_rows(folder / "train.jsonl", picture=1), r"train row 0 .*; and 7 more; set them back"),
         (inverted_reward, r"other inputs than it has read so far: code of reward=.*own\.py:right was \d+ bytes"),
+        (other_rule, r"so far: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes"),
         (flipped_weight, r"so far: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
         (other_tokenizer, r"so far: file of the model tokenizer\.json was"),
     ],
-    ids=["answer", "order", "number", "test row", "image", "reward", "weights", "tokenizer"],
+    ids=["answer", "order", "number", "test row", "image", "reward", "import", "weights", "tokenizer"],
 )
 def test_what_changed_is_named_and_may_be_allowed(
     change: Callable[[Path], None], named: str, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -55,6 +56,16 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert "give another one, or 0 for any that is free" in result.stderr
 
 
+REQUEST = b"GET /data/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+def port_of(run: Path) -> int:
+    """The port of a server of this run, which ends with the process."""
+    addresses: Queue[str] = Queue()
+    Thread(target=serve, args=([ViewedRun(run)], 0, addresses.put), daemon=True).start()
+    return int(addresses.get(timeout=60).rstrip("/").rpartition(":")[2])
+
+
 def test_no_answer_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head and body of an answer are two writes: with Nagle's algorithm the second waits for an ACK, 40 ms."""
     options: list[tuple[object, ...]] = []
@@ -65,14 +76,24 @@ def test_no_answer_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch: pyt
         plain(self, *option)
 
     monkeypatch.setattr(socket.socket, "setsockopt", noted)
-    addresses: Queue[str] = Queue()
-    runs = [ViewedRun(write_run(tmp_path / "run"))]
-    Thread(target=serve, args=(runs, 0, addresses.put), daemon=True).start()
-    port = int(addresses.get(timeout=60).rstrip("/").rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as browser:
-        browser.sendall(b"GET /data/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", port_of(write_run(tmp_path / "run")))) as browser:
+        browser.sendall(REQUEST)
         assert browser.recv(12) == b"HTTP/1.1 200"
     assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1) in options
+
+
+def test_connections_that_send_their_headers_slowly_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fovea.view.server.HEADER_SECONDS", 1.0)
+    address = ("127.0.0.1", port_of(write_run(tmp_path / "run")))
+    with ExitStack() as opened:
+        slow = [opened.enter_context(socket.create_connection(address, timeout=10)) for _ in range(3)]
+        slow[1].sendall(REQUEST[:20])
+        slow[2].sendall(REQUEST)  # its second request is slow
+        assert slow[2].recv(1 << 20).startswith(b"HTTP/1.1 200")
+        slow[2].sendall(REQUEST[:20])
+        for each in slow:
+            while each.recv(1 << 20):
+                pass
 
 
 def test_the_page_needs_no_torch() -> None:

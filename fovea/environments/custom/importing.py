@@ -5,8 +5,10 @@ All of it is in the process that trains or evaluates; workers and engines are se
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import itertools
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,42 @@ def import_file(path: Path) -> ModuleType:
     with _modules_beside(path.resolve().parent):
         spec.loader.exec_module(module)
     return module
+
+
+def imported_files(path: Path) -> list[Path]:
+    """Files of the modules that a file imports from its folder or the working directory, by itself or by others.
+
+    They are found in the text: an import within a function counts, a name that is computed does not.
+    """
+    found, unread = set[Path](), [path.resolve()]
+    while unread:
+        file = unread.pop()
+        new = {each.resolve() for each in _candidates(file, path.resolve().parent) if each.is_file()} - found
+        found |= new
+        unread += [each for each in new if each.suffix == ".py"]
+    return sorted(found - {path.resolve()})
+
+
+def _candidates(file: Path, beside: Path) -> Iterator[Path]:
+    """Paths that the modules which a file imports would have, those of their packages included."""
+    for level, name in _imported_names(file):
+        roots = file.parents[level - 1 : level] if level else (beside, Path.cwd())
+        parts = name.split(".")
+        for root, number in itertools.product(roots, range(1, len(parts) + 1)):
+            if parts[0] != OWN_PACKAGE:
+                module = root.joinpath(*parts[:number])
+                yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
+
+
+def _imported_names(file: Path) -> Iterator[tuple[int, str]]:
+    """Number of leading dots and dotted name of each import in a file; none of a file that is not Python."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from ((0, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                # what is imported from a package may be a module of it
+                yield from ((node.level, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names)
 
 
 @contextmanager

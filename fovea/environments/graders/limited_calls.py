@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +13,13 @@ from fovea.environments.graders.base import Grader, NoScoreError, TryAgainError
 from fovea.errors import ScoreError, UnscoredError, first_line
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import BackgroundLoop
+from fovea.utils.loop_watch import LoopWatch
 
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
+HELD_SECONDS = 60.0
+"""How long after its time limit a call may keep the event loop from running: an export or an engine's start of the same
+process may hold the interpreter lock for seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class CallLimits:
     max_retries: int = 0
     """Further tries after a timeout or a TryAgainError, with growing pauses."""
     on_failure: Literal["error", "drop"] = "error"
+    may_hold_lock: bool = False
+    """Whether the calls run code of the user's, which can keep the time limit from acting."""
 
 
 class UnlimitedCalls:
@@ -52,6 +59,7 @@ class LimitedCalls:
         self._slots = asyncio.Semaphore(limits.calls_at_once)
         # of its own: an engine that computes on the run's loop would hold up replies, and time would run out meanwhile
         self.loop = BackgroundLoop(limits.name)
+        self._calling = _watch(limits).calling if limits.may_hold_lock else nullcontext
 
     async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
         """The score of the first try that gives one; to be awaited on `loop`.
@@ -74,7 +82,8 @@ class LimitedCalls:
         timeout_seconds = self.limits.timeout_seconds
         try:
             async with self._slots, asyncio.timeout(timeout_seconds) as limit:
-                return await grader.score(task, turns)
+                with self._calling():
+                    return await grader.score(task, turns)
         except TimeoutError as error:
             if not limit.expired():  # the grader's own error, of a socket for instance
                 raise NoScoreError(f"raised {first_line(error)}") from error
@@ -87,3 +96,13 @@ class LimitedCalls:
         if limits.on_failure == "drop":
             return UnscoredError(text)
         return ScoreError(f"{text}; fix it, or set {limits.settings}on_failure=drop to leave such groups out")
+
+
+def _watch(limits: CallLimits) -> LoopWatch:
+    seconds = limits.timeout_seconds + HELD_SECONDS
+    return LoopWatch(
+        seconds,
+        f"error: {limits.name} has blocked this process for {seconds:g} s, and {limits.settings}timeout_seconds="
+        f"{limits.timeout_seconds:g} cannot end it: it holds Python's interpreter lock, as a regular expression with "
+        "nested repeats does, or is async and does not await; correct it at its line below, then set resume=auto",
+    )

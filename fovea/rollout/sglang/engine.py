@@ -97,6 +97,10 @@ class SglangEngine:
             self._allocate(CACHE, GRAPHS)
         self._readiness.asleep = False
 
+    def check_processes(self) -> None:
+        """Raise LostEngineError if the engine's process has ended."""
+        self.process.check()
+
     async def close(self) -> None:
         """Cancel running requests and end SGLang's processes."""
         self._readiness.lose_weights(CLOSED)

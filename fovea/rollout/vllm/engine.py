@@ -110,6 +110,11 @@ class VllmEngine:
             self.llm.wake_up(["kv_cache"])
         self._readiness.asleep = False
 
+    def check_processes(self) -> None:
+        """Raise LostEngineError if a worker process of vLLM has ended."""
+        with workers_of(self.llm):
+            pass
+
     async def close(self) -> None:
         """Cancel running requests and end vLLM."""
         if self._runner is not None and not self._runner.done():

@@ -8,17 +8,14 @@ offset of every shard in the header. Its reader and planner reshard on loading. 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from socket import gethostname
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -29,7 +26,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from fovea.errors import TrainError, broken_checkpoint, named
 from fovea.train.ranks import Ranks
-from fovea.utils.files import flush
+from fovea.utils.files import flush, os_errors
 
 OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of DCP's entry in the header of a file."""
@@ -60,7 +57,7 @@ class StagedShards:
         folder.mkdir(exist_ok=True)
         file = folder / f"rank-{rank:05}.safetensors"
         header = {OFFSETS: json.dumps({name: {OFFSET: list(offset)} for name, offset in self.offsets.items()})}
-        with _full_disk_as_os_error():
+        with os_errors(file):
             # not DCP's own writer: it copies all of a file in memory, twice, while no other thread of Python runs
             save_file(dict(self.shards), file, metadata=header)
         flush(file)
@@ -85,18 +82,6 @@ def _offset(tensor: Tensor) -> Sequence[int]:
         return [0] * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()  # DCP's protocol of sharded tensors
     return list(chunk.offsets)
-
-
-@contextmanager
-def _full_disk_as_os_error() -> Iterator[None]:
-    """OSError, as of other files, for the error by which safetensors says that a file cannot be written."""
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 class SavedShards:
