@@ -10,7 +10,7 @@ def _words(text: str) -> frozenset[str]:
 NEGATIONS = _words(
     "not no never none neither nor nothing nobody nowhere without isnt arent wasnt werent dont doesnt didnt cant cannot"
     " couldnt wont wouldnt shouldnt hasnt havent hadnt aint nope nah false incorrect untrue wrong lack lacks devoid"
-    " fails disagree nil nada naught nought zilch"
+    " fails disagree denies deny excludes exclude nonexistent nil nada naught nought zilch"
 )
 YES_WORDS = _words("yes yeah yep yup")
 AFFIRMATIONS = YES_WORDS | _words("true correct right so indeed there")
@@ -34,15 +34,17 @@ FRACTIONS = _words("half halves third thirds quarter quarters") | {
 }
 MULTIPLES = FRACTIONS | _words(
     "pair pairs couple couples duo duos trio trios quartet quartets score scores gross myriad myriads lakh lakhs crore"
-    " crores mil mio mn bn tn pi st nd rd th twice thrice too permille ppm twos threes fours fives sixes sevens eights"
-    " nines tens teens twenties thirties forties fifties sixties seventies eighties nineties"
+    " crores mil mio mn bn tn pi st nd rd th ths twice thrice double doubles triple triples zillion zillions thou kilo"
+    " mega giga tera percentage too permille ppm twos threes fours fives sixes sevens eights nines tens teens twenties"
+    " thirties forties fifties sixties seventies eighties nineties"
 )
 """What makes another number of the one before it: `3 pairs`. Elsewhere it says nothing of one: `the first pair`."""
 SHARES = _words("per apiece each every")
 """What makes a number that of a part, wherever it stands behind it: `3 dogs on each side`."""
 OPERATIONS = _words(
     "squared cubed doubled tripled trebled quadrupled halved quartered multiplied divided added subtracted raised"
-    " factorial inverse reciprocal fold ply odd ish grand something"
+    " factorial inverse reciprocal fold ply odd ish grand something square root power tops max maximum minimum"
+    " below above short shy off"
 )
 """What makes another number of the one before it if no noun follows: `3 squared`, and not `3 raised hands`."""
 PREPOSITIONS = _words("in on at with from by near behind beside under above below inside outside along around")

@@ -291,6 +291,7 @@ OTHER_NUMBERS = [
     *("3 tripled", "3 halves", "3 quarter", "3 twos", "3 rd", "3 twice", "3 each", "3 per row", "3 dogs on each side"),
     *("3 too many", "There are 3 pairs of shoes", "I see 3 full tens", "It is 3 squared.", "The total is 3 k."),
     *("Exactly three quarters of the dogs", "3 trios in the picture", "3 raised to the 4th"),
+    *("3 doubles", "3 zillion", "3 mega", "3 max", "3 below", "3 percentage points", "3 short", "3 square"),
 ]
 
 
@@ -303,6 +304,7 @@ def test_a_word_that_makes_another_number_is_not_that_number(answer: str) -> Non
 THINGS = [
     *("3 dogs", "3 squares", "3 cubes", "3 raised hands", "3 of them", "three grand pianos", "3 meters", "3 red ones"),
     *("There are 3 cats on the second shelf.", "3 divided windows", "the number of pairs is 3"),
+    *("3 below the table", "3 short people", "There are 3 square tables"),
 ]
 
 
