@@ -234,7 +234,7 @@ def _end_with_servers(closed: threading.Event) -> None:
         ended = [name for name, _ in node.dead_processes() if name in SERVERS]
         if ended and not closed.is_set():
             print(
-                f"error: Ray's server {ended[0]} has ended, and its workers with it; start again to go on from the last "
+                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to go on from the last "
                 "checkpoint (max_restarts does)",
                 file=sys.stderr,
                 flush=True,
