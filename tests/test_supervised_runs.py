@@ -119,6 +119,27 @@ def test_a_run_that_dies_at_the_same_place_again_ends(tmp_path: Path) -> None:
     ]
 
 
+LIBRARY = """\
+import os
+from pathlib import Path
+
+def reward(task, text, images):
+    mark = Path(__file__).with_name("died")
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)  # as a library in C does
+    return len(text) / 32
+"""
+
+
+def test_a_run_whose_process_a_library_ends_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(LIBRARY)
+    done = fovea(*arguments(tmp_path / "run", *SETTINGS, "max_steps=2", f"reward={tmp_path / 'own.py'}:reward"))
+    assert done.returncode == 0, done.stderr
+    assert "a library has ended the process with code 1, as Ray's does" in done.stderr
+    assert "starting again from the beginning; 0 restarts left" in done.stderr
+
+
 FATAL = """\
 import os, signal
 from pathlib import Path

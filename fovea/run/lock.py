@@ -73,6 +73,16 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)  # emptied, not deleted: another process may have opened it to wait for its turn
 
 
+def was_left_by(pid: int, folder: Path) -> bool:
+    """Whether a process that held the lock of a folder has ended without releasing it, as by `_exit` of a C library."""
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+            owner = _owner(file)
+    except FileNotFoundError:
+        return False
+    return owner is not None and owner.is_here and owner.pid == pid
+
+
 def _take(file: TextIO, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

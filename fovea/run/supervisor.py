@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError
+from fovea.run.lock import was_left_by
 from fovea.run.run_dir import delete_unless_begun, make_folder, newest_step
 from fovea.run.signals import ENDING
 from fovea.utils.launch import num_processes, signal_at_end_of_parent
@@ -59,6 +60,9 @@ def _train(restarts: Restarts, words: Sequence[str]) -> int:
         while True:
             code = child.run([*command, *restarts.words()])
             cause = cause_of_death(code)
+            if cause is None and code >= 0 and was_left_by(child.pid, restarts.folder):
+                cause = f"a library has ended the process with code {code}, as Ray's does when its raylet has ended"
+                code = ClusterError.exit_code
             if cause is None or child.was_signalled:
                 return _exit_code(code)
             restarts.count()
@@ -145,6 +149,8 @@ class Child:
 
     def __init__(self) -> None:
         self.was_signalled = False
+        self.pid = 0
+        """Id of the process that ran last."""
         self._process: subprocess.Popen[bytes] | None = None
         self._unsent: list[int] = []
 
@@ -155,9 +161,9 @@ class Child:
         self._send()
         code = self._process.wait()
         # a signal that comes before the next process is for that one
-        group, self._process = self._process.pid, None
+        self.pid, self._process = self._process.pid, None
         with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         if code < 0 and sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # a live display that was killed has hidden it
         return code

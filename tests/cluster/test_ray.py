@@ -134,6 +134,34 @@ def outlived(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.kill
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ("gcs_server", "error: Ray's server gcs_server has ended, and with it the workers; start again"),
+        ("raylet", "a library has ended the process with code 1, as Ray's does when its raylet has ended"),
+    ],
+)
+def test_the_death_of_a_server_of_rays_is_one_of_a_worker(
+    server: str, said: str, ray_environment: dict[str, str], tmp_path: Path
+) -> None:
+    restarts = "max_restarts=1" if server == "raylet" else "max_restarts=0"
+    with going(ray_environment, tmp_path, EACH_STEP, *COLLOCATED, *LONG, restarts) as process:
+        family = family_of(process)
+        next(each for each in family if each.name() == server).kill()
+        if restarts == "max_restarts=0":
+            _, err = process.communicate(timeout=30)
+            assert process.returncode == 3
+        else:
+            assert process.stderr is not None
+            err = next(line for line in process.stderr if "starting again" in line)
+            process.terminate()
+            process.communicate(timeout=LIMIT_SECONDS)
+    assert said in err
+    assert not outlived(family)
+
+
+@pytest.mark.slow
+@pytest.mark.kill
 def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_it_had_not(
     on_ray: Path, cluster: RayCluster, tmp_path: Path
 ) -> None:
