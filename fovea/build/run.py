@@ -130,6 +130,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         started=started,
         peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
+        image_token_id=processor.family.image_token_id,
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )

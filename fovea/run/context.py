@@ -71,6 +71,8 @@ class Run:
     """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
     token_text: Callable[[int], str] = str
     """The text of one token id, for messages."""
+    image_token_id: int = -1
+    """Id of the visual tokens in a prompt; -1 for a model without images."""
     box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
     signal_watch: SignalWatch = field(default_factory=SignalWatch)

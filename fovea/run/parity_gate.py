@@ -5,7 +5,7 @@ from __future__ import annotations
 from fovea.errors import ParityError
 from fovea.run.context import Run
 from fovea.run.parity import read_parity, summary_line, write_parity
-from fovea.run.parity_reading import ParityReading, parity_failure
+from fovea.run.parity_reading import parity_failure
 
 
 async def pass_parity_gate(run: Run, version: int) -> None:
@@ -13,23 +13,10 @@ async def pass_parity_gate(run: Run, version: int) -> None:
     if run.config.parity.prompts == 0:
         return
     run.progress.stage("comparing the log-probs of engine and trainer")
-    reading = await gate_reading(run)
+    reading = await read_parity(run)
     write_parity(run.folder, reading, version)
     run.progress.print(summary_line(reading))
     # a push frees the activations that the engine recorded of these completions
     await run.weight_sync.push(version)
     if not reading.passed:
         raise ParityError(parity_failure(reading))
-
-
-async def gate_reading(run: Run) -> ParityReading:
-    """Compare log-probs of engine and trainer on the same tokens, at their current weights."""
-    return await read_parity(
-        run.config,
-        run.engine,
-        run.policy,
-        run.sources.train,
-        run.environment,
-        token_text=run.token_text,
-        say=run.progress.stage,
-    )
