@@ -26,7 +26,7 @@ Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
 Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length"]
 PositionRule: TypeAlias = Literal["grid", "time", "sequence"]
-"""Positions of visual tokens: by time, height and width in their grid; by time on all three axes; one after the other."""
+"""Positions of visual tokens: by their place in the grid, by its first axis only, or one after the other."""
 Metrics: TypeAlias = dict[str, float]
 
 

@@ -6,39 +6,32 @@ so that the gate is on by default. How large a difference is depends on the mode
 tokens under known faults (`run.parity_faults`), which are a yardstick. The gate leaves the run unchanged: it takes rows
 outside of the data order, and random numbers belong to requests.
 
-Axes: `A` action tokens of all completions of a prompt.
+Axes: `A` action tokens of a group.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy import float32
-from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from fovea.environments.prompt_source import PromptedTask
-from fovea.rollout.collect import conversations, request_seed
 from fovea.run.context import Run
 from fovea.run.parity_faults import faulty_groups
+from fovea.run.parity_push import Array, Columns, engine_logprobs
 from fovea.run.parity_reading import DrawnToken, FaultReading, Gap, KindReading, ParityReading, nan_as_infinity
 from fovea.run.parity_rows import PromptKind, usable_prompts
-from fovea.run.rollout_step import training_sampling
-from fovea.samples import sample_group
-from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Request, SampleGroup, Sampling, Score
+from fovea.run.parity_samples import draw, kind_of, score
+from fovea.types import SampleGroup
 from fovea.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
-SAMPLES_PER_PROMPT = 2
-"""Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
+PUSH_PROMPTS = 4
+"""Prompts that are compared after a push: two rows, with and without their images."""
 
 
 def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
@@ -46,7 +39,7 @@ def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
     write_atomically(folder / PARITY_FILE, _json(reading, version).encode())
 
 
-async def read_parity(run: Run) -> ParityReading:
+async def read_parity(run: Run, version: int) -> ParityReading:
     """Sample completions from the engine, and compare their log-probs with the policy's, sound and under faults."""
     settings = run.config.parity
     prompts = usable_prompts(
@@ -56,23 +49,37 @@ async def read_parity(run: Run) -> ParityReading:
         max_seconds=settings.max_search_seconds,
         say=run.progress.stage,
     )
-    groups = await _draw(run, prompts)
+    groups = await draw(run, prompts, version, as_for_update=True)
     faults = list(faulty_groups(groups, run.image_token_id))
-    scored = await _scores(run, [*groups, *(group for _, _, group in faults)])
+    scored = await score(run, [*groups, *(group for _, _, group in faults)])
     sound, faulty = scored[: len(groups)], scored[len(groups) :]
-    kinds = [_kind(group) for group in groups]
-    return ParityReading(
-        model=run.config.model.name,
-        engine=run.engine.name,
-        limit=settings.max_abs_logprob_diff,
-        max_k3=settings.max_k3,
-        dtype=run.config.model.dtype,
-        kinds=tuple(
-            kind_reading(kind, kinds.count(kind), _tokens(run.token_text, kind, groups, sound))
-            for kind in ("with images", "without images") if kind in kinds
-        ),
-        faults=tuple(_fault_readings(groups, sound, [(name, index) for name, index, _ in faults], faulty)),
-    )
+    columns = defaultdict[str, list[Columns]](list)
+    for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
+        columns[name].append((engine_logprobs(groups[index]), sound[index], faulty_A))
+    reading = _reading(run, groups, sound, [_fault_reading(name, of_fault) for name, of_fault in columns.items()])
+    run.taken_push.prompts = prompts[:PUSH_PROMPTS]
+    run.taken_push.remember(version, groups[:PUSH_PROMPTS], sound[:PUSH_PROMPTS])
+    return reading
+
+
+async def read_pushed_parity(run: Run, version: int) -> ParityReading:
+    """Compare log-probs of a few completions after a push, also with those that the policy gave before it.
+
+    The seeds of every version are the same, so that an engine that has not taken a push draws the same tokens again.
+    """
+    groups = await draw(run, run.taken_push.prompts, version, as_for_update=False)
+    sound = await score(run, groups)
+    stale = run.taken_push.beside(groups, sound)
+    faults = [_fault_reading(f"the weights of version {run.taken_push.version}", stale)] if stale else []
+    reading = _reading(run, groups, sound, faults)
+    if not reading.doubtful:
+        run.taken_push.remember(version, groups, sound)
+    return reading
+
+
+def _fault_reading(name: str, columns: Sequence[Columns]) -> FaultReading:
+    """Log-probs [A] of engine, sound trainer and faulty one, group by group, as a reading."""
+    return FaultReading.of(name, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def parity_table(reading: ParityReading) -> Table:
@@ -94,95 +101,42 @@ def parity_table(reading: ParityReading) -> Table:
     return table
 
 
-async def _draw(run: Run, prompts: Sequence[tuple[PromptKind, PromptedTask]]) -> list[SampleGroup]:
-    """Sample completions of all prompts concurrently, as in a rollout; those with images to the end of their episodes."""
-    several_turns = run.environment.max_turns > 1
-
-    async def one(index: int, kind: PromptKind, prompted: PromptedTask) -> SampleGroup:
-        request = Request(
-            id=f"parity/{index}",
-            prompt=prompted.prompt,
-            sampling=replace(_sampling(run), seed=request_seed(run.config.seed, index)),
-            n=SAMPLES_PER_PROMPT,
-            for_update=not several_turns,  # the same path through the engine as a rollout's
-            keep=several_turns and kind == "with images",
-        )
-        turns = await conversations(run.engine, run.environment, run.sources.train.renderer, prompted, request)
-        episodes = tuple(Episode(task=prompted.task, turns=each, score=_UNSCORED) for each in turns)
-        group = sample_group(Group(prompt=prompted.prompt, episodes=episodes), _ZEROS, _ZEROS)
-        # without completion ids, so that the trainer recomputes everything instead of reusing recorded activations
-        return replace(group, samples=tuple(replace(sample, completion_ids=()) for sample in group.samples))
-
-    return await asyncio.gather(*(one(index, *each) for index, each in enumerate(prompts)))
-
-
-_UNSCORED, _ZEROS = Score(reward=0.0, accuracy=0.0), (0.0,) * SAMPLES_PER_PROMPT
+def _reading(
+    run: Run, groups: Sequence[SampleGroup], sound: Sequence[Array], faults: Sequence[FaultReading]
+) -> ParityReading:
+    settings = run.config.parity
+    tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
+    for group, sound_A in zip(groups, sound, strict=True):
+        tokens[kind_of(group)] += _tokens(run.token_text, group, sound_A)
+    return ParityReading(
+        model=run.config.model.name,
+        engine=run.engine.name,
+        limit=settings.max_abs_logprob_diff,
+        max_k3=settings.max_k3,
+        dtype=run.config.model.dtype,
+        kinds=tuple(
+            kind_reading(kind, sum(kind_of(group) == kind for group in groups), of_kind)
+            for kind, of_kind in tokens.items()
+            if of_kind
+        ),
+        faults=tuple(faults),
+    )
 
 
-def _sampling(run: Run) -> Sampling:
-    """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
-    sampling = training_sampling(run.config)
-    return replace(sampling, max_new_tokens=min(run.config.parity.max_new_tokens, sampling.max_new_tokens))
-
-
-async def _scores(run: Run, groups: Sequence[SampleGroup]) -> list[NDArray[float32]]:
-    """The policy's log-probs [A] of each group."""
-    annotated = await run.policy.annotate(Batch(groups=tuple(groups)), Needs(old_logprobs=True))
-    return [
-        np.concatenate([sample.old_logprobs_T[sample.mask_T] for sample in group.samples if sample.old_logprobs_T is not None])
-        for group in annotated.groups
-    ]
-
-
-def _engine_logprobs(group: SampleGroup) -> NDArray[float32]:
-    """The engine's log-probs [A] of a group."""
-    return np.concatenate([sample.rollout_logprobs_T[sample.mask_T] for sample in group.samples])
-
-
-def _kind(group: SampleGroup) -> PromptKind:
-    return "with images" if group.images else "without images"
-
-
-def _fault_readings(
-    groups: Sequence[SampleGroup],
-    sound: Sequence[NDArray[float32]],
-    places: Sequence[tuple[str, int]],
-    faulty: Sequence[NDArray[float32]],
-) -> list[FaultReading]:
-    """The engine's distance from each fault and from the sound trainer, on the groups that the fault changes."""
-    parts = defaultdict[str, list[tuple[NDArray[float32], ...]]](list)
-    for (name, index), faulty_A in zip(places, faulty, strict=True):
-        parts[name].append((_engine_logprobs(groups[index]), sound[index], faulty_A))
-    return [
-        FaultReading.of(name, *(np.concatenate(column) for column in zip(*of_fault, strict=True)))
-        for name, of_fault in parts.items()
-    ]
-
-
-def _tokens(
-    token_text: Callable[[int], str], kind: PromptKind, groups: Sequence[SampleGroup], sound: Sequence[NDArray[float32]]
-) -> list[DrawnToken]:
-    """The tokens of the prompts of one kind."""
+def _tokens(token_text: Callable[[int], str], group: SampleGroup, sound_A: Array) -> list[DrawnToken]:
+    numbers_A = np.concatenate([np.arange(1, sample.num_actions + 1) for sample in group.samples])
+    ids_A = np.concatenate([sample.token_ids_T[sample.mask_T] for sample in group.samples])
     return [
         DrawnToken(
             row=group.task_id,
-            number=number,
+            number=int(number),
             token_id=int(index),
             text=token_text(int(index)),
             engine_logprob=float(engine),
             trainer_logprob=float(trainer),
         )
-        for group, scored_A in zip(groups, sound, strict=True)
-        if _kind(group) == kind
-        for number, index, engine, trainer in zip(*_columns(group), scored_A, strict=True)
+        for number, index, engine, trainer in zip(numbers_A, ids_A, engine_logprobs(group), sound_A, strict=True)
     ]
-
-
-def _columns(group: SampleGroup) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[float32]]:
-    """Numbers within their completions, ids and the engine's log-probs of the sampled tokens, [A] each."""
-    numbers = [np.arange(1, sample.num_actions + 1) for sample in group.samples]
-    ids = [sample.token_ids_T[sample.mask_T] for sample in group.samples]
-    return np.concatenate(numbers), np.concatenate(ids), _engine_logprobs(group)
 
 
 def kind_reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> KindReading:
@@ -204,14 +158,26 @@ def summary_line(reading: ParityReading) -> str:
     broken = reading.violation
     if broken is not None and reading.worst.mean_abs <= reading.limit:
         return f"engine and trainer differ (on prompts {broken.kind.kind} they {broken.text}; {PARITY_FILE})"
-    return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}; {PARITY_FILE})"
+    doubt = "; cannot tell: " * bool(reading.doubtful) + ", ".join(fault.name for fault in reading.doubtful)
+    doubt = doubt if reading.passed else ""
+    return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}{doubt}; {PARITY_FILE})"
 
 
 def _json(reading: ParityReading, step: int) -> str:
     about = {"step": step, "model": reading.model, "engine": reading.engine, "passed": reading.passed}
     kinds = [_kind_json(kind) for kind in reading.kinds]
     limits = {"max_abs_logprob_diff": reading.limit, "max_k3": reading.max_k3}
-    return json.dumps(about | limits | {"prompts": kinds}, indent=2) + "\n"
+    faults = [_fault_json(fault) for fault in reading.faults]
+    return json.dumps(about | limits | {"prompts": kinds, "faults": faults}, indent=2) + "\n"
+
+
+def _fault_json(fault: FaultReading) -> dict[str, object]:
+    verdict = "ruled out" if fault.ruled_out else "found" if fault.found else "cannot tell"
+    return {"fault": fault.name, "verdict": verdict, **_gap_json(fault.faulty)}
+
+
+def _gap_json(gap: Gap) -> dict[str, float | None]:
+    return {"mean_abs": json_number(gap.mean_abs), "k3": json_number(gap.k3)}
 
 
 def _kind_json(kind: KindReading) -> dict[str, object]:
@@ -223,5 +189,5 @@ def _kind_json(kind: KindReading) -> dict[str, object]:
         "engine_logprob": json_number(kind.worst.engine_logprob),
         "trainer_logprob": json_number(kind.worst.trainer_logprob),
     }
-    means = {"mean_abs": json_number(kind.mean_abs), "max_abs": json_number(kind.worst.gap), "k3": json_number(kind.k3)}
+    means = _gap_json(kind) | {"max_abs": json_number(kind.worst.gap)}
     return {"kind": kind.kind, "prompts": kind.prompts, "tokens": kind.tokens, **means, "worst_token": worst}

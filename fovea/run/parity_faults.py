@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.types import PositionRule, PromptImage, Sample, SampleGroup
+from fovea.types import PromptImage, Sample, SampleGroup
 
 Ids: TypeAlias = NDArray[np.int64]
-Pixels: TypeAlias = NDArray[np.generic]
+Pixels: TypeAlias = NDArray[Any]
 Images: TypeAlias = tuple[PromptImage, ...]
 Fault: TypeAlias = Callable[[SampleGroup], SampleGroup]
 ImageFault: TypeAlias = Callable[[PromptImage], PromptImage]

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy import float32
-from numpy.typing import NDArray
 
 from fovea.algorithms.kl import k3
+from fovea.run.parity_push import Array
 from fovea.run.parity_rows import PromptKind
 
 IMAGE_RATIO = 4.0
-"""The mean difference with images may be this many times that without, plus FLOOR_FRAC: in float32 both are rounding, of
-which one may be ten times the other, and in bfloat16 a text of few likely tokens is nearly exact."""
+"""Mean difference with images that is allowed per difference without, besides FLOOR_FRAC: in float32 both are rounding,
+of which one may be ten times the other, and in bfloat16 a text of few likely tokens is nearly exact."""
 FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
 """Share of parity.max_abs_logprob_diff that is taken for rounding in a model of this dtype."""
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
@@ -34,12 +33,10 @@ class Gap:
     """Mean of e^x - x - 1 with x = trainer - engine: the k3 estimate of KL(engine || trainer)."""
 
     @staticmethod
-    def of(engine: Sequence[float] | NDArray[float32], trainer: Sequence[float] | NDArray[float32]) -> Gap:
+    def of(engine: Sequence[float] | Array, trainer: Sequence[float] | Array) -> Gap:
         # 64 bits, in which k3 of a rounding error of float32 is more than rounding
         engine_A, trainer_A = (torch.as_tensor(x, dtype=torch.float64) for x in (engine, trainer))
-        return Gap(
-            mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean())
-        )
+        return Gap(mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean()))
 
     def clearly_below(self, other: Gap) -> bool:
         """Whether this distance is smaller by a factor that chance does not explain."""
@@ -88,7 +85,7 @@ class FaultReading:
     """Tokens on which the engine is nearer to the fault, less those on which it is not, over the root of their sum."""
 
     @staticmethod
-    def of(name: str, engine_A: NDArray[float32], sound_A: NDArray[float32], faulty_A: NDArray[float32]) -> FaultReading:
+    def of(name: str, engine_A: Array, sound_A: Array, faulty_A: Array) -> FaultReading:
         nearer_A = np.sign(np.abs(engine_A - sound_A) - np.abs(engine_A - faulty_A))
         sigmas = float(nearer_A.sum() / max(np.abs(nearer_A).sum(), 1) ** 0.5)
         return FaultReading(
@@ -137,8 +134,8 @@ class ParityReading:
 
     @property
     def violation(self) -> Violation | None:
-        """The first broken rule: on the mean, on k3, on images beside text; None for a sound engine and trainer."""
-        return self._mean_violation() or self._k3_violation() or self._image_violation()
+        """The first broken rule, of those on mean, k3, known faults and images; None if both sides are sound."""
+        return self._mean_violation() or self._k3_violation() or self._fault_violation() or self._image_violation()
 
     @property
     def passed(self) -> bool:
@@ -160,21 +157,28 @@ class ParityReading:
 
     @property
     def doubtful(self) -> tuple[FaultReading, ...]:
-        """Faults that the engine may have: it is not clearly nearer to the sound trainer. The likeliest comes first."""
+        """Faults that the engine may have, since it is not clearly nearer to the sound trainer; the nearest first."""
         doubtful = [fault for fault in self.faults if not fault.ruled_out]
         return tuple(sorted(doubtful, key=lambda fault: nan_as_infinity(fault.faulty.mean_abs)))
 
+    def _fault_violation(self) -> Violation | None:
+        found = [fault for fault in self.doubtful if fault.found]
+        if not found:
+            return None
+        text = (
+            f"differ by {found[0].sound.mean_abs:.3g} on average, and by {found[0].faulty.mean_abs:.2g} under a fault"
+        )
+        return Violation(kind=self.worst, text=text)
+
     def _image_violation(self) -> Violation | None:
-        """Images that are treated differently: as by a known fault, or by more than rounding and any of them may be."""
+        """Images that are treated differently, where this may be one of the faults: they move the tokens as little."""
         by_kind = {kind.kind: kind for kind in self.kinds}
         images, text = by_kind.get("with images"), by_kind.get("without images")
-        if images is None or text is None:
+        if images is None or text is None or (self.faults and not self.doubtful):
             return None
-        if any(fault.found for fault in self.faults):
-            return Violation(kind=images, text=f"differ by {images.mean_abs:.3g} on average")
         frac = FLOOR_FRAC[self.dtype]
         allowed = IMAGE_RATIO * text.mean_abs + frac * self.limit
-        if images.mean_abs <= allowed or (self.faults and not self.doubtful):
+        if images.mean_abs <= allowed:
             return None
         seen = f"differ by {images.mean_abs:.3g} on average, and by {text.mean_abs:.2g} without images"
         return Violation(
@@ -198,7 +202,18 @@ def parity_failure(reading: ParityReading) -> str:
         f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
         f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
         f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
-        f"{_likely_fix(reading, broken)}"
+        f"{_nearest_fault(reading)}{_likely_fix(reading, broken)}"
+    )
+
+
+def _nearest_fault(reading: ParityReading) -> str:
+    """Sentence about the fault that explains the engine's log-probs best; empty if none is nearer than the trainer."""
+    nearest = next(iter(reading.doubtful), None)
+    if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
+        return ""
+    return (
+        f"The engine is nearest to a trainer with this fault: {nearest.name} (it differs by "
+        f"{nearest.faulty.mean_abs:.2g} from that one, and by {nearest.sound.mean_abs:.2g} from the trainer as it is). "
     )
 
 
