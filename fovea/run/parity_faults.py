@@ -40,11 +40,15 @@ def faulty_groups(groups: Sequence[SampleGroup], image_token_id: int) -> Iterato
 
 def _faults(groups: Sequence[SampleGroup], image_token_id: int) -> dict[str, Fault]:
     """Every fault by its name; groups to which it does not apply keep their images."""
-    following = _next_images([image for group in groups for image in group.images])
+    in_prompts = [image for group in groups for image in group.prompt.images]
+    in_later_turns = [image for group in groups for sample in group.samples for image in sample.images]
+    before = _images_before(in_later_turns) | _images_before(in_prompts)
 
-    def shuffled(image: PromptImage) -> PromptImage:
-        other = following.get(image.key)
-        return image if other is None else _with_pixels(image, lambda name, x: np.resize(other.tensors[name], x.shape))
+    def of_another(image: PromptImage) -> PromptImage:
+        other = before.get(image.key, image)
+        if other.key == image.key:
+            return image
+        return _with_pixels(image, lambda name, x: np.resize(other.tensors[name], x.shape))
 
     def doubled(ids_L: Ids, images: Images) -> tuple[Ids, Images]:
         return _doubled_spans(ids_L == image_token_id), tuple(image for image in images for _ in range(2))
@@ -56,7 +60,7 @@ def _faults(groups: Sequence[SampleGroup], image_token_id: int) -> dict[str, Fau
 
     of_images: dict[str, ImageFault] = {
         "grey images": lambda image: _with_pixels(image, lambda _, x: np.zeros_like(x)),
-        "images of other prompts": shuffled,
+        "images of other prompts": of_another,
         "images normalised twice": lambda image: _with_pixels(image, lambda _, x: (x - PIXEL_MEAN) / PIXEL_STD),
         "two of three M-RoPE rows dropped": lambda image: replace(image, positions="time"),
         "1-D positions": lambda image: replace(image, positions="sequence"),
@@ -104,10 +108,10 @@ def _with_pixels(image: PromptImage, change: Callable[[str, Pixels], Pixels]) ->
     return replace(image, tensors=tensors)
 
 
-def _next_images(images: Sequence[PromptImage]) -> dict[str, PromptImage]:
-    """The image that follows each of several different ones, by key; empty for a single one."""
+def _images_before(images: Sequence[PromptImage]) -> dict[str, PromptImage]:
+    """The image before each different one, by key; the last one before the first."""
     distinct = list({image.key: image for image in images}.values())
-    return {image.key: distinct[index - 1] for index, image in enumerate(distinct) if len(distinct) > 1}
+    return {image.key: distinct[index - 1] for index, image in enumerate(distinct)}
 
 
 def _doubled_spans(is_pad_L: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -207,14 +207,15 @@ def parity_failure(reading: ParityReading) -> str:
 
 
 def _nearest_fault(reading: ParityReading) -> str:
-    """Sentence about the fault that explains the engine's log-probs best; empty if none is nearer than the trainer."""
+    """Sentence about the fault that is nearest to the engine; empty if the trainer as it is is nearer than any."""
     nearest = next(iter(reading.doubtful), None)
     if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
         return ""
-    return (
-        f"The engine is nearest to a trainer with this fault: {nearest.name} (it differs by "
-        f"{nearest.faulty.mean_abs:.2g} from that one, and by {nearest.sound.mean_abs:.2g} from the trainer as it is). "
+    verdict = "The engine seems to have this fault" if nearest.found else "No known fault explains it; the nearest is"
+    gaps = (
+        f"{nearest.faulty.mean_abs:.2g} from a trainer with it, {nearest.sound.mean_abs:.2g} from the trainer as it is"
     )
+    return f"{verdict}: {nearest.name} ({gaps}). "
 
 
 def _likely_fix(reading: ParityReading, broken: Violation) -> str:
