@@ -41,6 +41,7 @@ STALE = "the weights of version 0"
 WARMUP_STEPS = 250
 ROWS_PER_STEP = 16
 
+Pixels: TypeAlias = NDArray[np.float32]
 Positions: TypeAlias = tuple[NDArray[np.int64], int]
 
 
@@ -107,7 +108,7 @@ class BrokenEngine:
         return completions
 
 
-def _pixels(change: Callable[[Any], Any]) -> Callable[[Prompt, bool], Prompt]:
+def _pixels(change: Callable[[Pixels], Pixels]) -> Callable[[Prompt, bool], Prompt]:
     def of_image(image: PromptImage) -> PromptImage:
         pixels = change(np.asarray(image.tensors["pixel_values"], dtype=np.float32))
         return replace(image, key=f"{image.key}-broken", tensors={**image.tensors, "pixel_values": pixels})
@@ -115,8 +116,16 @@ def _pixels(change: Callable[[Any], Any]) -> Callable[[Prompt, bool], Prompt]:
     return lambda prompt, _: replace(prompt, images=tuple(map(of_image, prompt.images)))
 
 
+def _grey(pixels: Pixels) -> Pixels:
+    return np.zeros_like(pixels)
+
+
+def _normalised(pixels: Pixels) -> Pixels:
+    return (pixels - np.float32(0.5)) / np.float32(0.5)
+
+
 def _of_others() -> Callable[[Prompt, bool], Prompt]:
-    """Each picture that of the request before, as from a cache that is read by the wrong key; the first one is right."""
+    """Each picture that of the request before, as from a cache that is read by a wrong key; the first is right."""
     last: dict[int, PromptImage] = {}
     other: dict[str, PromptImage] = {}
 
@@ -159,9 +168,9 @@ def _one_by_one(own: Callable[..., Positions], family: QwenVL, ids: NDArray[np.i
 
 
 CHANGES: dict[str, Callable[[int], Callable[[Prompt, bool], Prompt]]] = {
-    "grey images": lambda _: _pixels(np.zeros_like),
+    "grey images": lambda _: _pixels(_grey),
     "images of other prompts": lambda _: _of_others(),
-    "images normalised twice": lambda _: _pixels(lambda pixels: (pixels - 0.5) / 0.5),
+    "images normalised twice": lambda _: _pixels(_normalised),
     "image tokens doubled": lambda pad: lambda prompt, _: _doubled(prompt, pad),
     # prompts have one picture
     "the last image missing": lambda pad: lambda prompt, _: _without(prompt, 0, pad) if prompt.images else prompt,
@@ -188,7 +197,8 @@ def read_with(run: Run, fault: str) -> ParityReading:
     """What the gate reads of an engine with this fault; for stale weights the policy is trained by a step."""
     if fault == STALE:
         return _read_stale(run)
-    engine = BrokenEngine(run.engine, CHANGES.get(fault, lambda _: _same)(run.image_token_id))
+    change = CHANGES[fault](run.image_token_id) if fault in CHANGES else _same
+    engine = BrokenEngine(run.engine, change)
     wrong = POSITIONS.get(fault)
     with broken_positions(engine, wrong) if wrong else nullcontext():
         return wait_for(read_parity(replace(run, engine=engine), 0))
@@ -212,8 +222,7 @@ def answer(reading: ParityReading, fault: str) -> str:
     doubtful = [each.name for each in reading.doubtful]
     if reading.passed:
         return "cannot tell" if fault in doubtful else "PASSED"
-    found = [each.name for each in reading.doubtful if each.found]
-    return "named" if fault in found[:1] else f"stopped ({', '.join(found[:1]) or 'unknown'})"
+    return "named" if fault in doubtful[:1] else f"stopped ({', '.join(doubtful[:1]) or 'none'})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
