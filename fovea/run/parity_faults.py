@@ -27,6 +27,8 @@ TextFault: TypeAlias = Callable[[Ids, Images], tuple[Ids, Images]]
 """Index [K] of the tokens of a text that a fault keeps, and the text's images with the fault."""
 PIXEL_MEAN = PIXEL_STD = 0.5
 """Normalisation of Qwen3-VL's image processor; that of the other families is near it."""
+GREY = 1e-3
+"""Normalised value of a grey pixel; not 0, since Idefics 3 takes tiles of zeros for padding."""
 
 
 def faulty_groups(groups: Sequence[SampleGroup], image_token_id: int) -> Iterator[tuple[str, int, SampleGroup]]:
@@ -59,7 +61,7 @@ def _faults(groups: Sequence[SampleGroup], image_token_id: int) -> dict[str, Fau
         return np.delete(np.arange(len(ids_L)), pads[len(pads) - num_missing :]), images[:-1]
 
     of_images: dict[str, ImageFault] = {
-        "grey images": lambda image: _with_pixels(image, lambda _, x: np.zeros_like(x)),
+        "grey images": lambda image: _with_pixels(image, lambda _, x: np.full_like(x, GREY)),
         "images of other prompts": of_another,
         "images normalised twice": lambda image: _with_pixels(image, lambda _, x: (x - PIXEL_MEAN) / PIXEL_STD),
         "two of three M-RoPE rows dropped": lambda image: replace(image, positions="time"),
