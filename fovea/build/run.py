@@ -101,8 +101,8 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     profile = make_profile(config, folder, start_step, progress)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
-    facts = backends.policy.describe()
-    for line in (model_table(config.model.name, facts), *backends.kernel_notes):
+    progress.print(model_table(config.model.name, facts := backends.policy.describe()))
+    for line in backends.kernel_notes:
         progress.print(line)
     if isinstance(backends.engine, PlainEngine):
         progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
