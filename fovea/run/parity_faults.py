@@ -31,16 +31,22 @@ GREY = 1e-3
 """Normalised value of a grey pixel; not 0, since Idefics 3 takes tiles of zeros for padding."""
 
 
-def faulty_groups(groups: Sequence[SampleGroup], image_token_id: int) -> Iterator[tuple[str, int, SampleGroup]]:
-    """Every group that a fault changes: the fault's name, the group's index, and the group with the fault."""
-    for name, fault in _faults(groups, image_token_id).items():
+def faulty_groups(
+    groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool = True
+) -> Iterator[tuple[str, int, SampleGroup]]:
+    """Every group that a fault changes: the fault's name, the group's index, and the group with the fault.
+
+    `packed`: the trainer packs rows and makes their positions; transformers' and Megatron's positions want marks around
+    each image.
+    """
+    for name, fault in _faults(groups, image_token_id, packed=packed).items():
         for index, group in enumerate(groups):
             changed = fault(group)
             if [image.key for image in changed.images] != [image.key for image in group.images]:
                 yield name, index, changed
 
 
-def _faults(groups: Sequence[SampleGroup], image_token_id: int) -> dict[str, Fault]:
+def _faults(groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool) -> dict[str, Fault]:
     """Every fault by its name; groups to which it does not apply keep their images."""
     in_prompts = [image for group in groups for image in group.prompt.images]
     in_later_turns = [image for group in groups for sample in group.samples for image in sample.images]
@@ -53,7 +59,9 @@ def _faults(groups: Sequence[SampleGroup], image_token_id: int) -> dict[str, Fau
         return _with_pixels(image, lambda name, x: np.resize(other.tensors[name], x.shape))
 
     def doubled(ids_L: Ids, images: Images) -> tuple[Ids, Images]:
-        return _doubled_spans(ids_L == image_token_id), tuple(image for image in images for _ in range(2))
+        is_pad_L = ids_L == image_token_id
+        index_K = np.repeat(np.arange(len(ids_L)), 1 + is_pad_L) if packed else _doubled_spans(is_pad_L)
+        return index_K, tuple(image for image in images for _ in range(2))
 
     def last_missing(ids_L: Ids, images: Images) -> tuple[Ids, Images]:
         pads = np.flatnonzero(ids_L == image_token_id)

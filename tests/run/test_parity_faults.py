@@ -40,8 +40,8 @@ FIRST, SECOND, LATER = picture("a", 2.0), picture("b", 3.0), picture("c", 5.0)
 GROUPS = [group_of((4, FIRST, 5)), group_of((6,)), group_of((4, FIRST, SECOND), LATER, 5)]
 
 
-def changed(name: str) -> dict[int, SampleGroup]:
-    return {index: group for fault, index, group in faulty_groups(GROUPS, PAD) if fault == name}
+def changed(name: str, *, packed: bool = True) -> dict[int, SampleGroup]:
+    return {index: group for fault, index, group in faulty_groups(GROUPS, PAD, packed=packed) if fault == name}
 
 
 def keys(group: SampleGroup) -> list[str]:
@@ -95,13 +95,14 @@ def test_position_faults_name_their_rule() -> None:
     assert [[image.positions for image in images] for images in rules.values()] == [["time"] * 3, ["sequence"] * 3]
 
 
-def test_image_tokens_are_doubled_with_their_marks() -> None:
-    group = changed("image tokens doubled")[2]
-    run = [BEGIN, *[PAD] * 6, END]
-    assert group.prompt.token_ids_L.tolist() == [4, *run, *run, *run, *run]
+@pytest.mark.parametrize("packed", [True, False])
+def test_image_tokens_are_doubled_with_their_marks_where_positions_need_them(packed: bool) -> None:
+    group = changed("image tokens doubled", packed=packed)[2]
+    twice = [BEGIN, *[PAD] * 12, END] if packed else [BEGIN, *[PAD] * 6, END] * 2
+    assert group.prompt.token_ids_L.tolist() == [4, *twice, *twice]
     assert keys(group) == ["a", "a", "b", "b", "c", "c"]
     (sample,) = group.samples
-    assert sample.token_ids_T.tolist() == [1, 2, *run, *run, 5, 3]
+    assert sample.token_ids_T.tolist() == [1, 2, *twice, 5, 3]
     assert sample.token_ids_T[sample.mask_T].tolist() == [1, 2, 3]
     before = GROUPS[2].samples[0]
     assert (sample.rollout_logprobs_T[sample.mask_T] == before.rollout_logprobs_T[before.mask_T]).all()
