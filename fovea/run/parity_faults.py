@@ -27,8 +27,8 @@ TextFault: TypeAlias = Callable[[Ids, Images], tuple[Ids, Images]]
 """Index [K] of the tokens of a text that a fault keeps, and the text's images with the fault."""
 PIXEL_MEAN = PIXEL_STD = 0.5
 """Normalisation of Qwen3-VL's image processor; that of the other families is near it."""
-GREY = 1e-12
-"""Normalised value of a grey pixel: as good as 0, which in all of a tile means padding for Idefics 3."""
+GREY = 1e-30
+"""Normalised value of a grey pixel: too little for norms to blow up, but not 0, which is padding for Idefics 3."""
 
 
 def faulty_groups(

@@ -55,7 +55,7 @@ def pixels(group: SampleGroup) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "seen"),
     [
-        ("grey images", {0: [1e-12], 2: [1e-12] * 3}),
+        ("grey images", {0: [1e-30], 2: [1e-30] * 3}),
         ("images normalised twice", {0: [3.0], 2: [3.0, 5.0, 9.0]}),
         ("images of other prompts", {0: [3.0], 2: [3.0, 2.0, 5.0]}),  # the only one of a later turn has no other
     ],
