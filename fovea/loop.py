@@ -10,6 +10,7 @@ from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.draw import draw
 from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, save_last, stopping
+from fovea.run.parity_gate import check_push
 from fovea.run.recorded import record_samples
 from fovea.run.rollout_step import Rollout, record_unscored
 from fovea.run.signals import Stop
@@ -61,6 +62,7 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
     with run.phases("sync"):
         await run.weight_sync.push(state.step + 1)
         await run.engine.wake()
+    await check_push(run, state.step + 1)
     return rollout.groups, metrics | run.weight_sync.metrics
 
 

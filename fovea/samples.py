@@ -35,7 +35,7 @@ def make_batch(
     `dropped` are the groups that dynamic sampling rejected: they take no part in the loss, and are kept in
     `Batch.left_out` for the log-prob comparison of engine and trainer only.
     """
-    no_weights = [_sample_group(group, *([[0.0] * len(group.episodes)] * 2)) for group in dropped]
+    no_weights = [sample_group(group, *([[0.0] * len(group.episodes)] * 2)) for group in dropped]
     if not groups:
         return Batch(groups=(), left_out=tuple(no_weights)), dict.fromkeys(COUNTS, 0.0)
     penalties = [[length_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
@@ -48,7 +48,7 @@ def make_batch(
     weights = _weights(groups, settings, max_new_tokens)
     signal_P = has_signal(torch.tensor(rewards))
     kept = _kept(torch.tensor(rewards), signal_P, settings)
-    samples = [_sample_group(*group) for group in zip(groups, rewards, weights, strict=True)]
+    samples = [sample_group(*group) for group in zip(groups, rewards, weights, strict=True)]
     left_out = [samples[index] for index in sorted(set(range(len(groups))) - set(kept))]
     batch = Batch(groups=tuple(samples[index] for index in kept), left_out=(*left_out, *no_weights))
     if settings.old_logprobs == "engine":
@@ -99,7 +99,8 @@ def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm)
     return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
 
 
-def _sample_group(group: Group, rewards: Sequence[float], weights: Sequence[float]) -> SampleGroup:
+def sample_group(group: Group, rewards: Sequence[float], weights: Sequence[float]) -> SampleGroup:
+    """The samples of a scored group, with these rewards and loss weights."""
     samples = map(_sample, group.episodes, rewards, weights)
     return SampleGroup(prompt=group.prompt, samples=tuple(samples), task_id=group.episodes[0].task.id)
 

@@ -25,6 +25,8 @@ Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length"]
+PositionRule: TypeAlias = Literal["grid", "time", "sequence"]
+"""Positions of visual tokens: by their place in the grid, by its first axis only, or one after the other."""
 Metrics: TypeAlias = dict[str, float]
 
 
@@ -76,6 +78,9 @@ class PromptImage:
     """Visual tokens in the prompt."""
     grid: tuple[int, int, int]
     """Numbers of patches in time (or tiles), height and width, by which the work of the vision tower is known."""
+    positions: PositionRule = "grid"
+    """Other rules than `grid` are faults that the parity gate imitates; models whose positions are made by transformers
+    or Megatron do not follow them."""
 
     @property
     def num_bytes(self) -> int:

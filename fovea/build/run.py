@@ -104,8 +104,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     profile = make_profile(config, folder, start_step, progress)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
-    facts = backends.policy.describe()
-    progress.print(model_table(config.model.name, facts))
+    progress.print(model_table(config.model.name, facts := backends.policy.describe()))
     for line in backends.kernel_notes:
         progress.print(line)
     if isinstance(backends.engine, PlainEngine):
@@ -133,6 +132,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         started=started,
         peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
+        image_token_id=processor.family.image_token_id,
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )

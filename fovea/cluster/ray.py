@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from fovea.cluster.workers import Worker
 from fovea.config.cluster import Cluster
 from fovea.errors import ClusterError, ConfigError, FoveaError, MissingExtraError
 from fovea.utils.installing import pip_install
+from fovea.utils.malloc import GPU_ALLOCATOR
 
 try:
     import ray
@@ -65,6 +66,8 @@ class Rendezvous:
     size: int
     timeout_seconds: float
     """Longest collective call of theirs."""
+    allocator: str | None
+    """The driver's settings of torch's allocator on a GPU."""
 
 
 class RayWorker:
@@ -118,6 +121,8 @@ class RayWorker:
 def _join(rendezvous: Rendezvous) -> None:
     # as torchrun describes a process to `utils.launch`; of the GPUs of its node Ray shows an actor its own alone
     os.environ |= {"RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": "0"}
+    if rendezvous.allocator is not None:
+        os.environ.setdefault(GPU_ALLOCATOR, rendezvous.allocator)
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     if is_loopback(rendezvous.host):
         gloo_on_loopback()
@@ -177,11 +182,15 @@ class RayWorkers:
             self._bundles = _reserve(cluster, resource)
             actors = [_start(self._bundles, node, resource) for node in _nodes_of_ranks(cluster)]
             host, port = _result(actors[0].meeting_point.remote())
-            seconds = cluster.collective_timeout_seconds
-            rendezvous = [
-                Rendezvous(host=host, port=port, rank=rank, size=len(actors), timeout_seconds=seconds)
-                for rank in range(len(actors))
-            ]
+            first = Rendezvous(
+                host=host,
+                port=port,
+                rank=0,
+                size=len(actors),
+                timeout_seconds=cluster.collective_timeout_seconds,
+                allocator=os.environ.get(GPU_ALLOCATOR),
+            )
+            rendezvous = [replace(first, rank=rank) for rank in range(len(actors))]
             _result([actor.open.remote(each, make) for actor, each in zip(actors, rendezvous, strict=True)])
         except BaseException:
             self.close()
@@ -229,13 +238,13 @@ def _end_with_servers(closed: threading.Event) -> None:
 
     Ray itself ends the process then, with code 1: with its raylet at once, without a word, with its GCS after a minute.
     """
-    node = ray._private.worker._global_node  # type: ignore[attr-defined]
+    node: Any = ray._private.worker._global_node
     while not closed.wait(LOOK_SECONDS):
         ended = [name for name, _ in node.dead_processes() if name in SERVERS]
         if ended and not closed.is_set():
             print(
-                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to go on from the last "
-                "checkpoint (max_restarts does)",
+                f"error: Ray's server {ended[0]} has ended, and its workers with it; start again to go on from the "
+                "last checkpoint (max_restarts does)",
                 file=sys.stderr,
                 flush=True,
             )

@@ -198,7 +198,8 @@ class Parity(Section):
     """Check at the start of a run that engine and trainer give the same log-probs for the same completions."""
 
     prompts: NonNegativeInt = 4
-    """Training prompts that are sampled from and scored again, with and without their images; 0: no check."""
+    """Training prompts that are sampled from and scored again, with and without their images; two of them after each
+    push to an engine that holds a copy of the weights. 0: no check."""
     max_new_tokens: PositiveInt = 32
     """Longest completion of the check (at most rollout.max_new_tokens)."""
     max_search_seconds: PositiveFloat = 300.0
@@ -207,7 +208,8 @@ class Parity(Section):
     max_abs_logprob_diff: PositiveFloat = 0.1
     """Largest mean absolute difference; above it, with or without images, the run stops.
 
-    With images the mean may be 4 times that without, plus a tenth of this limit."""
+    With images the mean may be 4 times that without, plus a thousandth of this limit in float32 and a tenth in
+    bfloat16, or more where every known fault moves the log-probs 3 times as much."""
     max_k3: PositiveFloat = 0.02
     """Largest k3 (an estimate of the KL divergence per token), with or without images; a mean difference of 0.1 gives
     0.005 where all tokens differ by as much, and far more where a few are far off."""

@@ -73,7 +73,18 @@ async def _episodes(
     engine: Engine, interaction: Interaction, item: PromptedTask, request: Request
 ) -> tuple[Episode, ...]:
     """Generate and score the n episodes of one task."""
-    asked = tuple(interaction.environment.prompt(item.task))
+    answers = await conversations(engine, interaction.environment, interaction.renderer, item, request)
+    scores = await interaction.grading.scores(item.task, answers)
+    return tuple(
+        Episode(task=item.task, turns=turns, score=score) for turns, score in zip(answers, scores, strict=True)
+    )
+
+
+async def conversations(
+    engine: Engine, environment: Environment, renderer: RendersPrompts, item: PromptedTask, request: Request
+) -> Sequence[tuple[Turn, ...]]:
+    """Generate the n episodes of one task, unscored; only their first turns unless the request is kept for others."""
+    asked = tuple(environment.prompt(item.task))
     answers: Sequence[tuple[Turn, ...]] = [
         (
             Turn(
@@ -85,15 +96,10 @@ async def _episodes(
         )
         for completion in await engine.generate(request)
     ]
-    if interaction.environment.max_turns > 1:
-        calls = (
-            later_turns(engine, interaction.environment, interaction.renderer, item.task, turns, request)
-            for turns in answers
-        )
-        answers = await gather_or_cancel(calls)
-    scores = await interaction.grading.scores(item.task, answers)
-    return tuple(
-        Episode(task=item.task, turns=turns, score=score) for turns, score in zip(answers, scores, strict=True)
+    if not request.keep:
+        return answers
+    return await gather_or_cancel(
+        later_turns(engine, environment, renderer, item.task, turns, request) for turns in answers
     )
 
 

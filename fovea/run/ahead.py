@@ -28,6 +28,7 @@ from fovea.config.run import Config
 from fovea.metrics.log import Phases
 from fovea.run.context import Run
 from fovea.run.draw import draw
+from fovea.run.parity_gate import check_push
 from fovea.run.position import Position, go_to, position_of
 from fovea.run.rollout_step import Rollout
 from fovea.types import Metrics
@@ -117,6 +118,7 @@ class RolloutsAhead:
         if version != self._version:
             with self._run.phases("sync"), self._in_use():
                 await self._run.weight_sync.push(version)
+            await check_push(self._run, version)
             self._version, self._pushed = version, self._run.weight_sync.metrics
 
 

@@ -19,6 +19,7 @@ from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.fingerprint import Fingerprint
+from fovea.run.parity_push import TakenPush
 from fovea.run.rollout_step import TaskStream
 from fovea.run.signal_watch import SignalWatch
 from fovea.run.warmup import Warmup
@@ -71,9 +72,12 @@ class Run:
     """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
     token_text: Callable[[int], str] = str
     """The text of one token id, for messages."""
+    image_token_id: int = -1
+    """Id of the visual tokens in a prompt; -1 for a model without images."""
     box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
     signal_watch: SignalWatch = field(default_factory=SignalWatch)
+    taken_push: TakenPush = field(default_factory=TakenPush)
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)

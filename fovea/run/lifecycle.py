@@ -24,7 +24,8 @@ from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
 from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, search_shared_images
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
-from fovea.run.parity_gate import gate_reading, pass_parity_gate
+from fovea.run.parity import read_parity
+from fovea.run.parity_gate import check_push, pass_parity_gate
 from fovea.run.parity_reading import ParityReading
 from fovea.run.position import go_to, position_of
 from fovea.run.rollout_step import cut_unscored, unscored_bytes
@@ -156,7 +157,7 @@ async def measure_parity(run: Run) -> ParityReading:
     """Measure the parity of a run that was built for this alone, and close it."""
     async with closing(run):
         await run.weight_sync.push(0)
-        return await gate_reading(run)
+        return await read_parity(run, 0)
 
 
 async def _warmed_up(run: Run, state: TrainState) -> TrainState:
@@ -174,6 +175,7 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
     await _wake_with_weights(run)
+    await check_push(run, 0)
     state = replace(state, warmup_seconds=seconds)
     if not run.config.evaluate.before_training:
         return state

@@ -2,50 +2,36 @@
 
 Two computations of a log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. A mean of 0.7,
 or a difference only on prompts with images, means wrong positions: such a run trains on noise or collapses days later,
-so that the gate is on by default. It leaves the run unchanged: it takes rows outside of the data order, and random
-numbers belong to requests.
+so that the gate is on by default. How large a difference is depends on the model, so that the trainer also scores the
+tokens under known faults (`run.parity_faults`), which are a yardstick. The gate leaves the run unchanged: it takes rows
+outside of the data order, and random numbers belong to requests.
+
+Axes: `A` action tokens of a group.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from numpy import float32
-from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from fovea.algorithms.kl import k3
-from fovea.config.run import Config
-from fovea.environments.base import Environment
-from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.rollout.base import Engine
-from fovea.rollout.collect import request_seed
-from fovea.run.parity_reading import DrawnToken, KindReading, ParityReading, nan_as_infinity
+from fovea.run.context import Run
+from fovea.run.parity_faults import faulty_groups
+from fovea.run.parity_push import Array, Columns, engine_logprobs
+from fovea.run.parity_reading import DrawnToken, FaultReading, Gap, KindReading, ParityReading, nan_as_infinity
 from fovea.run.parity_rows import PromptKind, usable_prompts
-from fovea.run.rollout_step import training_sampling
-from fovea.train.base import Needs, Policy
-from fovea.types import Batch, Completion, Request, Sample, SampleGroup, Sampling
+from fovea.run.parity_samples import draw, kind_of, score
+from fovea.types import SampleGroup
 from fovea.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
-SAMPLES_PER_PROMPT = 2
-"""Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
-    """A prompt and its sampled completions."""
-
-    kind: PromptKind
-    prompted: PromptedTask
-    completions: Sequence[Completion]
+PUSH_PROMPTS = 4
+"""Prompts that are compared after a push: two rows, with and without their images."""
 
 
 def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
@@ -53,42 +39,48 @@ def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
     write_atomically(folder / PARITY_FILE, _json(reading, version).encode())
 
 
-async def read_parity(
-    config: Config,
-    engine: Engine,
-    policy: Policy,
-    source: PromptSource,
-    environment: Environment,
-    *,
-    token_text: Callable[[int], str],
-    say: Callable[[str], None],
-) -> ParityReading:
-    """Sample completions from the engine, and compare their log-probs with the policy's.
-
-    `say` is told of rows that cannot be used.
-    """
-    settings = config.parity
-    prompts = usable_prompts(source, environment, settings.prompts, max_seconds=settings.max_search_seconds, say=say)
-    drawn = await _draw(engine, config, prompts)
-    annotated = await policy.annotate(_batch(drawn), Needs(old_logprobs=True))
-    scored = iter(annotated.samples)
-    tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
-    for each in drawn:
-        for completion in each.completions:
-            trainer_T = next(scored).old_logprobs_T
-            assert trainer_T is not None, "the policy was asked for log-probs"
-            tokens[each.kind] += _tokens(token_text, each.prompted.task.id, completion, trainer_T)
-    return ParityReading(
-        model=config.model.name,
-        engine=engine.name,
-        limit=config.parity.max_abs_logprob_diff,
-        max_k3=config.parity.max_k3,
-        kinds=tuple(
-            kind_reading(kind, sum(each.kind == kind for each in drawn), of_kind)
-            for kind, of_kind in tokens.items()
-            if of_kind
-        ),
+async def read_parity(run: Run, version: int) -> ParityReading:
+    """Sample completions from the engine, and compare their log-probs with the policy's, sound and under faults."""
+    settings = run.config.parity
+    prompts = usable_prompts(
+        run.sources.train,
+        run.environment,
+        settings.prompts,
+        max_seconds=settings.max_search_seconds,
+        say=run.progress.stage,
     )
+    groups = await draw(run, prompts, version, as_for_update=True)
+    packed = run.config.model.fast_path == "auto" and run.config.train.backend.name == "torch"
+    faults = list(faulty_groups(groups, run.image_token_id, packed=packed))
+    scored = await score(run, [*groups, *(group for _, _, group in faults)])
+    sound, faulty = scored[: len(groups)], scored[len(groups) :]
+    columns = defaultdict[str, list[Columns]](list)
+    for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
+        columns[name].append((engine_logprobs(groups[index]), sound[index], faulty_A))
+    reading = _reading(run, groups, sound, [_fault_reading(name, of_fault) for name, of_fault in columns.items()])
+    run.taken_push.prompts = prompts[:PUSH_PROMPTS]
+    run.taken_push.remember(version, groups[:PUSH_PROMPTS], sound[:PUSH_PROMPTS])
+    return reading
+
+
+async def read_pushed_parity(run: Run, version: int) -> ParityReading:
+    """Compare log-probs of a few completions after a push, also with those that the policy gave before it.
+
+    The seeds of every version are the same, so that an engine that has not taken a push draws the same tokens again.
+    """
+    groups = await draw(run, run.taken_push.prompts, version, as_for_update=False)
+    sound = await score(run, groups)
+    stale = run.taken_push.beside(groups, sound)
+    faults = [_fault_reading(f"the weights of version {run.taken_push.version}", stale)] if stale else []
+    reading = _reading(run, groups, sound, faults)
+    if not reading.doubtful:
+        run.taken_push.remember(version, groups, sound)
+    return reading
+
+
+def _fault_reading(name: str, columns: Sequence[Columns]) -> FaultReading:
+    """Log-probs [A] of engine, sound trainer and faulty one, group by group, as a reading."""
+    return FaultReading.of(name, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def parity_table(reading: ParityReading) -> Table:
@@ -110,78 +102,53 @@ def parity_table(reading: ParityReading) -> Table:
     return table
 
 
-async def _draw(engine: Engine, config: Config, prompts: Sequence[tuple[PromptKind, PromptedTask]]) -> list[_Drawn]:
-    """Sample completions of all prompts concurrently, as in a rollout."""
-
-    async def one(index: int, kind: PromptKind, prompted: PromptedTask) -> _Drawn:
-        request = Request(
-            id=f"parity/{index}",
-            prompt=prompted.prompt,
-            sampling=replace(_sampling(config), seed=request_seed(config.seed, index)),
-            n=SAMPLES_PER_PROMPT,
-            for_update=True,  # the same path through the engine as a rollout's
-        )
-        return _Drawn(kind=kind, prompted=prompted, completions=await engine.generate(request))
-
-    return await asyncio.gather(*(one(index, *each) for index, each in enumerate(prompts)))
-
-
-def _sampling(config: Config) -> Sampling:
-    """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
-    sampling = training_sampling(config)
-    return replace(sampling, max_new_tokens=min(config.parity.max_new_tokens, sampling.max_new_tokens))
-
-
-def _batch(drawn: Sequence[_Drawn]) -> Batch:
-    """A batch to compute log-probs of."""
-    # without completion ids, so that the trainer recomputes everything instead of reusing recorded activations
-    groups = [
-        SampleGroup(
-            task_id=each.prompted.task.id,
-            prompt=each.prompted.prompt,
-            samples=tuple(_sample(completion) for completion in each.completions),
-        )
-        for each in drawn
-    ]
-    return Batch(groups=tuple(groups))
-
-
-def _sample(completion: Completion) -> Sample:
-    return Sample(
-        token_ids_T=completion.token_ids_T,
-        mask_T=np.ones(len(completion.token_ids_T), dtype=np.bool_),
-        rollout_logprobs_T=completion.logprobs_T,
-        reward=0.0,
-        weight=0.0,
+def _reading(
+    run: Run, groups: Sequence[SampleGroup], sound: Sequence[Array], faults: Sequence[FaultReading]
+) -> ParityReading:
+    settings = run.config.parity
+    tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
+    for group, sound_A in zip(groups, sound, strict=True):
+        tokens[kind_of(group)] += _tokens(run.token_text, group, sound_A)
+    return ParityReading(
+        model=run.config.model.name,
+        engine=run.engine.name,
+        limit=settings.max_abs_logprob_diff,
+        max_k3=settings.max_k3,
+        dtype=run.config.model.dtype,
+        kinds=tuple(
+            kind_reading(kind, sum(kind_of(group) == kind for group in groups), of_kind)
+            for kind, of_kind in tokens.items()
+            if of_kind
+        ),
+        faults=tuple(faults),
     )
 
 
-def _tokens(
-    token_text: Callable[[int], str], row: str, completion: Completion, scored_T: NDArray[float32]
-) -> list[DrawnToken]:
-    columns = zip(completion.token_ids_T, completion.logprobs_T, scored_T, strict=True)
+def _tokens(token_text: Callable[[int], str], group: SampleGroup, sound_A: Array) -> list[DrawnToken]:
+    numbers_A = np.concatenate([np.arange(1, sample.num_actions + 1) for sample in group.samples])
+    ids_A = np.concatenate([sample.token_ids_T[sample.mask_T] for sample in group.samples])
     return [
         DrawnToken(
-            row=row,
-            number=number,
+            row=group.task_id,
+            number=int(number),
             token_id=int(index),
             text=token_text(int(index)),
             engine_logprob=float(engine),
             trainer_logprob=float(trainer),
         )
-        for number, (index, engine, trainer) in enumerate(columns, start=1)
+        for number, index, engine, trainer in zip(numbers_A, ids_A, engine_logprobs(group), sound_A, strict=True)
     ]
 
 
 def kind_reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> KindReading:
-    engine = torch.tensor([token.engine_logprob for token in tokens])
-    trainer = torch.tensor([token.trainer_logprob for token in tokens])
+    """Parity over these tokens."""
+    gap = Gap.of([token.engine_logprob for token in tokens], [token.trainer_logprob for token in tokens])
     return KindReading(
         kind=kind,
         prompts=prompts,
         tokens=len(tokens),
-        mean_abs=float((engine - trainer).abs().mean()),
-        k3=float(k3(engine, trainer).mean()),
+        mean_abs=gap.mean_abs,
+        k3=gap.k3,
         worst=max(tokens, key=lambda token: nan_as_infinity(token.gap)),
     )
 
@@ -192,14 +159,26 @@ def summary_line(reading: ParityReading) -> str:
     broken = reading.violation
     if broken is not None and reading.worst.mean_abs <= reading.limit:
         return f"engine and trainer differ (on prompts {broken.kind.kind} they {broken.text}; {PARITY_FILE})"
-    return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}; {PARITY_FILE})"
+    doubt = "; cannot tell: " * bool(reading.doubtful) + ", ".join(fault.name for fault in reading.doubtful)
+    doubt = doubt if reading.passed else ""
+    return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}{doubt}; {PARITY_FILE})"
 
 
 def _json(reading: ParityReading, step: int) -> str:
     about = {"step": step, "model": reading.model, "engine": reading.engine, "passed": reading.passed}
     kinds = [_kind_json(kind) for kind in reading.kinds]
     limits = {"max_abs_logprob_diff": reading.limit, "max_k3": reading.max_k3}
-    return json.dumps(about | limits | {"prompts": kinds}, indent=2) + "\n"
+    faults = [_fault_json(fault) for fault in reading.faults]
+    return json.dumps(about | limits | {"prompts": kinds, "faults": faults}, indent=2) + "\n"
+
+
+def _fault_json(fault: FaultReading) -> dict[str, object]:
+    verdict = "ruled out" if fault.ruled_out else "found" if fault.found else "cannot tell"
+    return {"fault": fault.name, "verdict": verdict, **_gap_json(fault.faulty)}
+
+
+def _gap_json(gap: Gap) -> dict[str, float | None]:
+    return {"mean_abs": json_number(gap.mean_abs), "k3": json_number(gap.k3)}
 
 
 def _kind_json(kind: KindReading) -> dict[str, object]:
@@ -211,5 +190,5 @@ def _kind_json(kind: KindReading) -> dict[str, object]:
         "engine_logprob": json_number(kind.worst.engine_logprob),
         "trainer_logprob": json_number(kind.worst.trainer_logprob),
     }
-    means = {"mean_abs": json_number(kind.mean_abs), "max_abs": json_number(kind.worst.gap), "k3": json_number(kind.k3)}
+    means = _gap_json(kind) | {"max_abs": json_number(kind.worst.gap)}
     return {"kind": kind.kind, "prompts": kind.prompts, "tokens": kind.tokens, **means, "worst_token": worst}

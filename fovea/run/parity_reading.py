@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from fovea.algorithms.kl import k3
+from fovea.run.parity_push import Array
 from fovea.run.parity_rows import PromptKind
 
-IMAGE_RATIO, IMAGE_FLOOR_FRAC = 4.0, 0.1
-"""The mean difference with images may be this many times that without, plus this share of the limit: in float32 both
-are rounding, of which one may be ten times the other, and in bfloat16 a text of few likely tokens is nearly exact."""
+IMAGE_RATIO = 4.0
+"""Mean difference with images that is allowed per difference without, besides FLOOR_FRAC: in float32 both are rounding,
+of which one may be ten times the other, and in bfloat16 a text of few likely tokens is nearly exact."""
+FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
+"""Share of parity.max_abs_logprob_diff that is taken for rounding in a model of this dtype."""
+MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
+"""A distance is clearly smaller than another by either of these; k3 grows with the square of a difference."""
+MIN_SIGMAS = 4.0
+"""A fault is found if it is nearer on more tokens than chance explains: means alone may rest on a single token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Distance between two lists of log-probs of the same tokens."""
+
+    mean_abs: float
+    k3: float
+    """Mean of e^x - x - 1 with x = trainer - engine: the k3 estimate of KL(engine || trainer)."""
+
+    @staticmethod
+    def of(engine: Sequence[float] | Array, trainer: Sequence[float] | Array) -> Gap:
+        # 64 bits, in which k3 of a rounding error of float32 is more than rounding
+        engine_A, trainer_A = (torch.as_tensor(x, dtype=torch.float64) for x in (engine, trainer))
+        return Gap(mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean()))
+
+    def clearly_below(self, other: Gap) -> bool:
+        """Whether this distance is smaller by a factor that chance does not explain."""
+        return MEAN_FACTOR * self.mean_abs < other.mean_abs or K3_FACTOR * self.k3 < other.k3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +63,44 @@ class DrawnToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindReading:
+class KindReading(Gap):
     """Parity over all tokens sampled for one kind of prompt."""
 
     kind: PromptKind
     prompts: int
     tokens: int
-    mean_abs: float
-    k3: float
-    """Mean of e^x - x - 1 with x = trainer - engine: the k3 estimate of KL(engine || trainer)."""
     worst: DrawnToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultReading:
+    """The engine beside a trainer with a known fault, on the prompts that the fault changes."""
+
+    name: str
+    sound: Gap
+    """Distance of the engine from the trainer as it is."""
+    faulty: Gap
+    """Distance of the engine from the trainer with the fault."""
+    sigmas: float
+    """Tokens on which the engine is nearer to the fault, less those on which it is not, over the root of their sum."""
+
+    @staticmethod
+    def of(name: str, engine_A: Array, sound_A: Array, faulty_A: Array) -> FaultReading:
+        nearer_A = np.sign(np.abs(engine_A - sound_A) - np.abs(engine_A - faulty_A))
+        sigmas = float(nearer_A.sum() / max(np.abs(nearer_A).sum(), 1) ** 0.5)
+        return FaultReading(
+            name=name, sound=Gap.of(engine_A, sound_A), faulty=Gap.of(engine_A, faulty_A), sigmas=sigmas
+        )
+
+    @property
+    def ruled_out(self) -> bool:
+        """The engine is clearly nearer to the sound trainer."""
+        return self.sound.clearly_below(self.faulty)
+
+    @property
+    def found(self) -> bool:
+        """The engine is clearly nearer to the trainer with the fault."""
+        return self.faulty.clearly_below(self.sound) and not self.ruled_out and self.sigmas >= MIN_SIGMAS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +123,9 @@ class ParityReading:
     """Largest mean absolute difference of a kind of prompt."""
     max_k3: float
     """Largest k3 of a kind of prompt."""
+    dtype: str
     kinds: tuple[KindReading, ...]
+    faults: tuple[FaultReading, ...] = ()
 
     @property
     def worst(self) -> KindReading:
@@ -73,8 +134,8 @@ class ParityReading:
 
     @property
     def violation(self) -> Violation | None:
-        """The first broken rule: on the mean, on k3, on images beside text; None for a sound engine and trainer."""
-        return self._mean_violation() or self._k3_violation() or self._image_violation()
+        """The first broken rule, of those on mean, k3, known faults and images; None if both sides are sound."""
+        return self._mean_violation() or self._k3_violation() or self._fault_violation() or self._image_violation()
 
     @property
     def passed(self) -> bool:
@@ -94,19 +155,35 @@ class ParityReading:
             return None
         return Violation(kind=kind, text=f"have a k3 of {kind.k3:.3g}, and parity.max_k3={self.max_k3:g}")
 
+    @property
+    def doubtful(self) -> tuple[FaultReading, ...]:
+        """Faults that the engine may have, since it is not clearly nearer to the sound trainer; the nearest first."""
+        doubtful = [fault for fault in self.faults if not fault.ruled_out]
+        return tuple(sorted(doubtful, key=lambda fault: nan_as_infinity(fault.faulty.mean_abs)))
+
+    def _fault_violation(self) -> Violation | None:
+        found = [fault for fault in self.doubtful if fault.found]
+        if not found:
+            return None
+        text = (
+            f"differ by {found[0].sound.mean_abs:.3g} on average, and by {found[0].faulty.mean_abs:.2g} under a fault"
+        )
+        return Violation(kind=self.worst, text=text)
+
     def _image_violation(self) -> Violation | None:
-        """Images that are treated differently, on a model that is certain of most tokens whatever it sees."""
+        """Images that are treated differently, where this may be one of the faults: they move the tokens as little."""
         by_kind = {kind.kind: kind for kind in self.kinds}
         images, text = by_kind.get("with images"), by_kind.get("without images")
-        if images is None or text is None:
+        if images is None or text is None or (self.faults and not self.doubtful):
             return None
-        allowed = IMAGE_RATIO * text.mean_abs + IMAGE_FLOOR_FRAC * self.limit
+        frac = FLOOR_FRAC[self.dtype]
+        allowed = IMAGE_RATIO * text.mean_abs + frac * self.limit
         if images.mean_abs <= allowed:
             return None
         seen = f"differ by {images.mean_abs:.3g} on average, and by {text.mean_abs:.2g} without images"
         return Violation(
             kind=images,
-            text=f"{seen}; {allowed:.2g} is allowed, {IMAGE_RATIO:g} times that and {IMAGE_FLOOR_FRAC:g} of "
+            text=f"{seen}; {allowed:.2g} is allowed, {IMAGE_RATIO:g} times that and {frac:g} of "
             f"parity.max_abs_logprob_diff={self.limit:g}",
         )
 
@@ -125,8 +202,20 @@ def parity_failure(reading: ParityReading) -> str:
         f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
         f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
         f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
-        f"{_likely_fix(reading, broken)}"
+        f"{_nearest_fault(reading)}{_likely_fix(reading, broken)}"
     )
+
+
+def _nearest_fault(reading: ParityReading) -> str:
+    """Sentence about the fault that is nearest to the engine; empty if the trainer as it is is nearer than any."""
+    nearest = next(iter(reading.doubtful), None)
+    if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
+        return ""
+    verdict = "The engine seems to have this fault" if nearest.found else "No known fault explains it; the nearest is"
+    gaps = (
+        f"{nearest.faulty.mean_abs:.2g} from a trainer with it, {nearest.sound.mean_abs:.2g} from the trainer as it is"
+    )
+    return f"{verdict}: {nearest.name} ({gaps}). "
 
 
 def _likely_fix(reading: ParityReading, broken: Violation) -> str:

@@ -42,7 +42,8 @@ def usable_prompts(
             last_error = str(error)
             say(f"parity gate: {rows} of {num_rows} rows found among {tried + 1} tried; {last_error}")
         else:
-            prompts += [("with images", whole)] if whole.prompt.images else []
+            # later turns may have images too
+            prompts += [("with images", whole)] if whole.prompt.images or environment.max_turns > 1 else []
             prompts.append(("without images", bare))
             rows += 1
         tried += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,7 +28,8 @@ class TimedHeaders(H11Protocol):
         self._look()
 
     def _look(self, before: object = ()) -> None:
-        waits = self.cycle is None or self.cycle.response_complete
+        cycle: Any = self.cycle  # None before the first request, unlike its annotation
+        waits = cycle is None or cycle.response_complete
         if (waits, self.cycle) == (True, before):
             self.transport.close()
         elif not self.transport.is_closing():

@@ -16,8 +16,7 @@ from fovea.errors import DataError, ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
-from fovea.run.parity import kind_reading
-from fovea.run.parity_gate import gate_reading
+from fovea.run.parity import kind_reading, read_parity
 from fovea.run.parity_rows import without_images
 from fovea.train.torch.forward import Scorer
 from fovea.train.torch.policy import TorchPolicy
@@ -81,7 +80,7 @@ def test_a_sound_model_passes_with_and_without_images(family: str, tmp_path: Pat
 def test_the_gate_is_as_large_as_is_said(count: int, limit: int, tmp_path: Path) -> None:
     run = run_of(tmp_path, parity={"prompts": count, "max_new_tokens": limit}, rollout={"max_new_tokens": 5})
     wait_for(run.weight_sync.push(0))
-    for kind in wait_for(gate_reading(run)).kinds:
+    for kind in wait_for(read_parity(run, 0)).kinds:
         assert kind.prompts == count
         assert kind.tokens <= count * 2 * min(limit, 5)
 
@@ -189,11 +188,11 @@ def test_bad_rows_are_left_for_the_run_to_find(tmp_path: Path) -> None:
 
     source.render = render_but_the_first  # type: ignore[method-assign, assignment]
     wait_for(run.weight_sync.push(0))
-    assert {kind.prompts for kind in wait_for(gate_reading(run)).kinds} == {4}
+    assert {kind.prompts for kind in wait_for(read_parity(run, 0)).kinds} == {4}
     assert not source.bad_rows
     source.render = lambda *_: (_ for _ in ()).throw(DataError("all bad"))  # type: ignore[method-assign]
     with pytest.raises(DataError, match="none of the first 12 training rows can be used, the last one: all bad"):
-        wait_for(gate_reading(run))
+        wait_for(read_parity(run, 0))
 
 
 def test_rows_without_images_are_read_once(tmp_path: Path) -> None:

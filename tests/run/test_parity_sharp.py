@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fovea.run.context import Run
-from fovea.run.parity_gate import gate_reading
-from fovea.run.parity_reading import IMAGE_FLOOR_FRAC, parity_failure
+from fovea.run.parity import read_parity
+from fovea.run.parity_reading import FLOOR_FRAC, parity_failure
 from fovea.run.parity_rows import usable_prompts
 from fovea.train.base import Pair
 from fovea.utils.event_loop import wait_for
@@ -40,12 +40,12 @@ def test_positions_of_words_fail_where_the_mean_would_let_them_pass(
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12}, warmup=warmup)
     assert train_on_the_gates_rows(run) < 0.3
     wait_for(run.weight_sync.push(0))
-    sound = wait_for(gate_reading(run))
+    sound = wait_for(read_parity(run, 0))
     assert sound.passed
     assert sound.worst.mean_abs < ROUNDING
     plain_positions(monkeypatch)
-    wrong = wait_for(gate_reading(run))
-    assert IMAGE_FLOOR_FRAC * wrong.limit < wrong.worst.mean_abs < wrong.limit, "the mean alone lets it pass"
+    wrong = wait_for(read_parity(run, 0))
+    assert FLOOR_FRAC["float32"] * wrong.limit < wrong.worst.mean_abs < wrong.limit, "the mean alone lets it pass"
     assert not wrong.passed
     message = parity_failure(wrong)
     assert f"on prompts with images the log-probs of the {wrong.engine} engine and of the trainer differ by" in message

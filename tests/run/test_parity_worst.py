@@ -25,7 +25,7 @@ def kind_of(kind: PromptKind, logprobs: tuple[list[float], list[float]]) -> Kind
 
 
 def reading_of(*kinds: KindReading, limit: float = 0.1, max_k3: float = 100) -> ParityReading:
-    return ParityReading(model="m", engine="e", limit=limit, max_k3=max_k3, kinds=kinds)
+    return ParityReading(model="m", engine="e", limit=limit, max_k3=max_k3, dtype="bfloat16", kinds=kinds)
 
 
 @pytest.mark.parametrize("far", ["with images", "without images"])

@@ -34,7 +34,7 @@ from fovea.models.transformers_versions import (
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vision.graph_size import graph_bytes
 from fovea.models.vision.tower_inputs import tower_heads, tower_inputs
-from fovea.types import PromptImage
+from fovea.types import PositionRule, PromptImage
 
 IMAGE_PAD = "<|image_pad|>"
 PIXELS, GRID = "pixel_values", "image_grid_thw"
@@ -126,9 +126,9 @@ class QwenVL(ABC):
             start += first - token
             token, pad = first + image.num_tokens, pad + image.num_tokens
             time, height, width = image.grid
-            offsets_3V = _grid_offsets(time, height // self.merge_size, width // self.merge_size)
-            np.add(offsets_3V, start, out=positions_3L[:, first:token])
-            start += max(height, width) // self.merge_size
+            merged = time, height // self.merge_size, width // self.merge_size
+            np.add(_offsets(image.positions, *merged), start, out=positions_3L[:, first:token])
+            start += image.num_tokens if image.positions == "sequence" else max(merged[1:])
         positions_3L[:, token:] = np.arange(start, start + length - token)
         return positions_3L, start + length - token
 
@@ -216,8 +216,12 @@ def image_tensors(images: Sequence[PromptImage]) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=256)  # most data sets have few image sizes; at 10,000 visual tokens each an entry holds 240 kB
-def _grid_offsets(time: int, height: int, width: int) -> NDArray[np.int64]:
+def _offsets(rule: PositionRule, time: int, height: int, width: int) -> NDArray[np.int64]:
     offsets_3V = np.indices((time, height, width), dtype=np.int64).reshape(3, -1)
+    if rule == "time":
+        offsets_3V = offsets_3V[:1].repeat(3, axis=0)
+    elif rule == "sequence":
+        offsets_3V = np.arange(offsets_3V.shape[1])[None].repeat(3, axis=0)
     offsets_3V.setflags(write=False)
     return offsets_3V
 

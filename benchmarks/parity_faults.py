@@ -1,0 +1,283 @@
+"""Known faults, made in the engine of a tiny model, and the parity gate's answer to each.
+
+    python -m benchmarks.parity_faults                      # families x dtypes x (random weights, warmed up)
+    python -m benchmarks.parity_faults --sound-runs 200     # how many of 200 sound runs the gate stops
+
+The faults are made in what the engine reads, and not by the gate's own functions. An answer is `named` (the run stops,
+and the error names this fault), `stopped` (with another name or none), `cannot tell` (it passes, and the line says that
+this fault cannot be told) or `PASSED`. Stale weights are read after a push that the engine has not taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.build.run import build
+from fovea.cluster.local import LocalPolicy
+from fovea.config.run import Config, ShapesZoomEnvironment
+from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.models.families.qwen_vl import QwenVL
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.run.context import Run
+from fovea.run.parity import read_parity, read_pushed_parity
+from fovea.run.parity_reading import ParityReading
+from fovea.train.base import Pair
+from fovea.types import Completion, Message, Prompt, PromptImage, Request, Task, Turn
+from fovea.utils.event_loop import wait_for
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+DTYPES = ("float32", "bfloat16")
+STALE = "the weights of version 0"
+WARMUP_STEPS = 250
+ROWS_PER_STEP = 16
+
+Pixels: TypeAlias = NDArray[np.float32]
+Positions: TypeAlias = tuple[NDArray[np.int64], int]
+
+
+class SecondLook(ShapesZoom):
+    """Scenes of two turns: whatever the first answer is, it gets the first quarter of the picture."""
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        return super().reply(task, [Turn(messages=(), text=r"\crop{1}")])
+
+
+def tiny_run(folder: str, family: str, dtype: str, seed: int = 0) -> Run:
+    """A run of a tiny model on scenes of two turns."""
+    config = Config.model_validate(
+        {
+            "model": {"tiny": {"family": family}, "dtype": dtype},
+            "environment": {"name": "shapes_zoom", "train_size": 600, "dev_size": 4, "test_size": 4},
+            "rollout": {"max_new_tokens": 12},
+            "warmup": {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0},
+            "log": {"tensorboard": False, "progress": False},
+            "run_dir": folder,
+            "seed": seed,
+        }
+    )
+    run = build(config, SecondLook(ShapesZoomEnvironment(train_size=600, dev_size=4, test_size=4), seed))
+    wait_for(run.weight_sync.push(0))
+    return run
+
+
+def warm_up(run: Run, steps: int) -> None:
+    """Supervised steps on answers to the first question."""
+    assert run.warmup is not None
+    source = run.sources.train
+    for step in range(steps):
+        first = step * ROWS_PER_STEP % (len(source) - ROWS_PER_STEP)
+        tasks = [source.tasks[index] for index in range(first, first + ROWS_PER_STEP)]
+        answers = [run.warmup.answer_ids(run.environment.target(task), task.id) for task in tasks]
+        pairs = [
+            Pair(prompt=source.render(task).prompt, answer_ids=ids) for task, ids in zip(tasks, answers, strict=True)
+        ]
+        wait_for(run.policy.sft(pairs))
+
+
+class BrokenEngine:
+    """An engine that reads other prompts than it is given, from their beginning in each turn."""
+
+    def __init__(self, engine: Any, change: Callable[[Prompt, bool], Prompt]) -> None:
+        """`change` gets a prompt, and whether it is that of a later turn."""
+        self._engine = engine
+        self._change = change
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        prompt = self._change(request.prompt, request.continues is not None)
+        self.calls += 1
+        try:
+            completions: Sequence[Completion] = await self._engine.generate(
+                replace(request, prompt=prompt, keep=False, continues=None)
+            )
+        finally:
+            self.calls -= 1
+        return completions
+
+
+def _pixels(change: Callable[[Pixels], Pixels]) -> Callable[[Prompt, bool], Prompt]:
+    def of_image(image: PromptImage) -> PromptImage:
+        pixels = change(np.asarray(image.tensors["pixel_values"], dtype=np.float32))
+        return replace(image, key=f"{image.key}-broken", tensors={**image.tensors, "pixel_values": pixels})
+
+    return lambda prompt, _: replace(prompt, images=tuple(map(of_image, prompt.images)))
+
+
+def _grey(pixels: Pixels) -> Pixels:
+    return np.zeros_like(pixels)
+
+
+def _normalised(pixels: Pixels) -> Pixels:
+    return (pixels - np.float32(0.5)) / np.float32(0.5)
+
+
+def _of_others() -> Callable[[Prompt, bool], Prompt]:
+    """Each picture that of the request before, as from a cache that is read by a wrong key; the first is right."""
+    last: dict[int, PromptImage] = {}
+    other: dict[str, PromptImage] = {}
+
+    def change(prompt: Prompt, _: bool) -> Prompt:
+        for place, image in enumerate(prompt.images):
+            other.setdefault(image.key, last.get(place, image))
+            last[place] = image
+        return replace(prompt, images=tuple(other[image.key] for image in prompt.images))
+
+    return change
+
+
+def _without(prompt: Prompt, number: int, pad: int) -> Prompt:
+    """The prompt without one of its images and without the image's tokens."""
+    pads = np.flatnonzero(prompt.token_ids_L == pad)
+    ends = np.cumsum([image.num_tokens for image in prompt.images])
+    gone = pads[ends[number] - prompt.images[number].num_tokens : ends[number]]
+    images = tuple(image for index, image in enumerate(prompt.images) if index != number % len(ends))
+    return replace(prompt, token_ids_L=np.delete(prompt.token_ids_L, gone), images=images)
+
+
+def _doubled(prompt: Prompt, pad: int) -> Prompt:
+    """Every run of image tokens twice as long, without marks between."""
+    ids_L, images = prompt.token_ids_L, (image for image in prompt.images for _ in range(2))
+    return replace(prompt, token_ids_L=np.repeat(ids_L, np.where(ids_L == pad, 2, 1)), images=tuple(images))
+
+
+def _same(prompt: Prompt, _: bool) -> Prompt:
+    return prompt
+
+
+def _rows_dropped(own: Callable[..., Positions], *call: Any) -> Positions:
+    """The temporal row for all three axes, as SGLang's kernel took it (slime#2336)."""
+    positions_3L, following = own(*call)
+    return positions_3L[:1].repeat(3, axis=0), following
+
+
+def _one_by_one(own: Callable[..., Positions], family: QwenVL, ids: NDArray[np.int64], *call: Any) -> Positions:
+    return own(family, ids, (), call[-1])
+
+
+CHANGES: dict[str, Callable[[int], Callable[[Prompt, bool], Prompt]]] = {
+    "grey images": lambda _: _pixels(_grey),
+    "images of other prompts": lambda _: _of_others(),
+    "images normalised twice": lambda _: _pixels(_normalised),
+    "image tokens doubled": lambda pad: lambda prompt, _: _doubled(prompt, pad),
+    # prompts have one picture
+    "the last image missing": lambda pad: lambda prompt, _: _without(prompt, 0, pad) if prompt.images else prompt,
+    "a later turn's image missing": lambda pad: lambda prompt, later: _without(prompt, -1, pad) if later else prompt,
+}
+"""Change of a prompt, given the id of image tokens and whether it is the prompt of a later turn, by fault."""
+POSITIONS = {"two of three M-RoPE rows dropped": _rows_dropped, "1-D positions": _one_by_one}
+FAULTS = (*CHANGES, *POSITIONS, STALE)
+
+
+@contextmanager
+def broken_positions(engine: BrokenEngine, wrong: Callable[..., Positions]) -> Iterator[None]:
+    """Wrong positions while the engine is at work; the trainer's stay right."""
+    own = QwenVL.positions
+
+    def positions(*call: Any) -> Positions:
+        return wrong(own, *call) if engine.calls else own(*call)
+
+    with patch.object(QwenVL, "positions", positions):
+        yield
+
+
+def read_with(run: Run, fault: str) -> ParityReading:
+    """What the gate reads of an engine with this fault; for stale weights the policy is trained by a step."""
+    if fault == STALE:
+        return _read_stale(run)
+    change = CHANGES[fault](run.image_token_id) if fault in CHANGES else _same
+    engine = BrokenEngine(run.engine, change)
+    wrong = POSITIONS.get(fault)
+    with broken_positions(engine, wrong) if wrong else nullcontext():
+        return wait_for(read_parity(replace(run, engine=engine), 0))
+
+
+def _read_stale(run: Run) -> ParityReading:
+    assert isinstance(run.policy, LocalPolicy)
+    assert isinstance(run.engine, EmbeddedEngine)
+    # of its own, which training does not change
+    copies = {name: weight.detach().clone() for name, weight in run.policy.worker.weights()}
+    run.engine.load_weights(copies, 0)
+    wait_for(read_parity(run, 0))
+    warm_up(run, 1)
+    reading = wait_for(read_pushed_parity(run, 1))
+    wait_for(run.weight_sync.push(1))
+    return reading
+
+
+def answer(reading: ParityReading, fault: str) -> str:
+    """The gate's answer to an engine with this fault."""
+    doubtful = [each.name for each in reading.doubtful]
+    if reading.passed:
+        return "cannot tell" if fault in doubtful else "PASSED"
+    return "named" if fault in doubtful[:1] else f"stopped ({', '.join(doubtful[:1]) or 'none'})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity_faults", description=__doc__.split("\n")[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help="supervised steps before the second row")
+    parser.add_argument("--sound-runs", type=int, default=0, help="read so many sound runs in place of the table")
+    options = parser.parse_args(arguments)
+    if options.sound_runs:
+        print_sound(options.sound_runs, options.families, options.dtypes)
+        return
+    print("| family | dtype | weights | sound: images, text | " + " | ".join(FAULTS) + " |", flush=True)
+    print("|---" * (4 + len(FAULTS)) + "|", flush=True)
+    for family, dtype in itertools.product(options.families, options.dtypes):
+        for row in rows_of(family, dtype, options.warmup_steps):
+            print(row, flush=True)
+
+
+def rows_of(family: str, dtype: str, warmup_steps: int) -> Iterator[str]:
+    """Rows of the table: a tiny model with random weights, and after its warm-up."""
+    for state, steps in (("random", 0), ("warmed up", warmup_steps)):
+        with TemporaryDirectory() as folder:
+            run = tiny_run(folder, family, dtype)
+            warm_up(run, steps)
+            wait_for(run.weight_sync.push(0))
+            sound = wait_for(read_parity(run, 0))
+            gaps = ", ".join(f"{kind.mean_abs:.1e}" for kind in sound.kinds)
+            cells = [_cell(read_with(run, fault), fault) for fault in FAULTS]
+            verdict = "" if sound.passed else " STOPPED"
+            yield f"| {family} | {dtype} | {state} | {gaps}{verdict} | " + " | ".join(cells) + " |"
+
+
+def _cell(reading: ParityReading, fault: str) -> str:
+    gap = max(kind.mean_abs for kind in reading.kinds)
+    return f"{answer(reading, fault)} {gap:.2g}"
+
+
+def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str]) -> None:
+    """Print how many sound runs the gate stops, with random weights and after a few steps, or their next push does."""
+    stopped, largest = 0, dict.fromkeys(dtypes, 0.0)
+    cases = itertools.islice(itertools.cycle(itertools.product(families, dtypes, (0, 20))), count)
+    for seed, (family, dtype, steps) in enumerate(cases):
+        with TemporaryDirectory() as folder:
+            run = tiny_run(folder, family, dtype, seed)
+            warm_up(run, steps)
+            wait_for(run.weight_sync.push(0))
+            gate = wait_for(read_parity(run, 0))
+            warm_up(run, 1)
+            wait_for(run.weight_sync.push(1))
+            readings = gate, wait_for(read_pushed_parity(run, 1))
+            stopped += not all(reading.passed for reading in readings)
+            largest[dtype] = max(largest[dtype], gate.worst.mean_abs)
+    print(f"{stopped} of {count} sound runs stopped; largest mean difference: {largest}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

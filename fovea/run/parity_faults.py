@@ -1,0 +1,134 @@
+"""Known faults of engines, imitated in the samples that the trainer scores: their images, positions and image tokens.
+
+A fault is made in the batch, so that every policy scores it as it scores sound samples. Engines and trainers have been
+released with each of them, and none raises an error there.
+
+Axes: `L` token ids of a text, `K` those of them that a fault keeps, some of them twice where it repeats them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.types import PromptImage, Sample, SampleGroup
+
+Ids: TypeAlias = NDArray[np.int64]
+Pixels: TypeAlias = NDArray[Any]
+Images: TypeAlias = tuple[PromptImage, ...]
+Fault: TypeAlias = Callable[[SampleGroup], SampleGroup]
+ImageFault: TypeAlias = Callable[[PromptImage], PromptImage]
+TextFault: TypeAlias = Callable[[Ids, Images], tuple[Ids, Images]]
+"""Index [K] of the tokens of a text that a fault keeps, and the text's images with the fault."""
+PIXEL_MEAN = PIXEL_STD = 0.5
+"""Normalisation of Qwen3-VL's image processor; that of the other families is near it."""
+GREY = 1e-30
+"""Normalised value of a grey pixel: too little for norms to blow up, but not 0, which is padding for Idefics 3."""
+
+
+def faulty_groups(
+    groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool = True
+) -> Iterator[tuple[str, int, SampleGroup]]:
+    """Every group that a fault changes: the fault's name, the group's index, and the group with the fault.
+
+    `packed`: the trainer packs rows and makes their positions; transformers' and Megatron's positions want marks around
+    each image.
+    """
+    for name, fault in _faults(groups, image_token_id, packed=packed).items():
+        for index, group in enumerate(groups):
+            changed = fault(group)
+            if [image.key for image in changed.images] != [image.key for image in group.images]:
+                yield name, index, changed
+
+
+def _faults(groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool) -> dict[str, Fault]:
+    """Every fault by its name; groups to which it does not apply keep their images."""
+    in_prompts = [image for group in groups for image in group.prompt.images]
+    in_later_turns = [image for group in groups for sample in group.samples for image in sample.images]
+    before = _images_before(in_later_turns) | _images_before(in_prompts)
+
+    def of_another(image: PromptImage) -> PromptImage:
+        other = before.get(image.key, image)
+        if other.key == image.key:
+            return image
+        return _with_pixels(image, lambda name, x: np.resize(other.tensors[name], x.shape))
+
+    def doubled(ids_L: Ids, images: Images) -> tuple[Ids, Images]:
+        is_pad_L = ids_L == image_token_id
+        index_K = np.repeat(np.arange(len(ids_L)), 1 + is_pad_L) if packed else _doubled_spans(is_pad_L)
+        return index_K, tuple(image for image in images for _ in range(2))
+
+    def last_missing(ids_L: Ids, images: Images) -> tuple[Ids, Images]:
+        pads = np.flatnonzero(ids_L == image_token_id)
+        num_missing = sum(image.num_tokens for image in images[-1:])
+        return np.delete(np.arange(len(ids_L)), pads[len(pads) - num_missing :]), images[:-1]
+
+    of_images: dict[str, ImageFault] = {
+        "grey images": lambda image: _with_pixels(image, lambda _, x: np.full_like(x, GREY)),
+        "images of other prompts": of_another,
+        "images normalised twice": lambda image: _with_pixels(image, lambda _, x: (x - PIXEL_MEAN) / PIXEL_STD),
+        "two of three M-RoPE rows dropped": lambda image: replace(image, positions="time"),
+        "1-D positions": lambda image: replace(image, positions="sequence"),
+    }
+    return {
+        **{name: partial(_in_images, name, fault) for name, fault in of_images.items()},
+        "image tokens doubled": lambda group: _in_samples(doubled, _in_prompt(doubled, group)),
+        "the last image missing": partial(_in_prompt, last_missing),
+        "a later turn's image missing": partial(_in_samples, last_missing),
+    }
+
+
+def _in_images(name: str, fault: ImageFault, group: SampleGroup) -> SampleGroup:
+    def all_of(images: Images) -> Images:
+        # another key, by which features are cached and pixels are sent to other processes
+        changed = [(image, fault(image)) for image in images]
+        return tuple(old if new is old else replace(new, key=f"{old.key}, {name}") for old, new in changed)
+
+    prompt = replace(group.prompt, images=all_of(group.prompt.images))
+    samples = tuple(replace(sample, images=all_of(sample.images)) for sample in group.samples)
+    return replace(group, prompt=prompt, samples=samples)
+
+
+def _in_prompt(fault: TextFault, group: SampleGroup) -> SampleGroup:
+    index_K, images = fault(group.prompt.token_ids_L, group.prompt.images)
+    return replace(group, prompt=replace(group.prompt, token_ids_L=group.prompt.token_ids_L[index_K], images=images))
+
+
+def _in_samples(fault: TextFault, group: SampleGroup) -> SampleGroup:
+    def changed(sample: Sample) -> Sample:
+        index_K, images = fault(sample.token_ids_T, sample.images)
+        return replace(
+            sample,
+            token_ids_T=sample.token_ids_T[index_K],
+            mask_T=sample.mask_T[index_K],
+            rollout_logprobs_T=sample.rollout_logprobs_T[index_K],
+            images=images,
+        )
+
+    return replace(group, samples=tuple(map(changed, group.samples)))
+
+
+def _with_pixels(image: PromptImage, change: Callable[[str, Pixels], Pixels]) -> PromptImage:
+    tensors = {name: change(name, x) if x.dtype.kind == "f" else x for name, x in image.tensors.items()}
+    return replace(image, tensors=tensors)
+
+
+def _images_before(images: Sequence[PromptImage]) -> dict[str, PromptImage]:
+    """The image before each different one, by key; the last one before the first."""
+    distinct = list({image.key: image for image in images}.values())
+    return {image.key: distinct[index - 1] for index, image in enumerate(distinct)}
+
+
+def _doubled_spans(is_pad_L: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Index [K] that repeats every run of pads with its neighbours, which mark where an image begins and ends."""
+    edges = np.flatnonzero(np.diff(is_pad_L.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    parts, done = [], 0
+    for begin, end in edges:
+        parts += [np.arange(done, end + 1), np.arange(begin - 1, end + 1)]
+        done = end + 1
+    return np.concatenate([*parts, np.arange(done, len(is_pad_L))])

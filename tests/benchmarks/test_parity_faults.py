@@ -1,0 +1,36 @@
+"""Every known fault in the engine of a tiny model: none passes the parity gate without being named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity_faults import FAULTS, answer, main, read_with, rows_of, tiny_run
+from fovea.run.parity import read_parity
+from fovea.utils.event_loop import wait_for
+
+
+def test_each_fault_is_named_on_random_weights(tmp_path: Path) -> None:
+    run = tiny_run(str(tmp_path), "qwen3_vl", "float32")
+    assert wait_for(read_parity(run, 0)).passed
+    answers = {fault: answer(read_with(run, fault), fault) for fault in FAULTS}
+    assert answers == dict.fromkeys(FAULTS, "named")
+    assert len(FAULTS) == 9
+    assert wait_for(read_parity(run, 1)).passed, "the engine is as it was"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_none_passes_unnamed_before_and_after_a_warm_up(family: str, dtype: str) -> None:
+    rows = list(rows_of(family, dtype, warmup_steps=40))
+    assert len(rows) == 2
+    for row in rows:
+        assert "PASSED" not in row
+        assert "STOPPED" not in row, "the sound engine passes"
+
+
+def test_sound_runs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--sound-runs", "1", "--families", "qwen3_vl", "--dtypes", "bfloat16"])
+    assert "0 of 1 sound runs stopped" in capsys.readouterr().out

@@ -1,0 +1,98 @@
+"""The gate's verdicts on known faults: ruled out, found, or not to be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fovea.run.parity import kind_reading, summary_line
+from fovea.run.parity_reading import FaultReading, Gap, ParityReading, parity_failure
+from fovea.run.parity_rows import PromptKind
+from tests.run.parity import tokens
+from tests.tables import table
+
+
+def fault_of(sound: float, faulty: float, sigmas: float = 10.0, name: str = "grey images") -> FaultReading:
+    """A fault at these mean distances, where all tokens are as far."""
+    gaps = [Gap.of([0.0], [gap]) for gap in (sound, faulty)]
+    return FaultReading(name=name, sound=gaps[0], faulty=gaps[1], sigmas=sigmas)
+
+
+def reading_of(images: float, text: float, *faults: FaultReading, dtype: str = "float32") -> ParityReading:
+    gaps: dict[PromptKind, float] = {"with images": images, "without images": text}
+    kinds = [kind_reading(kind, 1, tokens([-1.0], [-1.0 + gap])) for kind, gap in gaps.items()]
+    return ParityReading(
+        model="m", engine="e", limit=0.1, max_k3=0.02, dtype=dtype, kinds=tuple(kinds), faults=tuple(faults)
+    )
+
+
+def test_a_fault_is_read_token_by_token() -> None:
+    engine, sound = np.float32([-1.0, -2.0, -3.0, -4.0]), np.float32([-1.5, -2.0, -3.0, -3.0])
+    faulty = np.float32([-1.0, -2.0, -3.5, -4.25])
+    reading = FaultReading.of("f", engine, sound, faulty)
+    assert reading.sound.mean_abs == pytest.approx((0.5 + 1.0) / 4)
+    assert reading.faulty.mean_abs == pytest.approx((0.5 + 0.25) / 4)
+    # nearer on the first and the last token, not on the third; the second is equal
+    assert reading.sigmas == pytest.approx((2 - 1) / 3**0.5)
+
+
+@table(
+    ("sound", "faulty", "sigmas", "verdict"),
+    [
+        (0.01, 0.031, -10.0, "ruled out"),
+        (0.01, 0.029, -10.0, "cannot tell"),  # k3: 8 times
+        (0.031, 0.01, 10.0, "found"),
+        (0.029, 0.01, 10.0, "cannot tell"),
+        (0.031, 0.01, 3.9, "cannot tell"),  # the mean of a few tokens
+        (0.0, 0.0, 0.0, "cannot tell"),  # a fault that moves nothing
+        (0.01, float("nan"), 0.0, "cannot tell"),
+    ],
+)
+def test_a_factor_of_three_decides(sound: float, faulty: float, sigmas: float, verdict: str) -> None:
+    fault = fault_of(sound, faulty, sigmas)
+    assert (fault.ruled_out, fault.found) == (verdict == "ruled out", verdict == "found")
+
+
+def test_k3_decides_where_few_tokens_differ() -> None:
+    fault = FaultReading(name="f", sound=Gap(mean_abs=0.01, k3=0.001), faulty=Gap(mean_abs=0.02, k3=0.011), sigmas=-9.0)
+    assert fault.ruled_out
+    assert not replace(fault, faulty=Gap(mean_abs=0.02, k3=0.009)).ruled_out
+
+
+@table(
+    ("dtype", "images", "text", "fault", "passed"),
+    [
+        # M-RoPE rows dropped on a model that was trained: the mean is far below parity.max_abs_logprob_diff
+        ("float32", 0.0077, 1e-6, fault_of(0.0077, 1e-6), False),
+        ("bfloat16", 0.0077, 0.001, fault_of(0.0077, 0.001), False),
+        ("bfloat16", 0.0077, 0.006, fault_of(0.0077, 0.006), True),  # lost in rounding, and said
+        ("float32", 3e-4, 1e-6, fault_of(3e-4, 2e-4), False),  # more than rounding, by whatever fault
+        ("float32", 9e-5, 1e-6, fault_of(9e-5, 8e-5), True),
+        ("float32", 3e-4, 1e-6, fault_of(3e-4, 0.5), True),  # an engine that is this inexact, and sees the images
+        ("bfloat16", 0.045, 0.03, fault_of(0.045, 0.05), True),
+    ],
+)
+def test_the_floor_follows_the_dtype(dtype: str, images: float, text: float, fault: FaultReading, passed: bool) -> None:
+    reading = reading_of(images, text, fault, dtype=dtype)
+    assert reading.passed is passed
+    assert ("cannot tell: grey images" in summary_line(reading)) is (passed and not fault.ruled_out)
+
+
+def test_the_error_names_the_nearest_fault() -> None:
+    faults = fault_of(0.3, 0.01, name="1-D positions"), fault_of(0.3, 0.001, name="grey images")
+    message = parity_failure(reading_of(0.3, 0.0, *faults))
+    assert (
+        "The engine seems to have this fault: grey images (0.001 from a trainer with it, 0.3 from the trainer as it "
+        "is). Without images they agree" in message
+    )
+    unknown = parity_failure(reading_of(0.3, 0.0, fault_of(0.3, 0.2)))
+    assert "No known fault explains it; the nearest is: grey images (0.2 from" in unknown
+    assert "fault" not in parity_failure(reading_of(0.3, 0.0, fault_of(0.3, 0.4)))
+
+
+def test_the_line_of_a_run_lists_what_it_cannot_tell() -> None:
+    faults = fault_of(1e-6, 0.5, name="a"), fault_of(1e-6, 2e-6, name="b"), fault_of(1e-6, 1e-6, name="c")
+    line = summary_line(reading_of(1e-6, 1e-6, *faults))
+    assert line == "engine and trainer agree (1e-06, limit 0.1; cannot tell: c, b; parity.json)"
