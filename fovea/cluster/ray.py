@@ -15,8 +15,10 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,12 +245,22 @@ def _end_with_servers(closed: threading.Event) -> None:
         ended = [name for name, _ in node.dead_processes() if name in SERVERS]
         if ended and not closed.is_set():
             print(
-                f"error: Ray's server {ended[0]} has ended, and its workers with it; start again to go on from the "
+                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to go on from the "
                 "last checkpoint (max_restarts does)",
                 file=sys.stderr,
                 flush=True,
             )
+            # without their GCS, agents and workers would not see for minutes that their raylet has ended
+            for each in node.all_processes.get("raylet", []):
+                _kill_children(each.process.pid)
             os._exit(ClusterError.exit_code)
+
+
+def _kill_children(process: int) -> None:
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in children.read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
 
 
 def _knock(address: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from fovea.errors import ConfigError
 from fovea.view.app import HOSTS, make_app
@@ -28,12 +28,12 @@ class TimedHeaders(H11Protocol):
         self._look()
 
     def _look(self, before: object = ()) -> None:
-        cycle: Any = self.cycle  # None before the first request, unlike its annotation
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # None before the first request
         waits = cycle is None or cycle.response_complete
-        if (waits, self.cycle) == (True, before):
+        if (waits, cycle) == (True, before):
             self.transport.close()
         elif not self.transport.is_closing():
-            self.loop.call_later(HEADER_SECONDS, self._look, self.cycle if waits else ())
+            self.loop.call_later(HEADER_SECONDS, self._look, cycle if waits else ())
 
 
 def serve(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None]) -> None:
