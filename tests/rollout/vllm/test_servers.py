@@ -67,7 +67,7 @@ class TestServers(ServingSuite):
 def test_a_push_is_one_folder_and_a_partial_one_is_refused(served: Served, site: Site) -> None:
     request = ask("partial", prompts_of(served.parts)[1], n=2)
     before = served.generate(request)[0]
-    assert len(list(site.weights.iterdir())) == 1
+    assert len(list(site.weights.glob("run-*/[0-9]*/"))) == 1
     assert isinstance(served.engine, VllmServers)
     shapes = {name: tuple(weight.shape) for name, weight in served.parts.network.named_parameters()}
     missing = next(name for name in shapes if name.endswith("q_proj.weight"))
@@ -120,17 +120,6 @@ def test_requests_that_a_server_breaks_off_are_made_again(served: Served, site: 
         assert all_equal(expected, forty(served, abort))
 
 
-def test_a_push_over_that_of_another_trainer_is_refused(served: Served, site: Site) -> None:
-    other = site.connect()
-    try:
-        push(other, site.parts, 1)
-        with pytest.raises(EngineError, match="another run has pushed its weights since"):
-            served.push(27)
-    finally:
-        wait_for(other.close())
-    served.push(28)
-
-
 def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_present_weights(
     served: Served, site: Site
 ) -> None:
@@ -152,3 +141,20 @@ def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_p
     assert {c.version for group in later for c in group} == {30}
     request = ask("returned", prompts_of(served.parts)[2], n=2)
     assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+
+
+def test_no_completion_is_drawn_from_the_weights_of_another_run(site: Site) -> None:
+    """A second run pushes while the first has nothing running; the last test, with runs of its own."""
+    first, other = (site.connect(servers=(site.servers[0].url,)) for _ in range(2))
+    request = ask("mine", prompts_of(site.parts)[2], n=2)
+    try:
+        push(first, site.parts, 1)
+        expected = wait_for(first.generate(request))
+        push(other, site.parts, 1)
+        for use in (lambda: wait_for(first.generate(request)), lambda: push(first, site.parts, 2)):
+            with pytest.raises(EngineError, match="another run has pushed its weights since"):
+                use()
+        assert equal(expected, wait_for(other.generate(request)))
+    finally:
+        wait_for(first.close())
+        wait_for(other.close())
