@@ -120,9 +120,9 @@ class PushFolder:
         # under another name until it is locked
         new = self._root / f"new-{self.run}"
         new.mkdir()
-        lock = _locked(new / LOCK_NAME)
+        locked = _locked(new / LOCK_NAME)
         new.rename(self._root / self.run)
-        return lock
+        return locked
 
 
 def _locked(file: Path) -> TextIO:

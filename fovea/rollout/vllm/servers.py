@@ -203,9 +203,10 @@ async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[st
     try:
         answer = await server.post(RPC, {"method": method, "args": arguments})
     except CallError as error:
-        if error.status in (403, 404):
+        if error.status in (401, 403, 404):
             raise EngineError(
-                f"{server.url} was not started for training; start it by fovea serve MODEL --for-training DIR"
+                f"{server.url} was not started for training with the folder rollout.engine.weights_dir; start it by "
+                "fovea serve MODEL --for-training DIR"
             ) from error
         raise
     with understood(server, RPC):
