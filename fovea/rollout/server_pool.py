@@ -110,7 +110,11 @@ class ServerPool:
         )
 
     async def on_all(self, call: Callable[[JsonServer], Awaitable[None]]) -> None:
-        """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back."""
+        """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back.
+
+        TakenError where another run has taken one.
+        """
+        self._check_not_taken()
         await gather_or_cancel(self._call(member, call) for member in self.members if member.is_ready)
 
     async def close(self) -> None:
@@ -135,9 +139,12 @@ class ServerPool:
                 f"no server was ready for rollout.engine.restart_seconds={self.restart_seconds:g}: "
                 f"{self._problems()}; start one again, or raise that"
             ) from error
+        self._check_not_taken()
+        return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
+
+    def _check_not_taken(self) -> None:
         if self._taken is not None:
             raise self._taken
-        return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
 
     def _lose(self, member: Member, error: CallError, num_prepared: int) -> None:
         """Set a server aside for the failure of a call that began when it had been prepared so often."""

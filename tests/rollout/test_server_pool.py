@@ -204,8 +204,13 @@ def test_a_server_that_another_run_takes_ends_the_call_at_once(started: Callable
         if counts[server.url] > 1:
             raise TakenError("another run")
 
-    with pytest.raises(TakenError, match="another run"):
-        with_pool(ask, prepare, taken, restart_seconds=60.0)
+    async def use(pool: ServerPool) -> None:
+        with pytest.raises(TakenError, match="another run"):
+            await ask(pool)
+        with pytest.raises(TakenError, match="another run"):
+            await pool.on_all(prepare)
+
+    with_pool(use, prepare, taken, restart_seconds=60.0)
 
 
 def test_a_call_of_all_leaves_out_and_prepares_again_what_it_loses(started: Callable[..., Endpoint]) -> None:
