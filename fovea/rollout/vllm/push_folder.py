@@ -76,7 +76,7 @@ class PushFolder:
         assert self._push is not None, "no push has begun"
         held = {name: tensor.detach().to(self._dtype).cpu().contiguous() for name, tensor in bucket}
         with self._writing():
-            # of the same mode as its folder: the servers may be another user's
+            # safetensors' own writer makes files of mode 600, whatever that of their folder
             (self._root / self._push.name / f"{self._num_files:05d}.safetensors").write_bytes(save(held))
         self._num_files += 1
         (hashes,) = read_hashes([value_hash(tensor, self._dtype) for tensor in held.values()])
