@@ -18,7 +18,7 @@ class Endpoint:
         self.requests: list[dict[str, object]] = []
         self.headers: list[dict[str, str]] = []
         self.models = ["tiny"]
-        self.running = self.most_running = 0
+        self.running = self.most_running = self.num_gets = 0
         self.delay_seconds = 0.0
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -44,6 +44,7 @@ class Endpoint:
                 self.wfile.write(content)
 
             def do_GET(self) -> None:
+                endpoint.num_gets += 1
                 content = json.dumps({"data": [{"id": name} for name in endpoint.models]}).encode()
                 self.send_response(200)
                 self.send_header("content-length", str(len(content)))

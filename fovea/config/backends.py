@@ -114,9 +114,8 @@ class VllmServersEngine(Section):
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
     """Their addresses: http://HOST:PORT."""
     weights_dir: MayChange[str]
-    """Folder that the trainer and all servers see, on shared storage; room for the weights twice."""
-    api_key_env: MayChange[str | None] = None
-    """Environment variable with the key of the servers; the key itself is no setting."""
+    """Folder that the trainer and all servers see, on shared storage; room for the weights twice. It also holds the
+    key of the servers, for this user only."""
     max_concurrency: MayChange[PositiveInt] = 256
     """Most requests of one server at once."""
     timeout_seconds: MayChange[PositiveFloat] = 1800.0

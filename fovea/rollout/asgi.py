@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
@@ -18,8 +19,26 @@ def header(scope: Message, name: bytes) -> bytes:
     return value
 
 
+async def answer(send: Send, status: int, body: bytes) -> None:
+    """Answer a request with a status code and JSON."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 async def refuse(send: Send, status: int, reason: bytes) -> None:
     """Answer a request with a status code, and with the reason as JSON."""
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b'{"error": "%s"}' % reason})
+    await answer(send, status, b'{"error": "%s"}' % reason)
+
+
+async def whole_body(receive: Receive, max_bytes: float = math.inf) -> bytes | None:
+    """The body of a request; None as soon as it is longer than `max_bytes`."""
+    chunks, num_bytes, has_more = list[bytes](), 0, True
+    while has_more:
+        message = await receive()
+        chunks.append(message.get("body", b""))
+        num_bytes += len(chunks[-1])
+        if num_bytes > max_bytes:
+            return None
+        has_more = message.get("more_body", False)
+    return b"".join(chunks)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from fovea.errors import ConfigError
 
-BANNED_IDS_ENV, API_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY"
+BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"
 """Environment variables of a server's process, for `rollout.server_bans` and `rollout.server_key`."""
 KEYS = ("api_key", "admin_api_key")
 """Arguments of engines that are keys."""
@@ -30,6 +30,8 @@ class ModelServer:
     port: int
     api_key: str | None = field(default=None, repr=False)
     """The key that every request must bring."""
+    admin_key: str | None = field(default=None, repr=False)
+    """The key of administration; None: there is none, by anybody."""
     banned_ids: Sequence[int] = ()
     """Ids that are never drawn (`models.processor.Processor`)."""
     weights_dir: Path | None = None
@@ -60,9 +62,10 @@ def checked(server: ModelServer, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 def environment(server: ModelServer, *, without: Collection[str] = ()) -> dict[str, str]:
     """This process's environment, and what the server is not told on its command line, which every user can list."""
-    inherited = {key: value for key, value in os.environ.items() if key not in (API_KEY_ENV, *without)}
-    key = {} if server.api_key is None else {API_KEY_ENV: server.api_key}
-    return inherited | key | {BANNED_IDS_ENV: json.dumps(list(server.banned_ids))}
+    keys = {API_KEY_ENV: server.api_key, ADMIN_KEY_ENV: server.admin_key}
+    inherited = {name: value for name, value in os.environ.items() if name not in (*keys, *without)}
+    given = {name: key for name, key in keys.items() if key is not None}
+    return inherited | given | {BANNED_IDS_ENV: json.dumps(list(server.banned_ids))}
 
 
 class LaunchesServers(Protocol):

@@ -22,11 +22,12 @@ MAX_PAUSE_SECONDS = 5.0
 
 Parse: TypeAlias = Callable[[Any], Any]
 """Reads an answer; None for a part of one, with which a server may answer that is told to end."""
-Prepare: TypeAlias = Callable[[JsonServer], Awaitable[Mapping[str, str]]]
-"""Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit.
+Prepare: TypeAlias = Callable[[JsonServer], Awaitable[None]]
+"""Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit."""
 
-Returns headers for its calls, by which a server that has been started again since refuses them.
-"""
+
+class TakenError(EngineError):
+    """A server that another run has taken over: to wait for it would be of no use, and ends with an error at once."""
 
 
 def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
@@ -47,8 +48,6 @@ class Member:
     load: int = 0
     """What it has to do, in the units of `ServerPool.post`."""
     is_ready: bool = False
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """What `Prepare` returned last."""
     num_prepared: int = 0
     """How often it was made ready."""
     problem: str = "it was not asked yet"
@@ -64,6 +63,7 @@ class ServerPool:
     """Called before a server gets its first call, and again after it was lost."""
     restart_seconds: float
     """Longest time for which a call waits where no server is ready."""
+    _taken: TakenError | None = None
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _returning: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -78,18 +78,21 @@ class ServerPool:
                 f"rollout.engine.restart_seconds={self.restart_seconds:g}"
             ) from error
 
-    async def post(self, path: str, body: Mapping[str, Any], *, load: int, parse: Parse) -> Any:
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str], load: int, parse: Parse
+    ) -> Any:
         """The whole answer of a server, parsed, to a call that adds `load` to what it has to do.
 
         A call whose server is lost is made again, from the start, of another. LostEngineError where none is
-        ready for `restart_seconds`, EngineError where each refuses the call or is lost with it.
+        ready for `restart_seconds`, EngineError where each refuses the call or is lost with it, TakenError where
+        another run has taken a server.
         """
         for _ in range(MAX_TRIES):
             member = await self._least_loaded()
             member.load += load
             num_prepared = member.num_prepared
             try:
-                answer = await member.server.post(path, body, member.headers)
+                answer = await member.server.post(path, body, headers)
                 with understood(member.server, path):
                     parsed = parse(answer)
                 if parsed is not None:
@@ -107,7 +110,11 @@ class ServerPool:
         )
 
     async def on_all(self, call: Callable[[JsonServer], Awaitable[None]]) -> None:
-        """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back."""
+        """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back.
+
+        TakenError where another run has taken one.
+        """
+        self._check_not_taken()
         await gather_or_cancel(self._call(member, call) for member in self.members if member.is_ready)
 
     async def close(self) -> None:
@@ -126,13 +133,18 @@ class ServerPool:
     async def _least_loaded(self) -> Member:
         try:
             async with asyncio.timeout(self.restart_seconds), self._changed:
-                await self._changed.wait_for(lambda: any(member.is_ready for member in self.members))
+                await self._changed.wait_for(lambda: self._taken or any(member.is_ready for member in self.members))
         except TimeoutError as error:
             raise LostEngineError(
                 f"no server was ready for rollout.engine.restart_seconds={self.restart_seconds:g}: "
                 f"{self._problems()}; start one again, or raise that"
             ) from error
+        self._check_not_taken()
         return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
+
+    def _check_not_taken(self) -> None:
+        if self._taken is not None:
+            raise self._taken
 
     def _lose(self, member: Member, error: CallError, num_prepared: int) -> None:
         """Set a server aside for the failure of a call that began when it had been prepared so often."""
@@ -145,17 +157,25 @@ class ServerPool:
             task.add_done_callback(self._returning.discard)
 
     async def _until_back(self, member: Member) -> None:
-        # one that came back unfit may be started once more
-        await self._until_ready(member, CallError, EngineError)
-        _warn(member, "is back, with the present weights")
+        try:
+            # one that came back unfit may be started once more
+            await self._until_ready(member, CallError, EngineError)
+        except TakenError as error:
+            self._taken = error
+            async with self._changed:
+                self._changed.notify_all()
+        else:
+            _warn(member, "is back, with the present weights")
 
     async def _until_ready(self, member: Member, *passing: type[Exception]) -> None:
         """Prepare a server, again after an error that is `passing`, until it is ready."""
         pause = FIRST_PAUSE_SECONDS
         while not member.is_ready:
             try:
-                member.headers = await self.prepare(member.server)
+                await self.prepare(member.server)
                 member.is_ready, member.num_prepared = True, member.num_prepared + 1
+            except TakenError:
+                raise
             except passing as error:
                 member.problem = str(error)
                 await asyncio.sleep(pause)

@@ -18,6 +18,16 @@ from fovea.rollout.server import Launch
 
 ENDING_SECONDS = 20.0
 POLL_SECONDS = 0.2
+END_GROUP = f"""
+read _
+kill -TERM -"$0"
+for _ in $(seq {10 * ENDING_SECONDS:.0f}); do kill -0 -"$0" || exit; sleep 0.1; done
+kill -KILL -"$0"
+"""
+"""Shell commands that wait at a pipe, whose other end no process has but this one, and then end a process group.
+
+It has time to delete its shared memory, which stays in /dev/shm otherwise.
+"""
 
 
 @contextmanager
@@ -38,11 +48,10 @@ def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[
 
 @contextmanager
 def _ending_with_this_one(group: int) -> Iterator[None]:
-    """A block during which a process group is killed when this process is, which has no time to do so itself."""
-    # a shell that waits at a pipe, whose other end no process has but this one; with a session of its own, out of
-    # reach of Ctrl-C
+    """A block during which a process group is ended when this process is killed, which has no time to do so itself."""
+    # with a session of its own, out of reach of Ctrl-C
     waiting = subprocess.Popen(
-        ["/bin/sh", "-c", 'read _; kill -KILL -"$0"', str(group)],
+        ["/bin/sh", "-c", END_GROUP, str(group)],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

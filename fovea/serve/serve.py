@@ -15,6 +15,7 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError, EngineError
 from fovea.models.processor import load_processor
 from fovea.rollout.server import LaunchesServers, ModelServer
+from fovea.rollout.server_key import made_key
 from fovea.serve.folder import served_folder
 from fovea.serve.process import running, wait_until_healthy
 from fovea.utils.loopback import is_loopback
@@ -29,7 +30,7 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_env: str | None = None
-    """Environment variable with the key that every request must bring."""
+    """Environment variable with the key that requests must bring."""
 
     @property
     def url(self) -> str:
@@ -37,15 +38,18 @@ class Address:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
-    def api_key(self) -> str | None:
-        """The key. ConfigError where the variable is empty, or where others could call a server without a key."""
+    def api_key(self, default: str | None = None) -> str | None:
+        """The key, `default` where none is named.
+
+        ConfigError where the variable is empty, or where others could call a server without a key.
+        """
         if self.api_key_env is None:
-            if not is_loopback(self.host):
+            if default is None and not is_loopback(self.host):
                 raise ConfigError(
                     f"--host {self.host}: other machines reach the server, and anyone there could use it; add "
                     "--api-key-env VARIABLE with the name of an environment variable that holds a key"
                 )
-            return None
+            return default
         key = os.environ.get(self.api_key_env, "").strip()
         if not key:
             raise ConfigError(f"--api-key-env {self.api_key_env}: there is no such environment variable; export it")
@@ -81,7 +85,9 @@ class Served:
 
 def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
     """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
-    api_key = address.api_key()
+    # the trainer reads it from the same folder
+    admin_key = None if served.weights_dir is None else made_key(served.weights_dir)
+    api_key = address.api_key(admin_key)
     address.check_free()
     folder = served_folder(served.source, say, trust=served.trust)
     server = ModelServer(
@@ -91,6 +97,7 @@ def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *
         host=address.host,
         port=address.port,
         api_key=api_key,
+        admin_key=admin_key,
         banned_ids=load_processor(Model(path=str(folder))).banned_ids,
         weights_dir=served.weights_dir,
         arguments=served.arguments,
@@ -114,10 +121,9 @@ def _next(server: ModelServer, address: Address) -> str:
     """What the user does with a server that is ready."""
     if server.weights_dir is None:
         return f"Ask it:\n{example(address, server.name)}"
-    key = f" rollout.engine.api_key_env={address.api_key_env}" if address.api_key_env else ""
     return (
         f"Train with it:\nfovea train RECIPE rollout.engine=vllm_servers 'rollout.engine.servers=[{address.url}]' "
-        f"rollout.engine.weights_dir={server.weights_dir}{key}"
+        f"rollout.engine.weights_dir={server.weights_dir}"
     )
 
 

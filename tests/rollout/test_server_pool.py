@@ -11,8 +11,7 @@ import pytest
 
 from fovea.errors import EngineError, LostEngineError
 from fovea.rollout import server_pool
-from fovea.rollout.server_pool import MAX_TRIES, Member, ServerPool
-from fovea.rollout.server_start import START_HEADER
+from fovea.rollout.server_pool import MAX_TRIES, Member, ServerPool, TakenError
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, CallError, JsonServer
 from tests.chat_server import Endpoint, endpoints
@@ -36,11 +35,10 @@ class Prepared:
         self.counts: Counter[str] = Counter()
         self.unfit: set[str] = set()
 
-    async def __call__(self, server: JsonServer) -> dict[str, str]:
+    async def __call__(self, server: JsonServer) -> None:
         self.counts[server.url] += 1
         if server.url in self.unfit:
             raise EngineError("it has other weights")
-        return {START_HEADER: f"start {self.counts[server.url]}"}
 
 
 def with_pool(
@@ -63,7 +61,11 @@ def with_pool(
 
 async def ask(pool: ServerPool, number: int = 0, load: int = 1) -> Any:
     return await pool.post(
-        "/ask", {"number": number}, load=load, parse=lambda answer: answer if answer["whole"] else None
+        "/ask",
+        {"number": number},
+        headers={"x-call": str(number)},
+        load=load,
+        parse=lambda answer: answer if answer["whole"] else None,
     )
 
 
@@ -100,8 +102,10 @@ def test_a_server_that_was_started_again_unnoticed_is_prepared_before_it_answers
     started: Callable[..., Endpoint], caplog: pytest.LogCaptureFixture
 ) -> None:
     again = started((409, b"started again"), WHOLE)
-    assert with_pool(ask, Prepared(), again) == {"whole": True}
-    assert [each[START_HEADER] for each in again.headers] == ["start 1", "start 2"]
+    prepare = Prepared()
+    assert with_pool(ask, prepare, again) == {"whole": True}
+    assert prepare.counts[again.url] == 2
+    assert [each["x-call"] for each in again.headers] == ["0", "0"]
     lost, back = [each for each in caplog.messages if "servers" in each]
     assert lost.startswith(f"rollout.engine.servers: {again.url} is lost: status 409 ('started again'); the others")
     assert back == f"rollout.engine.servers: {again.url} is back, with the present weights"
@@ -122,7 +126,6 @@ def test_a_server_that_is_back_is_not_lost_by_a_call_from_before(
         return await asyncio.gather(ask(pool), later(pool))
 
     assert with_pool(use, prepare, back) == [{"whole": True}] * 2
-    assert [each[START_HEADER] for each in back.headers] == ["start 1", "start 1", "start 2", "start 2"]
     assert prepare.counts[back.url] == 2
     assert sum("is lost" in each for each in caplog.messages) == 1
 
@@ -183,13 +186,31 @@ def test_a_server_that_is_not_fit_is_named_at_the_start(started: Callable[..., E
 def test_a_server_that_does_not_answer_is_waited_for_and_named_in_the_end(started: Callable[..., Endpoint]) -> None:
     good, gone = started(WHOLE), started(WHOLE)
 
-    async def prepare(server: JsonServer) -> dict[str, str]:
+    async def prepare(server: JsonServer) -> None:
         if server.url == gone.url:
             raise CallError("nobody there")
-        return {}
 
     with pytest.raises(EngineError, match=f"not all servers are ready: {gone.url}: nobody there.*restart_seconds=0.2"):
         with_pool(ask, prepare, good, gone, restart_seconds=0.2)
+
+
+def test_a_server_that_another_run_takes_ends_the_call_at_once(started: Callable[..., Endpoint]) -> None:
+    """Its own answer only says that it holds other weights: to prepare it again finds whose they are."""
+    taken = started((409, b"other weights"))
+    counts = Counter[str]()
+
+    async def prepare(server: JsonServer) -> None:
+        counts[server.url] += 1
+        if counts[server.url] > 1:
+            raise TakenError("another run")
+
+    async def use(pool: ServerPool) -> None:
+        with pytest.raises(TakenError, match="another run"):
+            await ask(pool)
+        with pytest.raises(TakenError, match="another run"):
+            await pool.on_all(prepare)
+
+    with_pool(use, prepare, taken, restart_seconds=60.0)
 
 
 def test_a_call_of_all_leaves_out_and_prepares_again_what_it_loses(started: Callable[..., Endpoint]) -> None:

@@ -37,6 +37,12 @@ def test_this_machine_needs_no_key(host: str) -> None:
     assert Address(host=host).api_key() is None
 
 
+def test_a_server_for_training_never_lacks_a_key() -> None:
+    """That of administration, which is made, is the key for asking where no other is given."""
+    for host in ("127.0.0.1", "0.0.0.0"):
+        assert Address(host=host).api_key("made") == "made"
+
+
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -165,6 +171,29 @@ def test_a_killed_command_leaves_no_process() -> None:
         command.kill()
     deadline = time.monotonic() + 20
     while not all(map(has_ended, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+KILLED_WITH_MEMORY = """
+import sys, time
+from fovea.rollout.server import Launch
+from fovea.serve.process import running
+inner = "import time; from multiprocessing.shared_memory import SharedMemory as S; s = S(create=True, size=9)"
+inner += "; print(s.name, flush=True); time.sleep(600)"
+with running(Launch(command=[sys.executable, "-c", inner], environment={})) as child:
+    time.sleep(600)
+"""
+
+
+def test_a_killed_command_leaves_no_shared_memory() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED_WITH_MEMORY], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        memory = Path("/dev/shm") / command.stdout.readline().strip()
+        assert memory.is_file()
+        command.kill()
+    deadline = time.monotonic() + 15
+    while memory.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

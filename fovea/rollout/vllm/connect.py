@@ -14,13 +14,14 @@ from fovea.errors import ConfigError, first_line, named
 from fovea.models.processor import Processor
 from fovea.rollout.checks import fitting_length
 from fovea.rollout.detokenizer import CompletionText
+from fovea.rollout.server_key import made_key
 from fovea.rollout.vllm.arguments import check_model
 from fovea.rollout.vllm.inputs import Translator
 from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.server_facts import ServerFacts
 from fovea.rollout.vllm.servers import VllmServers
 from fovea.rollout.vllm.weights import ExpectedWeights
-from fovea.utils.http_json import CallBounds, JsonServer, bearer
+from fovea.utils.http_json import CallBounds, JsonServer
 
 
 def connect(settings: Settings, model: Model, processor: Processor, *, max_model_len: int) -> VllmServers:
@@ -33,7 +34,8 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
     config = _model_config(model, max_model_len)
     expected = ExpectedWeights(config, is_sharded=False)
     bounds = CallBounds(timeout_seconds=settings.timeout_seconds, calls_at_once=settings.max_concurrency)
-    headers = bearer(settings.api_key_env, "rollout.engine.api_key_env")
+    weights_dir = Path(settings.weights_dir).expanduser()
+    headers = {"authorization": f"Bearer {made_key(weights_dir)}"}
     return VllmServers(
         [JsonServer(url, bounds, headers) for url in settings.servers],
         ServerFacts(
@@ -42,7 +44,7 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
             max_images=settings.limit_mm_per_prompt.image,
         ),
         expected,
-        PushFolder(Path(settings.weights_dir).expanduser(), expected.dtype, expected.vllm_name),
+        PushFolder(weights_dir, expected.dtype, expected.vllm_name),
         _translator(config, processor),
         CompletionText(processor.tokenizer, processor.stop_ids),
         restart_seconds=settings.restart_seconds,

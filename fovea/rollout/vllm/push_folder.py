@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.utils.checksum import read_hashes, value_hash
 
-PUSH_NAME = re.compile(r"push-[0-9a-f]{16}")
-"""The name of a push's folder."""
+PUSH_NAME = re.compile(r"run-[0-9a-f]{16}/[0-9]{1,9}")
+"""The name of a push: the folder of its run, and its own in there."""
+LOCK_NAME = f"{socket.gethostname()}.lock"
+"""A file of a run's folder that its trainer has locked; on some network file systems no other machine sees the lock."""
+OTHER_RUN = "another run has pushed its weights since; give every run servers of its own"
+
+
+def run_of(push: str) -> str:
+    """The run that has made a push, by the push's name."""
+    return push.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +51,22 @@ class PushFolder:
         self._root = root
         self._dtype = dtype
         self._vllm_name = vllm_name
+        self.run = f"run-{secrets.token_hex(8)}"
+        """The name of this run, which no other has."""
+        self._lock: TextIO | None = None
         self._push: Push | None = None
         self._older: list[Push] = []
         """Pushes before the last one, of which those that broke off were never loaded."""
-        self._num_files = 0
+        self._num_files = self._num_pushes = 0
 
     def begin(self) -> None:
         """Make the folder of another push; EngineError where that is not possible."""
-        push = Push(name=f"push-{secrets.token_hex(8)}")
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            (self._root / push.name).mkdir(mode=0o755)
-        except OSError as error:
-            raise EngineError(f"rollout.engine.weights_dir={self._root}: {error.strerror}; correct it") from error
+        push = Push(name=f"{self.run}/{self._num_pushes}")
+        with self._writing():
+            if self._lock is None:
+                self._lock = self._make_run()
+            (self._root / push.name).mkdir()
+        self._num_pushes += 1
         if self._push is not None:
             self._older.append(self._push)
         self._push, self._num_files = push, 0
@@ -60,7 +75,9 @@ class PushFolder:
         """Write some weights to a file of their own."""
         assert self._push is not None, "no push has begun"
         held = {name: tensor.detach().to(self._dtype).cpu().contiguous() for name, tensor in bucket}
-        save_file(held, self._root / self._push.name / f"{self._num_files:05d}.safetensors")
+        with self._writing():
+            # safetensors' own writer makes files of mode 600, whatever that of their folder
+            (self._root / self._push.name / f"{self._num_files:05d}.safetensors").write_bytes(save(held))
         self._num_files += 1
         (hashes,) = read_hashes([value_hash(tensor, self._dtype) for tensor in held.values()])
         for name, bits in zip(held, hashes, strict=True):
@@ -79,7 +96,41 @@ class PushFolder:
 
     def delete(self) -> None:
         """Delete what is left."""
-        self.delete_older()
-        if self._push is not None:
-            shutil.rmtree(self._root / self._push.name, ignore_errors=True)
-            self._push = None
+        shutil.rmtree(self._root / self.run, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block whose failed writes are an EngineError."""
+        try:
+            yield
+        except OSError as error:
+            raise EngineError(
+                f"rollout.engine.weights_dir={self._root}: {error.strerror}; it must be writable, with room for the "
+                "weights twice"
+            ) from error
+
+    def _make_run(self) -> TextIO:
+        """Make the folder of this run, and delete those whose trainers on this machine were killed."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        for lock in self._root.glob(f"run-*/{LOCK_NAME}"):
+            with suppress(OSError), _locked(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        # under another name until it is locked
+        new = self._root / f"new-{self.run}"
+        new.mkdir()
+        locked = _locked(new / LOCK_NAME)
+        new.rename(self._root / self.run)
+        return locked
+
+
+def _locked(file: Path) -> TextIO:
+    """A file of this process's, which the kernel unlocks when that ends; OSError where another process has it."""
+    opened = file.open("w")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        opened.close()
+        raise
+    return opened

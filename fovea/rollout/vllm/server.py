@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 
 from fovea.config.base import over
 from fovea.rollout.server import Launch, ModelServer, checked, environment
-from fovea.rollout.server_start import START_ENV
 from fovea.rollout.vllm.trained_on import TRAINED_ON
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 MIDDLEWARE = (
     "fovea.rollout.server_bans.Bans",
-    "fovea.rollout.server_start.SameStart",
+    "fovea.rollout.vllm.server_push.SamePush",
     "fovea.rollout.server_key.RequireKey",
 )
 """Innermost first: a request without the key gets no further than the last."""
@@ -58,7 +56,7 @@ def launch(server: ModelServer) -> Launch:
     }
     if server.weights_dir is not None:
         fixed |= FOR_TRAINING
-    own = environment(server, without=NOT_INHERITED) | {START_ENV: secrets.token_hex(8)}
+    own = environment(server, without=NOT_INHERITED)
     if server.weights_dir is not None:
         own |= {WEIGHTS_DIR_ENV: str(server.weights_dir.resolve()), DEV_MODE_ENV: "1"}
     arguments = over(defaults, checked(server, fixed)) | fixed

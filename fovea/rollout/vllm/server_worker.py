@@ -1,6 +1,6 @@
 """What Fovea adds to the workers of a vLLM server for training: pushes of weights come through a folder.
 
-The server's `/collective_rpc` calls these methods, with arguments and results that JSON holds.
+`rollout.vllm.server_push` calls these methods, with arguments and results that JSON holds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from fovea.rollout.server_start import START_ENV
-from fovea.rollout.vllm.push_folder import PUSH_NAME
+from fovea.rollout.vllm.push_folder import OTHER_RUN, PUSH_NAME, run_of
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV
 from fovea.rollout.vllm.worker import Slices, WeightReceiver
 
@@ -34,18 +33,17 @@ class FolderReceiver(WeightReceiver):
             "max_model_len": config.max_model_len,
             "max_images": media.get_limit_per_prompt("image"),
             "held_push": self.held_push,
-            "start": os.environ[START_ENV],
         }
 
-    def load_push(self, name: str, before: str, slices: Slices) -> dict[str, Any]:
+    def load_push(self, name: str, takes_over: bool, slices: Slices) -> dict[str, Any]:
         """Load the files of a push; returns the hashes of what arrived, and of what the model holds now.
 
-        `before` is the caller's last push here, empty if it does not know. Under `problem`, why the push is not loaded;
-        nothing has changed then.
+        A run's first push here takes over from another run's. Under `problem`, why the push is not loaded; nothing has
+        changed then.
         """
         # none is held after a start, or a push that broke off
-        if before and self.held_push not in ("", before):
-            return {"problem": "another run has pushed its weights since; give every run servers of its own"}
+        if self.held_push and run_of(self.held_push) != run_of(name) and not takes_over:
+            return {"problem": OTHER_RUN}
         root = Path(os.environ[WEIGHTS_DIR_ENV])
         # a name, and no path such as "..": nothing outside of the server's own folder is read
         files = sorted((root / name).glob("*.safetensors")) if PUSH_NAME.fullmatch(name) else []

@@ -15,18 +15,18 @@ from fovea.errors import EngineError, first_line, named
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.outputs import FINISHES, Drawn, Sampled, completions
 from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, Readiness, check_idle
-from fovea.rollout.server_pool import Member, ServerPool, understood
-from fovea.rollout.server_start import START_HEADER
+from fovea.rollout.server_pool import Member, ServerPool, TakenError, understood
 from fovea.rollout.vllm.inputs import Translator
-from fovea.rollout.vllm.push_folder import Push, PushFolder
+from fovea.rollout.vllm.push_folder import OTHER_RUN, Push, PushFolder, run_of
 from fovea.rollout.vllm.server_facts import ServerFacts
+from fovea.rollout.vllm.server_push import FACTS, LOAD, PUSH_HEADER, RPC
 from fovea.rollout.vllm.weights import ExpectedWeights, compare
 from fovea.rollout.vllm.wire import generate_body
 from fovea.types import Completion, Request, Shape
 from fovea.utils.event_loop import BackgroundLoop
 from fovea.utils.http_json import CallError, JsonServer
 
-GENERATE, RPC = "/inference/v1/generate", "/collective_rpc"
+GENERATE = "/inference/v1/generate"
 
 
 class VllmServers:
@@ -54,6 +54,8 @@ class VllmServers:
         self._push: Push | None = None
         self._loaded: dict[str, str] = {}
         """By the address of a server, the push that it holds without any cache of older weights."""
+        self._own: set[str] = set()
+        """Addresses of the servers that have loaded a push of this run: none of them may hold another run's."""
         self._is_paused = False
         self._readiness = Readiness(max_model_len=wanted.max_model_len, max_images=wanted.max_images)
         self._num_running = 0
@@ -80,7 +82,9 @@ class VllmServers:
             body = generate_body(self.translator.prompt(request.prompt), self.translator.sampling(request))
         self._num_running += 1
         try:
-            drawn: Drawn = await self._loop.run(self._pool.post(GENERATE, body, load=request.n, parse=_drawn))
+            assert self._push is not None, "no push to draw from"
+            call = self._pool.post(GENERATE, body, headers={PUSH_HEADER: self._push.name}, load=request.n, parse=_drawn)
+            drawn: Drawn = await self._loop.run(call)
         finally:
             self._num_running -= 1
         return completions(request, drawn, self._text, version=self._readiness.drawn_with)
@@ -133,39 +137,46 @@ class VllmServers:
         self._folder.delete_older()
         self._readiness.version = version
 
-    async def _prepare(self, server: JsonServer) -> Mapping[str, str]:
-        """Check a server that is new or was lost, and bring it the present weights if it has others.
-
-        Returns the header of its present start, which has these weights.
-        """
+    async def _prepare(self, server: JsonServer) -> None:
+        """Check a server that is new or was lost, and bring it the present weights if it has others."""
         await server.get("/health")
-        facts = await _rpc(server, "fovea_facts")
-        with understood(server, RPC):
-            for found in facts:
-                self._wanted.check(server.url, found)
-            start, held = facts[0]["start"], {found["held_push"] for found in facts}
         # a server that started anew has lost what it held
-        if held != {self._loaded.get(server.url)}:
+        if await self._held(server) != {self._loaded.get(server.url)}:
             self._loaded.pop(server.url, None)
         # it may have been lost while it was paused
         await self._pause_or_resume(server)
         # again, if another push came meanwhile
         while (push := self._push) is not None and self._loaded.get(server.url) != push.name:
             await self._load(server)
-        return {START_HEADER: start}
+
+    async def _held(self, server: JsonServer) -> set[str]:
+        """The pushes that the workers of a server hold; EngineError if it is not fit, TakenError for another run's."""
+        facts = await _rpc(server, FACTS)
+        with understood(server, RPC):
+            for found in facts:
+                self._wanted.check(server.url, found)
+            held = {found["held_push"] for found in facts}
+        if server.url in self._own and any(push and run_of(push) != self._folder.run for push in held):
+            raise TakenError(f"{server.url}: {OTHER_RUN}")
+        return held
 
     async def _load(self, server: JsonServer) -> None:
         """Have a server load the present push; requests that nobody waits for any more are ended before."""
         push = self._push
         assert push is not None, "no push to load"
-        before = self._loaded.pop(server.url, "")
+        # before anything of another run is ended
+        await self._held(server)
+        self._loaded.pop(server.url, None)
         await server.post("/pause?mode=abort")
-        for found in await _rpc(server, "load_push", push.name, before, self._expected.slices):
+        takes_over = server.url not in self._own
+        for found in await _rpc(server, LOAD, push.name, takes_over, self._expected.slices):
             if "problem" in found:
-                raise EngineError(f"{server.url}: {found['problem']}")
+                error = TakenError if found["problem"] == OTHER_RUN else EngineError
+                raise error(f"{server.url}: {found['problem']}")
             with understood(server, RPC):
                 compare(push.hashes, found["arrived"])
                 compare({name: push.hashes_there[name] for name in found["held"]}, found["held"])
+        self._own.add(server.url)
         emptied = await server.post("/reset_prefix_cache")
         with understood(server, "/reset_prefix_cache"):
             is_empty = emptied["success"]
@@ -181,7 +192,10 @@ class VllmServers:
         is_paused = None
         while is_paused != self._is_paused:
             is_paused = self._is_paused
-            await server.post("/pause?mode=keep" if is_paused else "/resume")
+            path = "/pause?mode=keep" if is_paused else "/resume"
+            # once it has weights, of this run alone
+            push = self._loaded.get(server.url)
+            await server.post(path, headers={PUSH_HEADER: push} if push else None)
 
 
 async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -189,9 +203,10 @@ async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[st
     try:
         answer = await server.post(RPC, {"method": method, "args": arguments})
     except CallError as error:
-        if error.status == 404:
+        if error.status in (401, 403, 404):
             raise EngineError(
-                f"{server.url} was not started for training; start it by fovea serve MODEL --for-training DIR"
+                f"{server.url} was not started for training with the folder rollout.engine.weights_dir; start it by "
+                "fovea serve MODEL --for-training DIR"
             ) from error
         raise
     with understood(server, RPC):

@@ -20,7 +20,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fovea.config.run import Model
 from fovea.models.processor import load_processor
+from fovea.rollout.server_bans import MAX_BODY_BYTES
 from fovea.serve.folder import served_folder
+from tests.chat_server import endpoints
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import LIMIT_SECONDS
@@ -117,6 +119,28 @@ def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path)
         401,
         401,
     ]
+
+
+def test_no_address_is_opened_and_nobody_who_asks_administers(server: Serving) -> None:
+    """`/update_weights_from_disk` is SGLang's, which takes the key for answers there; the image tag is a GET."""
+    with (
+        httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client,
+        endpoints() as start,
+    ):
+        private = start((200, b""))
+        for url in (private.url, "file:///etc/hostname", "/etc/hostname.png"):
+            parts = [{"type": "image_url", "image_url": {"url": url}}]
+            body = {"model": "shapes", "messages": [{"role": "user", "content": parts}]}
+            answer = client.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, "images come as data: URLs" in answer.text) == (400, True), url
+        assert not private.num_gets
+        model = {"model_path": "/nowhere"}
+        assert client.post("/update_weights_from_disk", json=model).status_code == 403
+        assert client.get("/release_memory_occupation").status_code == 403
+        assert client.post("/v1/completions", content=b"x" * (MAX_BODY_BYTES + 1)).status_code == 413
+        upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        page = client.get("/v1/realtime", headers=upgrade | {"sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA=="})
+        assert page.status_code == 403
 
 
 def test_eval_of_the_server_is_that_of_the_folder(

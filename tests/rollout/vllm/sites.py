@@ -43,7 +43,7 @@ class Site:
     def connect(self, **settings: object) -> VllmServers:
         given = {"servers": tuple(each.url for each in self.servers), "weights_dir": str(self.weights)} | settings
         return connect(
-            VllmServersEngine(api_key_env=KEY_ENV, **given),  # type: ignore[arg-type]
+            VllmServersEngine(**given),  # type: ignore[arg-type]
             Model(path=str(self.model), dtype="float32"),
             self.parts.processor,
             max_model_len=LIMIT_TOKENS,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,17 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, EngineError
 from fovea.rollout import server_pool
+from fovea.rollout.asgi import Message, Receive, Send
 from fovea.rollout.server import ModelServer
 from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV, launch
 from fovea.rollout.vllm.server_facts import ServerFacts
+from fovea.rollout.vllm.server_push import SamePush
 from fovea.rollout.vllm.server_worker import FolderReceiver
 from fovea.rollout.vllm.servers import VllmServers
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, JsonServer
 from tests.chat_server import Endpoint, endpoints
+from tests.rollout.asgi_calls import everybody, status_of
 from tests.rollout.short_runs import LIMIT_SECONDS
 
 
@@ -46,34 +52,119 @@ def test_a_limit_of_images_leaves_videos_off(tmp_path: Path) -> None:
     assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"video": 0, "image": 2}
 
 
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp", "push-0000"])
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp", "run-0123456789abcdef/..", "run-0123456789abcdef"])
 def test_a_worker_reads_pushes_in_its_own_folder_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "stolen.safetensors").write_bytes(b"")
     monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path / "weights"))
-    assert "no push" in FolderReceiver().load_push(name, "", {})["problem"]
+    assert "no push" in FolderReceiver().load_push(name, True, {})["problem"]
 
 
-@pytest.mark.parametrize("before", ["push-1111111111111111", "push-2222222222222222", ""])
+@pytest.mark.parametrize(
+    ("held", "takes_over", "is_refused"),
+    [("1" * 16, False, True), ("1" * 16, True, False), ("2" * 16, False, False), ("", False, False)],
+)
 def test_a_push_over_that_of_another_run_is_refused(
-    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    held: str, takes_over: bool, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path))
     worker = FolderReceiver()
-    worker.held_push = "push-2222222222222222"
-    problem = worker.load_push("push-3333333333333333", before, {})["problem"]
-    assert ("another run" in problem) == before.startswith("push-1"), problem
+    worker.held_push = held and f"run-{held}/5"
+    problem = worker.load_push(f"run-{'2' * 16}/6", takes_over, {})["problem"]
+    assert ("another run" in problem) == is_refused, problem
+
+
+def pushes_in(folder: Path) -> list[str]:
+    return [str(each.relative_to(folder)) for each in folder.glob("run-*/[0-9]*") if each.is_dir()]
 
 
 def test_pushes_that_broke_off_are_deleted_with_the_next(tmp_path: Path) -> None:
     pushes = PushFolder(tmp_path, torch.float32, str)
     for _ in range(3):
         pushes.begin()
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(pushes_in(tmp_path)) == 3
     pushes.delete_older()
-    assert [each.name for each in tmp_path.iterdir()] == [pushes.finish().name]
+    assert pushes_in(tmp_path) == [pushes.finish().name]
+    pushes.delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_pushes_of_a_killed_trainer_are_deleted_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    code = f"""
+import os, torch
+from pathlib import Path
+from fovea.rollout.vllm.push_folder import PushFolder
+PushFolder(Path({str(tmp_path)!r}), torch.float32, str).begin()
+os.kill(os.getpid(), 9)
+"""
+    living = PushFolder(tmp_path, torch.float32, str)
+    living.begin()
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert len(pushes_in(tmp_path)) == 2
+    later = PushFolder(tmp_path, torch.float32, str)
+    later.begin()
+    assert sorted(pushes_in(tmp_path)) == sorted([living.finish().name, later.finish().name])
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    """The limit of a file's length stands in for it: the write itself fails."""
+    pushes = PushFolder(tmp_path, torch.float32, str)
+    pushes.begin()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(EngineError, match=r"weights_dir=.*File too large; it must be writable, with room for"):
+            pushes.write([("x", torch.zeros(1000))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_files_of_a_push_can_be_read_by_whoever_can_read_its_folder(tmp_path: Path) -> None:
+    pushes = PushFolder(tmp_path, torch.float32, str)
+    pushes.begin()
+    pushes.write([("x", torch.zeros(2))])
+    folder = tmp_path / pushes.finish().name
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o444 == folder.stat().st_mode & 0o444
+
+
+class Engine:
+    """vLLM behind the middleware: a push is loaded, or refused as that of another run."""
+
+    def __init__(self, *, is_refused: bool = False) -> None:
+        self.is_refused = is_refused
+
+    async def collective_rpc(self, _method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        return [{"problem": "another run"} if self.is_refused else {"arrived": args[0]}]
+
+
+def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None:
+    """The push comes while a request waits in the engine, past the first check; a method of others is not called."""
+    engine = Engine()
+    vllm = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+
+    async def amid(_scope: Message, _receive: Receive, send: Send) -> None:
+        assert await load("run-2/0") == 200
+        await everybody(_scope, _receive, send)
+
+    server = SamePush(amid)
+
+    async def load(name: str, method: str = "load_push") -> int:
+        body = json.dumps({"method": method, "args": [name, True, {}]}).encode()
+        return await status_of(server, "/collective_rpc", body=body, app_state=vllm)
+
+    async def use() -> None:
+        assert await load("run-1/0", "save_sharded_state") == 403
+        assert await status_of(server, "/generate", x_fovea_push="run-1/0") == 409
+        assert await load("run-1/0") == 200
+        assert await status_of(server, "/generate", x_fovea_push="run-1/0") == 409
+        assert await status_of(server, "/generate", x_fovea_push="run-1/0") == 409
+        engine.is_refused = True
+        assert await status_of(server, "/generate", x_fovea_push="run-2/0") == 200
+
+    wait_for(use())
 
 
 RECEIVED = (200, b"")
@@ -93,7 +184,6 @@ def facts(held_push: str) -> tuple[int, bytes]:
         max_model_len=64,
         max_images=1,
         held_push=held_push,
-        start="the only one",
     )
 
 
@@ -150,14 +240,14 @@ def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
     try:
         engine.begin_push({})
         loaded = answer(arrived={}, held={})
-        (push,) = tmp_path.iterdir()
-        endpoint.replies = [RECEIVED, loaded, (503, b""), facts(push.name)]
-        endpoint.replies += [RECEIVED, RECEIVED, loaded, EMPTIED, RECEIVED]
+        (push,) = pushes_in(tmp_path)
+        endpoint.replies = [facts(""), RECEIVED, loaded, (503, b""), facts(push)]
+        endpoint.replies += [RECEIVED, facts(push), RECEIVED, loaded, EMPTIED, RECEIVED]
         endpoint.requests.clear()
         engine.finish_push(1)
-        paths = paths_of(endpoint, 11)
+        paths = paths_of(endpoint, 13)
     finally:
         wait_for(engine.close())
     caches = ["/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
-    load = ["/pause?mode=abort", "/collective_rpc"]
+    load = ["/collective_rpc", "/pause?mode=abort", "/collective_rpc"]
     assert paths == [*load, caches[0], "/collective_rpc", "/resume", *load, *caches, "/resume"]

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
+from fovea.rollout.server_key import KEY_FILE, made_key
 from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
 from tests.rollout.engines.serving import push, served_by
-from tests.rollout.serve_command import KEY, KEY_ENV, Serving
+from tests.rollout.serve_command import KEY, Serving
 from tests.rollout.short_runs import QUICK, check_exact
 from tests.rollout.vllm.sites import Site, two_servers
 from tests.runs import SMALL, train_here
@@ -51,13 +52,14 @@ def test_a_run_trains_with_servers(site: Site, tmp_path: Path) -> None:
         "rollout.engine=vllm_servers",
         f"rollout.engine.servers=[{urls}]",
         f"rollout.engine.weights_dir={site.weights}",
-        f"rollout.engine.api_key_env={KEY_ENV}",
     ]
     model = ["model.tiny=null", f"model.path={site.model}", "data.max_prompt_tokens=400"]
     steps = ["max_steps=2", "rollout.max_new_tokens=8"]
     train_here("shapes", tmp_path, *SMALL, *QUICK, *engine, *model, *steps)
     check_exact(tmp_path, "vllm_servers", 2)
-    assert KEY not in "".join(file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file())
+    assert made_key(site.weights) not in "".join(
+        file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()
+    )
 
 
 class TestServers(ServingSuite):
@@ -67,7 +69,7 @@ class TestServers(ServingSuite):
 def test_a_push_is_one_folder_and_a_partial_one_is_refused(served: Served, site: Site) -> None:
     request = ask("partial", prompts_of(served.parts)[1], n=2)
     before = served.generate(request)[0]
-    assert len(list(site.weights.iterdir())) == 1
+    assert len(list(site.weights.glob("run-*/[0-9]*/"))) == 1
     assert isinstance(served.engine, VllmServers)
     shapes = {name: tuple(weight.shape) for name, weight in served.parts.network.named_parameters()}
     missing = next(name for name in shapes if name.endswith("q_proj.weight"))
@@ -95,6 +97,25 @@ def forty(served: Served, interrupt: Callable[[], None] | None = None) -> list[S
     return found
 
 
+def client_of(server: Serving, key: str) -> httpx2.Client:
+    return httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"})
+
+
+def test_whoever_may_ask_may_not_administer(site: Site) -> None:
+    """With the key for asking; with that of administration, methods of workers other than ours are not called."""
+    out = site.weights / "written"
+    save = {"method": "save_sharded_state", "args": [str(out)]}
+    facts = {"method": "fovea_facts", "args": []}
+    with client_of(site.servers[0], KEY) as asking, client_of(site.servers[0], made_key(site.weights)) as trainer:
+        assert asking.get("/v1/models").status_code == 200
+        for path in ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/v1/load_lora_adapter"):
+            assert asking.post(path, json=facts).status_code == 403, path
+        assert trainer.post("/collective_rpc", json=save).status_code == 403
+        assert trainer.post("/collective_rpc", json=facts).status_code == 200
+    assert not out.exists()
+    assert (site.weights / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
 def all_equal(first: list[Sequence[Completion]], second: list[Sequence[Completion]]) -> bool:
     return all(equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -109,7 +130,7 @@ def answered(server: Serving) -> int:
 
 def test_requests_that_a_server_breaks_off_are_made_again(served: Served, site: Site) -> None:
     expected = forty(served)
-    with httpx2.Client(base_url=site.servers[0].url, headers={"authorization": f"Bearer {KEY}"}) as client:
+    with client_of(site.servers[0], made_key(site.weights)) as client:
 
         def abort() -> None:
             assert client.post("/abort_requests", json={}).json()["aborted"] > 0
@@ -118,17 +139,6 @@ def test_requests_that_a_server_breaks_off_are_made_again(served: Served, site: 
         # so that it has requests when it is told to abort them, on a machine of any speed
         client.post("/pause?mode=keep").raise_for_status()
         assert all_equal(expected, forty(served, abort))
-
-
-def test_a_push_over_that_of_another_trainer_is_refused(served: Served, site: Site) -> None:
-    other = site.connect()
-    try:
-        push(other, site.parts, 1)
-        with pytest.raises(EngineError, match="another run has pushed its weights since"):
-            served.push(27)
-    finally:
-        wait_for(other.close())
-    served.push(28)
 
 
 def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_present_weights(
@@ -152,3 +162,20 @@ def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_p
     assert {c.version for group in later for c in group} == {30}
     request = ask("returned", prompts_of(served.parts)[2], n=2)
     assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+
+
+def test_no_completion_is_drawn_from_the_weights_of_another_run(site: Site) -> None:
+    """A second run pushes while the first has nothing running; the last test, with runs of its own."""
+    first, other = (site.connect(servers=(site.servers[0].url,)) for _ in range(2))
+    request = ask("mine", prompts_of(site.parts)[2], n=2)
+    try:
+        push(first, site.parts, 1)
+        expected = wait_for(first.generate(request))
+        push(other, site.parts, 1)
+        for use in (lambda: wait_for(first.generate(request)), lambda: push(first, site.parts, 2)):
+            with pytest.raises(EngineError, match="another run has pushed its weights since"):
+                use()
+        assert equal(expected, wait_for(other.generate(request)))
+    finally:
+        wait_for(first.close())
+        wait_for(other.close())

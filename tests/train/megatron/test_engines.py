@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fovea.metrics.log import read_metrics
-from tests.rollout.serve_command import KEY, KEY_ENV, serving
+from tests.rollout.serve_command import serving
 from tests.rollout.short_runs import check_exact
 from tests.tiny_models import save, tiny
 from tests.train.megatron.commands import fovea
@@ -47,17 +47,15 @@ def test_the_engine_draws_with_the_weights_of_each_step(case: str, tmp_path: Pat
     check_each_step(tmp_path, settings[0].rpartition("=")[2])
 
 
-def test_servers_draw_with_the_weights_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_draw_with_the_weights_of_each_step(tmp_path: Path) -> None:
     """The server, and the run's client of it, are in the engine's environment; weights go through a folder."""
-    monkeypatch.setenv(KEY_ENV, KEY)
     model, weights, run_dir = tmp_path / "model", tmp_path / "weights", tmp_path / "run"
     save(tiny("qwen3_vl", num_layers=2, num_kv_heads=2), model)
-    with serving(model, "--api-key-env", KEY_ENV, "--for-training", str(weights), python=VLLM) as server:
+    with serving(model, "--for-training", str(weights), python=VLLM) as server:
         server.wait_until_ready()
         engine = (
             "rollout.engine.name=vllm_servers",
             f"rollout.engine.servers=[{server.url}]",
-            f"rollout.engine.api_key_env={KEY_ENV}",
             f"rollout.engine.weights_dir={weights}",
             f"rollout.engine.python={VLLM}",
         )
