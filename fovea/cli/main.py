@@ -112,8 +112,10 @@ def train(
     context: typer.Context,
     words: Words = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check settings, rows, reward and model files; train and write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check settings, a sample of rows, reward and model files; train nothing."),
     ] = False,
+    all_rows: Annotated[bool, typer.Option("--all-rows", help="With --dry-run: open every row.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,
     supervised_by: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -138,6 +140,8 @@ def train(
             from fovea.build.workers import serve_driver
 
             return serve_driver()
+        if all_rows and not dry_run:
+            raise ConfigError("--all-rows says which rows --dry-run opens; add --dry-run")
         recipes, overrides = sort_words(words or [])
         config = load_run_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
         if supervised_by is not None:
@@ -149,7 +153,7 @@ def train(
         if dry_run:
             from fovea.build.dry_run import plan
 
-            typer.echo("\n".join(plan(config)))
+            typer.echo("\n".join(plan(config, all_rows=all_rows)))
             return
         _train(config, spent_seconds)
 
