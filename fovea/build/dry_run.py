@@ -18,7 +18,7 @@ from fovea.build.interpreter import find_interpreter
 from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import locate_model
 from fovea.build.trackers import chosen_trackers
-from fovea.build.trial_score import remarks_on_answers, try_reward
+from fovea.build.trial_score import remarks_on_answers, remarks_on_shares, try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
 from fovea.config.run import Config, Model
 from fovea.environments.base import Split
@@ -93,7 +93,7 @@ def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaEr
                 lines.append(f"{name}, {rows}" if name else rows)
     with _noted(problems):
         try_reward(graded)
-        lines += remarks_on_answers(graded)
+        lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)]
     with _noted(problems):
         make_order(config, tasks("train"))  # names of kinds and levels that no row has
         lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])

@@ -17,7 +17,7 @@ from fovea.build.model import locate_model
 from fovea.build.outputs import make_profile, model_table, peak_tflops
 from fovea.build.policy import make_warmup
 from fovea.build.trackers import chosen_trackers, make_trackers
-from fovea.build.trial_score import remarks_on_answers, try_reward
+from fovea.build.trial_score import remarks_on_answers, remarks_on_shares, try_reward
 from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
@@ -28,6 +28,7 @@ from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.context import Run
@@ -72,8 +73,11 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
     try_reward(graded)
-    for remark in remarks_on_answers(graded):
+    if resumed is None:
+        (folder / HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
+    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)):
         progress.warn(remark)
+        add_hint(folder, remark)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)

@@ -16,6 +16,7 @@ from fovea.utils.files import write_atomically
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
+HINTS_FILE = "hints.txt"
 SHOWN_RUNS = 4
 """Runs that an error names."""
 
@@ -36,6 +37,18 @@ def check_run_folder(folder: Path) -> None:
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
     """Write the library versions that the run uses now, by name."""
     write_atomically(run_dir / VERSIONS_FILE, (json.dumps(versions, indent=2) + "\n").encode())
+
+
+def add_hint(run_dir: Path, text: str) -> None:
+    """Keep a hint to the user, one line, for the end of the run and its report; one that is kept already stays."""
+    lines = dict.fromkeys([*read_hints(run_dir), " ".join(text.split())])
+    write_atomically(run_dir / HINTS_FILE, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
+
+def read_hints(run_dir: Path) -> list[str]:
+    """The hints of a run so far."""
+    file = run_dir / HINTS_FILE
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
 def about(run_dir: Path, config_text: str | None) -> dict[str, str]:

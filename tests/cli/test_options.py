@@ -279,6 +279,17 @@ def test_a_dry_run_says_that_a_step_has_more_prompts_than_there_are_rows(
     assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in result.stdout
 
 
+def test_a_dry_run_says_that_few_pictures_make_large_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([GOOD | {"image": f"{n % 3}.png"} for n in range(60)])
+    for number in range(3):
+        Image.new("RGB", (32, 32)).save(f"{number}.png")
+    shares = ["environment.test_files=null", "environment.test_share=0.2", "environment.dev_share=0.05"]
+    lines = fovea("train", "own.yaml", *shares, "--dry-run").stdout
+    assert "environment.test_share=0.2 of 60 rows holds out 20" not in lines, "less than twice"
+    assert "environment.dev_share=0.05 of 60 rows holds out 20, since rows that share an image stay together" in lines
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="Megatron is installed")
 def test_a_dry_run_reports_all_problems_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
