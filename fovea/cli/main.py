@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
@@ -44,7 +45,22 @@ from fovea.utils.launch import is_worker, num_processes
 
 HELP = ["-h", "--help"]
 
+IN_ORDER_OF_USE = (
+    *("recipes", "train", "view", "report", "eval", "export", "serve"),
+    *("config", "doctor", "plan", "data", "model", "grade", "import-config", "cluster", "workflow"),
+)
+
+
+class InOrderOfUse(TyperGroup):
+    """Commands in the order in which a newcomer meets them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands."""
+        return sorted(super().list_commands(ctx), key=IN_ORDER_OF_USE.index)
+
+
 app = typer.Typer(
+    cls=InOrderOfUse,
     name="fovea",
     help="Post-train vision-language models by reinforcement learning.",
     epilog="Start with `fovea train shapes`; `fovea recipes` lists recipes, `fovea config` every setting.",

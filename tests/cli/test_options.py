@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from fovea.build import run as run_module
 from fovea.cli import main as cli
+from fovea.cli.doctor import Found, findings
 from fovea.cli.errors import with_options
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install
@@ -127,6 +129,18 @@ def typed_into_bash(startup: Path, typed: bytes) -> str:
         shell.wait()
     os.close(ours)
     return shown.decode()
+
+
+def test_help_lists_commands_in_the_order_of_use() -> None:
+    told = fovea("-h").stdout.partition("Commands:")[2].partition("Start with")[0].splitlines()
+    listed = [line.split()[0] for line in told if re.match(r"  \S", line)]
+    assert listed[:6] == ["recipes", "train", "view", "report", "eval", "export"]
+    assert listed[-2:] == ["cluster", "workflow"]
+
+
+def test_the_doctor_begins_with_what_matters() -> None:
+    assert next(iter(findings(Found({}, [])).items())) == ("ready", "yes, on cpu: torch sees no CUDA device")
+    assert findings(Found({"torch": "ImportError: x"}, []))["ready"] == "no: torch is broken"
 
 
 def test_the_script_for_a_shell_is_printed() -> None:
