@@ -75,9 +75,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     try_reward(graded)
     if resumed is None:
         (folder / HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
-    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)):
-        progress.warn(remark)
-        add_hint(folder, remark)
+    _print_remarks(config, graded, progress)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
@@ -137,6 +135,13 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
+
+
+def _print_remarks(config: Config, graded: GradedEnvironment, progress: Progress) -> None:
+    """Warn of rows that will not do what was meant, and keep the warnings for the report."""
+    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)):
+        progress.warn(remark)
+        add_hint(Path(config.run_dir), remark)
 
 
 def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
