@@ -73,9 +73,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
     try_reward(graded)
-    if resumed is None:
-        (folder / HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
-    _print_remarks(config, graded, progress)
+    _print_remarks(config, graded, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
@@ -137,8 +135,10 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     )
 
 
-def _print_remarks(config: Config, graded: GradedEnvironment, progress: Progress) -> None:
+def _print_remarks(config: Config, graded: GradedEnvironment, progress: Progress, *, is_new: bool) -> None:
     """Warn of rows that will not do what was meant, and keep the warnings for the report."""
+    if is_new:
+        Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
     for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)):
         progress.warn(remark)
         add_hint(Path(config.run_dir), remark)
