@@ -44,7 +44,8 @@ else:
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            there_are = f"there are {', '.join(each for each in __all__ if each != '__version__')} (docs/python.md)"
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {there_are}")
         return getattr(import_module("fovea.api"), name)
 
     def __dir__() -> list[str]:

@@ -10,7 +10,7 @@
 
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
@@ -24,6 +24,14 @@ class FoveaError(Exception):
 
     exit_code: ClassVar[int] = 2
     """Exit code of a command that ends with it. docs/faults.md lists them; a supervised run goes on after some."""
+
+
+class SeveralErrors(FoveaError):
+    """Errors of independent checks, reported together, each on a line of its own."""
+
+    def __init__(self, errors: Sequence[FoveaError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+        self.errors = tuple(errors)
 
 
 class ConfigError(FoveaError, ValueError):

@@ -38,7 +38,7 @@ SINGLE_FILE_BACKENDS = {"sglang"}
 LATE_IMPORTS = {
     "fovea/__init__.py": {"__getattr__"},
     "fovea/build/backends.py": {"_on_ray"},
-    "fovea/build/dry_run.py": {"_check_engine"},
+    "fovea/build/dry_run.py": {"_check_packages"},
     "fovea/build/engine.py": {"make_streamed"},
     "fovea/build/environment.py": {"named_environment", "make_caption"},
     "fovea/build/model.py": {"liger_kernels"},

@@ -32,9 +32,20 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert accuracy["final"] > accuracy["warmup"] or name == "look_at_a_run", (
             "its few steps of RL only show the page"
         )
+    if name == "own_reward":
+        check_answers(tmp_path / "runs" / "colours")
     for cell in done.cells:
         if cell.cell_type == "code" and "trainer.train()" in cell.source:
             check_progress(cell.outputs)
+
+
+def check_answers(run: Path) -> None:
+    """What is rewarded is a colour and nothing beside it, and without the picture it is a guess."""
+    rows = [json.loads(line) for line in (run / "answers" / "test-final.jsonl").read_text().splitlines()]
+    assert {row["answer"] for row in rows if row["reward"] == 1} <= {"red", "green", "blue"}
+    assert all(row["answer"].strip() == row["truth"] for row in rows if row["reward"] == 1)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["blank_images"] < 0.5 < summary["accuracy"]["final"], "the answers do not depend on the picture"
 
 
 def check_progress(outputs: list[nbformat.NotebookNode]) -> None:

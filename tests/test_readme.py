@@ -68,6 +68,14 @@ def test_every_line_works_after_those_above_it(folder: Path) -> None:
     assert failed == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "notebooks/own_reward.ipynb"])
+def test_the_first_reward_that_a_page_shows_is_exact(page: str) -> None:
+    """A model learns to write all answers in a row where the right one among them is enough."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "text.strip() == task.answer" in text
+    assert not re.search(r"float\(task\.answer in text|images: task\.answer in text", text)
+
+
 def test_the_commands_for_a_real_model_have_settings_that_there_are(folder: Path) -> None:
     (block,) = blocks("A real model on Geometry3K")
     (train,) = [line for line in lines_of(block) if " train " in line]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from fovea.environments.custom.loading import RewardFunction, name_of
+from fovea.environments.custom.loading import RewardFunction, checked_reward, name_of
 from fovea.errors import ConfigError
 from fovea.run.inputs import GivenCode
 
@@ -20,14 +20,27 @@ def given_code(environment: object, reward: RewardArgument) -> GivenCode:
         raise ConfigError(
             f"environment={environment.__name__} is a class; give an object of it, {environment.__name__}(...)"
         )
+    if isinstance(reward, list | tuple):
+        raise ConfigError(_several_rewards(reward))
     if reward is not None and not isinstance(reward, str) and not callable(reward):
         raise ConfigError(
             f"reward={reward!r:.60} is of type {type(reward).__name__}, no function; give one of the task, the text "
             "and the images, which returns a number or named parts"
         )
+    if reward is not None and not isinstance(reward, str):
+        checked_reward(reward, name_of(reward))
     is_setting = environment is None or isinstance(environment, str | Mapping)
     return GivenCode(
         environment=None if is_setting else environment, reward=None if isinstance(reward, str) else reward
+    )
+
+
+def _several_rewards(rewards: Sequence[object]) -> str:
+    names = [str(getattr(each, "__name__", f"reward_{place}")) for place, each in enumerate(rewards)]
+    parts = ", ".join(f'"{name}": {name}(task, text, images)' for name in names)
+    return (
+        f"reward is a list of {len(rewards)}, and a run has one, whose parts are added and logged by name; give "
+        f"reward=lambda task, text, images: {{{parts}}}, with a weight before each call"
     )
 
 

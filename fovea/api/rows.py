@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fovea.api.settings import is_set
 from fovea.build.given import ARGUMENTS, Frames
 from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
+
+RowsArgument: TypeAlias = str | os.PathLike[str] | InMemory | None
+"""Rows in memory, or the name of a file or data set, as `environment.train_files` has it."""
 
 TEST_SHARE = 0.1
 """Share of the rows that is held out for the final figures where no test rows are given."""
@@ -23,13 +28,24 @@ ASKED: Mapping[str, object] = {"environment.test_files": [], "environment.test_s
 class RowsArguments:
     """The rows of the splits, where they are given."""
 
-    rows: InMemory | None = None
-    test_rows: InMemory | None = None
-    dev_rows: InMemory | None = None
+    rows: RowsArgument = None
+    test_rows: RowsArgument = None
+    dev_rows: RowsArgument = None
 
     @property
     def frames(self) -> Frames:
-        given: dict[Split, InMemory | None] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
+        """Those in memory."""
+        return {split: rows for split, rows in self._given.items() if not isinstance(rows, str | os.PathLike)}
+
+    @property
+    def _files(self) -> dict[str, object]:
+        """The settings that name the others."""
+        files = {split: rows for split, rows in self._given.items() if isinstance(rows, str | os.PathLike)}
+        return {f"environment.{split}_files": [os.fspath(file)] for split, file in files.items()}
+
+    @property
+    def _given(self) -> dict[Split, str | os.PathLike[str] | InMemory]:
+        given: dict[Split, RowsArgument] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
         return {split: rows for split, rows in given.items() if rows is not None}
 
     def check(self) -> None:
@@ -43,7 +59,7 @@ class RowsArguments:
         Rows replace the files of a recipe in all splits: what is not given is held out of `rows`.
         """
         if self.rows is None:
-            if self.frames:
+            if self._given:
                 raise ConfigError("test_rows and dev_rows are given, but no rows to train on; give rows, too")
             return {}
         made: dict[str, object] = {"environment.train_files": []}
@@ -55,4 +71,4 @@ class RowsArguments:
                 made["environment.test_share"] = TEST_SHARE
         if not is_set("environment.dev_files", *others):
             made["environment.dev_files"] = None
-        return made
+        return made | self._files

@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never
 
 from typing_extensions import Unpack
 
 from fovea import loop, loop_async
 from fovea.api.objects import RewardArgument, code_settings, given_code, model_settings
 from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.rows import RowsArguments
+from fovea.api.rows import RowsArgument, RowsArguments
 from fovea.api.runs import TrainedRun, load_run
 from fovea.api.settings import Settings, is_set, overrides_of
 from fovea.api.targets import Target, evaluate, export, restored_threads
@@ -43,13 +43,13 @@ class Trainer:
 
     def __init__(  # noqa: PLR0913 (each is a part of a run that has a name of its own)
         self,
-        *,
+        *unnamed: Never,
         model: str | os.PathLike[str] | Mapping[str, object] | None = None,
         recipe: Recipe | Sequence[Recipe] | None = None,
         environment: Any = None,
-        rows: InMemory | None = None,
-        test_rows: InMemory | None = None,
-        dev_rows: InMemory | None = None,
+        rows: RowsArgument = None,
+        test_rows: RowsArgument = None,
+        dev_rows: RowsArgument = None,
         reward: RewardArgument = None,
         settings: Mapping[str, object] | None = None,
         **more: Unpack[Settings],
@@ -60,14 +60,20 @@ class Trainer:
         * `recipe`: a YAML file to start from, a name that `fovea recipes` lists, or a list of these, of which later
           ones win; the arguments win over all.
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
-        * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings or a mapping of columns, to train on.
+        * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings, a mapping of columns, or the name of a
+          file or data set (`train.parquet`, `owner/name@train`), to train on.
           With a reward of your own the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
-          `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). The rows are
-          written into the run folder.
+          `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). Rows in
+          memory are written into the run folder.
         * `test_rows`, `dev_rows`: rows held out; without them, shares of `rows`, by image.
         * `reward`: a function of a task, a text and images, plain or async, or `path/to/file.py:function`.
         * `settings` and all further arguments: settings by their names in a recipe, dotted (in `settings`) or nested.
         """
+        if unnamed:
+            raise ConfigError(
+                f"fovea.{self._name} is given {len(unnamed)} arguments without a name; name each: "
+                f"fovea.{self._name}(model='Qwen/Qwen3-VL-2B-Instruct', rows=frame, reward=function)"
+            )
         described = {**model_settings(model), **code_settings(environment, reward)}
         further = settings or {}
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
@@ -194,7 +200,7 @@ def _run_steps(run: Run) -> None:
 
 
 def _grader(
-    rows: InMemory | None, recipes: Sequence[Path], reward: RewardArgument, others: tuple[Mapping[str, object], ...]
+    rows: RowsArgument, recipes: Sequence[Path], reward: RewardArgument, others: tuple[Mapping[str, object], ...]
 ) -> dict[str, object]:
     """The environment of rows for which none is named."""
     named = is_set("environment.name", *others) or any(isinstance(each.get("environment"), str) for each in others)

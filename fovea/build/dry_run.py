@@ -4,72 +4,127 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from fovea.build.data import make_opener, make_order, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.interpreter import find_interpreter
+from fovea.build.megatron import trains_with_megatron
+from fovea.build.model import locate_model
 from fovea.build.trackers import chosen_trackers
-from fovea.build.trial_score import MAX_ROWS_TRIED, remarks_on_answers, try_reward
+from fovea.build.trial_score import remarks_on_answers, remarks_on_shares, try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
-from fovea.config.run import Config
-from fovea.environments.base import Environment, Split
+from fovea.config.run import Config, Model
+from fovea.environments.base import Split
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
-from fovea.errors import ModelError
+from fovea.errors import DataError, FoveaError, ModelError, SeveralErrors
 from fovea.evaluation.chat_server import EmptyPrompts
+from fovea.models.load import empty_network, pick_device
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.models.trainable import choose_trainable
 from fovea.run.folder import check_run
 from fovea.run.run_dir import filled, has_checkpoint
-from fovea.types import Prompt, Task
+from fovea.run.signal_watch import too_few_rows
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 INDEX_FILE = "model.safetensors.index.json"
+NUM_OPENED = 32
+"""Rows of each split that are opened, evenly spread: a second where the processor takes 10 ms an image."""
 
 
-def plan(config: Config) -> list[str]:
-    """What the run would do, line by line; raises what the run itself would.
+def plan(config: Config, *, all_rows: bool = False) -> list[str]:
+    """What the run would do, line by line; raises what the run itself would, all of it at once.
 
-    Counts rows, renders the first of each split, calls the user's reward and reads all files of the model but its
-    weights. Nothing is written but caches of remote files.
+    Opens a sample of the rows of each split, or all of them, calls the user's reward and reads all files of the model
+    but its weights. Nothing is written but caches of remote files.
     """
+    problems: list[FoveaError] = []
     folder = Path(filled(config, "<time>"))
-    check_run(folder, config)
-    chosen_trackers(config.log)
-    _check_engine(config)
-    with TemporaryDirectory(prefix="fovea-dry-run-") as scratch:
+    for check in (partial(check_run, folder), _check_trackers, _check_packages, _check_device):
+        with _noted(problems):
+            check(config)
+    lines: list[str] = []
+    with TemporaryDirectory(prefix="fovea-dry-run-") as scratch, _noted(problems):
         # images are fetched into the run folder
         elsewhere = config.with_own_files.model_copy(update={"run_dir": scratch})
         graded = make_environment(elsewhere)
         try:
-            lines = [_model(config), *(_rows(elsewhere, graded, split) for split in SPLITS)]
-            for name, part in graded.parts.items():
-                lines += [f"{name}, {_rows(elsewhere, part, split)}" for split in SPLITS]
-            try_reward(graded)
-            lines += remarks_on_answers(graded)
-            make_order(elsewhere, graded.environment.tasks("train"))  # names of kinds and levels that no row has
+            lines = _try_parts(elsewhere, graded, problems, all_rows=all_rows)
         finally:
             graded.grading.close()
+    if len(problems) > 1:
+        raise SeveralErrors(problems)
+    if problems:
+        raise problems[0]
+    return [*lines, f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
+
+
+@contextmanager
+def _noted(problems: list[FoveaError]) -> Iterator[None]:
+    """A block whose error is added to the problems, unless it is there already."""
+    try:
+        yield
+    except FoveaError as error:
+        if str(error) not in map(str, problems):
+            problems.append(error)
+
+
+def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaError], *, all_rows: bool) -> list[str]:
+    """Lines about model, rows, rewards and steps; what fails is added to the problems."""
+    tiny = ", to be made with random weights" if config.model.tiny else ""
+    lines, tasks = [f"model: {config.model.name}{tiny}"], graded.environment.tasks
+    renderer: RendersPrompts = EmptyPrompts()
+    with _noted(problems):
+        model = _located(config, graded)
+        renderer = _renderer(config, model)
+        _check_model(model)
+    for name, part in {"": graded, **graded.parts}.items():
+        for split in SPLITS:
+            with _noted(problems):
+                rows = _rows(config, part, split, renderer, all_rows=all_rows)
+                lines.append(f"{name}, {rows}" if name else rows)
+    with _noted(problems):
+        try_reward(graded)
+        lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)]
+    with _noted(problems):
+        make_order(config, tasks("train"))  # names of kinds and levels that no row has
+        lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])
+        config = within_epochs(config, partial(tasks, "train"))
     lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]
-    config = within_epochs(config, partial(graded.environment.tasks, "train"))
-    return [*lines, _steps(config), f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
+    return [*lines, _steps(config)]
 
 
-def _check_engine(config: Config) -> None:
-    """Raises MissingExtraError where the engine is not installed, ConfigError where its interpreter is missing."""
-    # the machines of a Ray cluster have environments of their own
+def _check_trackers(config: Config) -> None:
+    chosen_trackers(config.log)
+
+
+def _check_device(config: Config) -> None:
+    """ModelError where model.device is not on this machine, which trains unless a Ray cluster does."""
+    if not config.cluster.num_ray_workers:
+        pick_device(config.model.device)
+
+
+def _check_packages(config: Config) -> None:
+    """Raises MissingExtraError or ConfigError where a backend is not installed, or its interpreter is missing."""
+    # each import says what has to be installed
     if config.cluster.num_ray_workers:
-        return
+        importlib.import_module("fovea.cluster.ray")
+        return  # the machines of a Ray cluster have environments of their own
+    if trains_with_megatron(config):
+        importlib.import_module("fovea.train.megatron")
     engine = config.rollout.engine
     if not isinstance(engine, EmbeddedEngine) and engine.python is not None:
         # this environment need not have the engine of another
         find_interpreter(engine.python)
         return
-    # the import says what has to be installed
     match engine:
         case VllmEngine() | VllmServersEngine():
             importlib.import_module("fovea.rollout.vllm")
@@ -79,51 +134,64 @@ def _check_engine(config: Config) -> None:
             pass
 
 
-def _model(config: Config) -> str:
-    path = config.model.path
-    if path is None:
-        return f"model: {config.model.name}, to be made with random weights"
-    family = load_processor(config.model).family
-    index = Path(path, INDEX_FILE)
+def _located(config: Config, graded: GradedEnvironment) -> Model:
+    """The model with a path; a tiny one is made in the scratch folder, of the rows that can be read."""
+    data = config.data.model_copy(update={"on_bad_row": "skip"})
+    return locate_model(config.model_copy(update={"data": data}), Path(config.run_dir), lambda: graded.environment)
+
+
+def _renderer(config: Config, model: Model) -> Renderer:
+    opener = make_opener(config.data, Path(config.run_dir))
+    return Renderer(
+        load_processor(model), opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels
+    )
+
+
+def _check_model(model: Model) -> None:
+    """ModelError for weights that are not there, ConfigError for parts to train that the network lacks."""
+    index = Path(str(model.path), INDEX_FILE)
     if index.is_file():
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = sorted(name for name in files if not index.with_name(name).is_file())
         if missing:
-            raise ModelError(f"model.path={path}: {len(missing)} files are missing, first {missing[0]}; {WHOLE_MODEL}")
-    return f"model: {path}, {type(family).__name__}"
+            raise ModelError(
+                f"model.path={model.path}: {len(missing)} files are missing, first {missing[0]}; {WHOLE_MODEL}"
+            )
+    # without the adapter's files, which hold weights
+    lora = None if model.lora is None else model.lora.model_copy(update={"adapter": None})
+    with torch.device("meta"):
+        choose_trainable(empty_network(model), model.model_copy(update={"lora": lora}), seed=0)
 
 
-def _rows(config: Config, graded: GradedEnvironment, split: Split) -> str:
-    """The number of rows of a split, and the length of its first prompt where there is a tokenizer already."""
-    environment = graded.environment
-    tasks = environment.tasks(split)
-    rows = f"{split}: {len(tasks):,} rows"
-    num_tried = min(len(tasks), MAX_ROWS_TRIED)
-    first = _first_prompt(config, environment, tasks, num_tried)
-    if first is None and num_tried:
-        return f"{rows}; none of the first {num_tried} can be used, and data.on_bad_row=skip leaves them out"
-    if first is None or config.model.path is None:
-        return rows
-    return f"{rows}; the first prompt has {first.num_tokens:,} tokens, images included"
-
-
-def _first_prompt(config: Config, environment: Environment, tasks: Sequence[Task], num_tried: int) -> Prompt | None:
-    """The prompt of the first row of these that can be used, empty without a tokenizer yet; None where none can."""
-    limits = {"min_pixels": config.model.min_pixels, "max_pixels": config.model.max_pixels}
-    renderer: RendersPrompts = EmptyPrompts()
-    if config.model.path is not None:
-        opener = make_opener(config.data, Path(config.run_dir))
-        renderer = Renderer(load_processor(config.model), opener, **limits)
+def _rows(config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, *, all_rows: bool) -> str:
+    """The number of rows of a split, and the most tokens of those that are opened; DataError for bad ones."""
+    tasks = graded.environment.tasks(split)
+    opened = range(len(tasks)) if all_rows else _spread(len(tasks))
     source = PromptSource(
         tasks,
-        environment,
+        graded.environment,
         renderer,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        on_bad_row=config.data.on_bad_row,
+        on_bad_row="skip",  # the run may end at the first one, and here all are counted
         cache_gib=0.0,
     )
-    found = (source.get(index) for index in range(num_tried))
-    return next((row.prompt for row in found if row is not None), None)
+    lengths = [row.prompt.num_tokens for index in opened if (row := source.get(index)) is not None]
+    bad = list(source.bad_rows.values())
+    if bad and (config.data.on_bad_row == "error" or (split == "train" and not lengths)):
+        raise DataError(f"{split}: {len(bad)} of the {len(opened)} rows opened cannot be used, the first: {bad[0]}")
+    rows = f"{split}: {len(tasks):,} rows"
+    if bad:
+        return (
+            f"{rows}; {len(bad)} of the {len(opened)} opened cannot be used, and data.on_bad_row=skip leaves them out"
+        )
+    longest = f"; the longest prompt of the {len(opened)} opened has {max(lengths, default=0):,} tokens"
+    return rows + longest * bool(config.model.path and lengths)
+
+
+def _spread(num_rows: int) -> Sequence[int]:
+    """Numbers of NUM_OPENED rows, evenly spread, or of all where there are fewer."""
+    num_opened = min(num_rows, NUM_OPENED)
+    return [index * num_rows // num_opened for index in range(num_opened)]
 
 
 def _steps(config: Config) -> str:

@@ -17,7 +17,7 @@ from fovea.build.model import locate_model
 from fovea.build.outputs import make_profile, model_table, peak_tflops
 from fovea.build.policy import make_warmup
 from fovea.build.trackers import chosen_trackers, make_trackers
-from fovea.build.trial_score import remarks_on_answers, try_reward
+from fovea.build.trial_score import remarks_on_answers, remarks_on_shares, try_reward
 from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
@@ -29,6 +29,7 @@ from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.context import Run
@@ -75,8 +76,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress = Progress(config.max_steps, start_step, config.log.progress)
     progress.print(f"run folder: {folder}")
     try_reward(graded)
-    for remark in remarks_on_answers(graded):
-        progress.warn(remark)
+    _print_remarks(config, graded, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
@@ -147,6 +147,15 @@ def _metrics_file(folder: Path, resumed: Checkpoint | None, progress: Progress) 
             "checkpoint (lines are damaged or missing); curves have a gap there, and training goes on as before"
         )
     return sink
+
+
+def _print_remarks(config: Config, graded: GradedEnvironment, progress: Progress, *, is_new: bool) -> None:
+    """Warn of rows that will not do what was meant, and keep the warnings for the report."""
+    if is_new:
+        Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
+    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)):
+        progress.warn(remark)
+        add_hint(Path(config.run_dir), remark)
 
 
 def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from fovea.build.environment import GradedEnvironment
+from fovea.config.run import Config
+from fovea.config.splits import SplitFiles
 from fovea.data.readers.base import listed
+from fovea.environments.base import Environment, Split
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.dataset_tasks import ANSWER_KEYS
 from fovea.environments.rows import OwnRows
@@ -56,6 +59,23 @@ def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
                 f"no column of the training rows is called {' or '.join(ANSWER_KEYS)}, so that task.answer is an empty "
                 f"text to the reward (the columns are {listed(columns)}); set environment.answer_key where one of them "
                 "holds the true answer"
+            )
+
+
+def remarks_on_shares(config: Config, environment: Environment) -> Iterator[str]:
+    """Remarks on held-out shares that became over twice as large, since rows that share an image stay together."""
+    settings = config.environment
+    if not isinstance(settings, SplitFiles):
+        return
+    shares: dict[Split, float] = {"test": 0.0 if settings.test_files is not None else settings.test_share}
+    shares["dev"] = 0.0 if settings.dev_files is not None else settings.dev_share
+    held_out = {split: len(environment.tasks(split)) for split, share in shares.items() if share}
+    total = len(environment.tasks("train")) + sum(held_out.values())
+    for split, num_rows in held_out.items():
+        if num_rows > 2 * max(1.0, shares[split] * total):
+            yield (
+                f"environment.{split}_share={shares[split]:g} of {total} rows holds out {num_rows}, since rows that "
+                f"share an image stay together and there are few images; set environment.{split}_files, or add pictures"
             )
 
 

@@ -92,7 +92,11 @@ class Found(NamedTuple):
 
 def findings(found: Found) -> dict[str, str]:
     """Status text by package or device, in the order in which they are printed."""
-    lines = {"fovea": __version__, "python": platform.python_version()}
+    broken = ", ".join(f"{name} is broken" for name in found.broken)
+    ready = (
+        f"no: {broken}" if found.broken else "yes, on " + (", ".join(found.devices) or "cpu: torch sees no CUDA device")
+    )
+    lines = {"ready": ready, "fovea": __version__, "python": platform.python_version()}
     lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
     lines["devices"] = ", ".join(["cpu", *found.devices])
     lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import typer
 
-from fovea.errors import FoveaError
+from fovea.errors import FoveaError, SeveralErrors
 from fovea.utils.shown_text import printable, without_secrets
 
 _ARGUMENT = re.compile(r"(?<![\w.])(?:(trust)=True|(recipe|api_key_env)=([\w./-]+))")
@@ -46,8 +46,9 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except FoveaError as error:
         if debug:
             traceback.print_exc()
-        line = printable(without_secrets(with_options(" ".join(str(error).split()))))
-        typer.echo(f"error: {line}", err=True)
+        for each in error.errors if isinstance(error, SeveralErrors) else [error]:
+            line = printable(without_secrets(with_options(" ".join(str(each).split()))))
+            typer.echo(f"error: {line}", err=True)
         raise typer.Exit(error.exit_code) from None
     except OSError as error:  # a full disk, a folder without permission
         if isinstance(error, BrokenPipeError) and _reader_has_gone():

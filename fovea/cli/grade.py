@@ -28,8 +28,9 @@ def grade(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Score a file of answers as a run would.
+    """Score a file of answers by accuracy.
 
+    The graders are those of a run. What its reward adds for the form of an answer is among `parts`, not in `score`.
     Adds `score`, `parts` and `reason` to every row, and prints a summary: one line of JSON, which goes to stderr
     without --out, so that stdout holds only rows. A row that cannot be graded has the score null and is counted by
     reason. Exit code 2 if no row can be graded.

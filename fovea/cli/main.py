@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
@@ -44,7 +45,22 @@ from fovea.utils.launch import check_torchrun, is_worker, num_processes
 
 HELP = ["-h", "--help"]
 
+IN_ORDER_OF_USE = (
+    *("recipes", "train", "view", "report", "eval", "export", "serve"),
+    *("config", "doctor", "plan", "data", "model", "grade", "import-config", "cluster", "workflow"),
+)
+
+
+class InOrderOfUse(TyperGroup):
+    """Commands in the order in which a newcomer meets them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands."""
+        return sorted(super().list_commands(ctx), key=IN_ORDER_OF_USE.index)
+
+
 app = typer.Typer(
+    cls=InOrderOfUse,
     name="fovea",
     help="Post-train vision-language models by reinforcement learning.",
     epilog="Start with `fovea train shapes`; `fovea recipes` lists recipes, `fovea config` every setting.",
@@ -112,8 +128,10 @@ def train(
     context: typer.Context,
     words: Words = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check settings, rows, reward and model files; train and write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check settings, a sample of rows, reward and model files; train nothing."),
     ] = False,
+    all_rows: Annotated[bool, typer.Option("--all-rows", help="With --dry-run: open every row.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,
     supervised_by: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -139,6 +157,8 @@ def train(
             from fovea.build.workers import serve_driver
 
             return serve_driver()
+        if all_rows and not dry_run:
+            raise ConfigError("--all-rows says which rows --dry-run opens; add --dry-run")
         recipes, overrides = sort_words(words or [])
         config = load_run_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
         if supervised_by is not None:
@@ -150,7 +170,7 @@ def train(
         if dry_run:
             from fovea.build.dry_run import plan
 
-            typer.echo("\n".join(plan(config)))
+            typer.echo("\n".join(plan(config, all_rows=all_rows)))
             return
         _train(config, spent_seconds)
 

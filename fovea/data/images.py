@@ -171,6 +171,11 @@ def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
     return BadRowError(f"{where}: {problem}; {fix}, or set data.on_bad_row=skip", reason)
 
 
+def no_such_image(where: str) -> BadRowError:
+    """The error of a row whose image file is missing."""
+    return _refused(where, "no such image file", "correct the path in the row", "image_missing")
+
+
 def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> Image.Image:
     _check_values(values, where, max_megapixels)
     return Image.fromarray(np.ascontiguousarray(values))
@@ -196,7 +201,7 @@ def _read(path: str, where: str, max_mib: float) -> bytes:
         check_bytes(status.st_size, where, max_mib)
         return Path(path).read_bytes()
     except FileNotFoundError as error:
-        raise _refused(where, "no such image file", "correct the path in the row", "image_missing") from error
+        raise no_such_image(where) from error
     except BadRowError:
         raise
     except (OSError, ValueError) as error:

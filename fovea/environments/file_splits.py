@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TypeAlias
 
 from fovea.config.splits import SplitFiles
+from fovea.data.cells import image_refs
 from fovea.data.held_out import Sides, image_hashes, split_by_image
+from fovea.data.images import is_url, no_such_image
 from fovea.data.rows import Rows
 from fovea.environments.base import Split
 from fovea.errors import DataError
@@ -72,10 +75,21 @@ class FileSplits:
     def _checked(self, split: Split, share: float, held_out: Sequence[int]) -> Sequence[int]:
         if share > 0 and not held_out:
             raise DataError(
-                f"environment.{split}_share={share:g}, but the training rows are a single row, or share one image, so "
-                f"that none can be held out by image; set environment.{split}_files, or environment.{split}_share=0"
+                f"environment.{split}_share={share:g}, but {self._why_none()}, so that none can be held out by image; "
+                f"set environment.{split}_files, or environment.{split}_share=0"
             )
         return held_out
+
+    def _why_none(self) -> str:
+        """Why no training row can be held out; BadRowError where they share an image whose file is missing."""
+        rows = self._train
+        if len(rows) == 1:
+            return "there is a single training row"
+        for name in self._image_columns(rows):
+            for ref in image_refs(next(iter(rows.column(name))), where=rows.where(0), folder=rows.folder(0)):
+                if isinstance(ref.source, str) and not is_url(ref.source) and not Path(ref.source).exists():
+                    raise no_such_image(f"{ref.where} ({ref.source[:200]})")
+        return f"the {len(rows)} training rows, or those that are left of them, share one image"
 
     @cached_property
     def _test_sides(self) -> Sides:

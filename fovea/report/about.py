@@ -17,6 +17,7 @@ CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
 MAX_CONFIG_MIB = 1
+HINTS_FILE = "hints.txt"
 SHOWN_RUNS = 4
 """Runs that an error names."""
 
@@ -46,6 +47,18 @@ def read_config(run_dir: Path) -> str:
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
     """Write the library versions that the run uses now, by name."""
     write_atomically(run_dir / VERSIONS_FILE, (json.dumps(versions, indent=2) + "\n").encode())
+
+
+def add_hint(run_dir: Path, text: str) -> None:
+    """Keep a hint to the user, one line, for the end of the run and its report; one that is kept already stays."""
+    lines = dict.fromkeys([*read_hints(run_dir), " ".join(text.split())])
+    write_atomically(run_dir / HINTS_FILE, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
+
+def read_hints(run_dir: Path) -> list[str]:
+    """The hints of a run so far."""
+    file = run_dir / HINTS_FILE
+    return read_file(file, within=run_dir).decode("utf-8", "replace").splitlines() if file.exists() else []
 
 
 def about(run_dir: Path, config_text: str | None) -> dict[str, str]:

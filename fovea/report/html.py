@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fovea.evaluation.statistics import Estimate, format_interval
 from fovea.evaluation.tables import percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
-from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config, read_hints
 from fovea.report.figure_rows import figure_rows
 from fovea.report.images import read_image
 from fovea.report.records import SampleRecord
@@ -130,6 +130,7 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
     return {
         "name": run_dir.resolve().name,
         "about": about(run_dir, config),
+        "hints": read_hints(run_dir),
         "figures": figure_rows(summary) if summary else [],
         "num_sample_steps": len(sample_steps(run_dir)),
         "summary": summary,

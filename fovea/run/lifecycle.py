@@ -16,7 +16,7 @@ from fovea.errors import FoveaError
 from fovea.evaluation.figures import dev_metrics
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
-from fovea.report.about import SUMMARY_FILE, write_versions
+from fovea.report.about import SUMMARY_FILE, add_hint, read_hints, write_versions
 from fovea.report.html import write_report
 from fovea.report.samples import drop_samples
 from fovea.report.summary import Summary, tables_of, write_summary
@@ -75,7 +75,7 @@ async def begin(run: Run) -> TrainState:
     """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
     write_versions(run.folder, library_versions(run.fingerprint))
     if warning := too_few_rows(len(run.sources.train), run.config.rollout):
-        run.progress.print(warning)
+        _hint(run, warning)
     state = await (_begun(run) if run.resumed is None else _resumed(run))
     link_latest(run.folder)
     return state
@@ -237,7 +237,13 @@ async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
             "that are left, which is slower; end it and set resume=auto to have all of them again"
         )
     if hint := run.signal_watch.hint(metrics, settings.rollout):
-        run.progress.print(hint)
+        _hint(run, hint)
+
+
+def _hint(run: Run, text: str) -> None:
+    """Print advice, and keep it for the end of the run and its report."""
+    run.progress.print(text)
+    add_hint(run.folder, text)
 
 
 def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
@@ -281,6 +287,8 @@ async def finish(run: Run, state: TrainState) -> Summary:
     report = write_report(run.folder)
     for table in tables_of(summary):
         run.progress.print(table)
+    for hint in read_hints(run.folder):
+        run.progress.print(hint)
     run.progress.print(f"report: {report}")
     return summary
 

@@ -57,7 +57,7 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
 
 def test_every_public_name_is_there_and_no_other() -> None:
     assert all(getattr(fovea, name) is not None for name in fovea.__all__)
-    with pytest.raises(AttributeError, match="module 'fovea' has no attribute 'GRPOTrainer'"):
+    with pytest.raises(AttributeError, match="module 'fovea' has no attribute 'GRPOTrainer'; there are GRPO, PPO, "):
         fovea.GRPOTrainer  # noqa: B018
 
 
@@ -312,6 +312,16 @@ def test_of_several_recipes_later_ones_win() -> None:
         ({"algorithm": {"name": "ppo"}}, r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"),
         ({"max_restarts": 3}, r"max_restarts=3 has the command `fovea train` start again"),
         ({"reward": 3}, r"reward=3 is of type int, no function"),
+        (
+            {"reward": [later, later]},
+            r"reward is a list of 2, .*; give reward=lambda task, text, images: {\"later\": later\(task, text, im",
+        ),
+        (
+            {"reward_weights": [1, 2]},
+            r"reward_weights is no setting here: .*returns its parts by name, each times its weight",
+        ),
+        ({"reward": lambda prompts, completions, answer: [1.0]}, r"takes `completions`, as TRL .* one completion at a"),
+        ({"reward": lambda text: 1.0}, r"takes \(text\), but is called as .*task, text, images"),
         ({"environment": DarkOrLight}, r"environment=DarkOrLight is a class; give an object of it, DarkOrLight"),
         (
             {"rows": [{"image": b""}]},
@@ -338,6 +348,27 @@ def test_of_several_recipes_later_ones_win() -> None:
 def test_what_wrong_arguments_are_told(arguments: Mapping[str, Any], message: str) -> None:
     with pytest.raises(fovea.FoveaError, match=message):
         fovea.GRPO(**{"model": {"tiny": {}}, **arguments})
+
+
+def test_arguments_without_names_are_told_to_have_them() -> None:
+    with pytest.raises(
+        fovea.FoveaError, match=r"fovea\.GRPO is given 2 arguments without a name; name each: fovea\.GRPO\(mo"
+    ):
+        fovea.GRPO("folder", later)  # type: ignore[arg-type]
+
+
+def test_rows_may_be_the_names_of_files() -> None:
+    Path("train.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 12)
+    Path("test.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 2)
+    environment = {"image_keys": [], "dev_share": 0}
+    given = {"rows": "train.jsonl", "test_rows": Path("test.jsonl"), "environment": environment}
+    trainer = fovea.GRPO(settings=SETTINGS, reward=lambda task, text, images: 1.0, run_dir="run", **given)
+    assert trainer.config.environment.name == "rows"
+    assert trainer.config.environment.train_files == ("train.jsonl",)
+    assert trainer.config.environment.test_files == ("test.jsonl",)
+    assert trainer.train().summary is not None
+    with pytest.raises(fovea.FoveaError, match=r"no such file absent\.parquet"):
+        fovea.GRPO(settings=SETTINGS, rows="absent.parquet", reward=lambda task, text, images: 1.0).train()
 
 
 def test_a_mapping_that_holds_itself_is_told() -> None:
@@ -374,7 +405,7 @@ def test_ppo_refuses_an_algorithm_without_a_value_function() -> None:
     [
         (
             lambda completions, **kwargs: [1.0],
-            r"takes \(completions, \*\*kwargs\), but is called as .*task, text, images",
+            r"takes `completions`, as TRL calls it, and is called here for one completion at a time; write def reward",
         ),
         (lambda task, text, images: task.anwser, r"raised AttributeError: .*anwser"),
         (lambda task, text, images: [1.0, 2.0], r"returned \[1\.0, 2\.0\], which is no number"),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from fovea.build import run as run_module
 from fovea.cli import main as cli
+from fovea.cli.doctor import Found, findings
 from fovea.cli.errors import with_options
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install
@@ -127,6 +131,18 @@ def typed_into_bash(startup: Path, typed: bytes) -> str:
     return shown.decode()
 
 
+def test_help_lists_commands_in_the_order_of_use() -> None:
+    told = fovea("-h").stdout.partition("Commands:")[2].partition("Start with")[0].splitlines()
+    listed = [line.split()[0] for line in told if re.match(r"  \S", line)]
+    assert listed[:6] == ["recipes", "train", "view", "report", "eval", "export"]
+    assert listed[-2:] == ["cluster", "workflow"]
+
+
+def test_the_doctor_begins_with_what_matters() -> None:
+    assert next(iter(findings(Found({}, [])).items())) == ("ready", "yes, on cpu: torch sees no CUDA device")
+    assert findings(Found({"torch": "ImportError: x"}, []))["ready"] == "no: torch is broken"
+
+
 def test_the_script_for_a_shell_is_printed() -> None:
     code = "import sys; sys.argv = ['fovea', '--show-completion', 'bash']; from fovea.cli.main import main; main()"
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
@@ -196,12 +212,123 @@ def test_a_dry_run_passes_where_the_run_would(tmp_path: Path, monkeypatch: pytes
     result = fovea("train", "own.yaml", "--dry-run")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[1:4] == [
-        "train: 21 rows",
+        "train: 21 rows; 1 of the 21 opened cannot be used, and data.on_bad_row=skip leaves them out",
         "dev: 0 rows",
-        "test: 2 rows; none of the first 2 can be used, and data.on_bad_row=skip leaves them out",
+        "test: 2 rows; 2 of the 2 opened cannot be used, and data.on_bad_row=skip leaves them out",
     ]
     stopping = fovea("train", "own.yaml", "data.on_bad_row=error", "--dry-run")
     assert "rows.jsonl line 1: the prompt is empty" in stopping.stderr
+
+
+OWN_ROWS = (
+    "model: {tiny: {}}\nreward: mine.py:score\nenvironment: {name: rows, train_files: [rows.jsonl], "
+    "test_files: [test.jsonl], dev_share: 0}\nrollout: {prompts_per_step: 8}\n"
+)
+
+
+def write_rows(rows: list[dict[str, object]]) -> None:
+    """Rows to train on, a reward, and test rows that can be used."""
+    Path("mine.py").write_text("def score(task, text, images):\n    return 0.0\n")
+    Image.new("RGB", (32, 32)).save("good.png")
+    Path("broken.png").write_bytes(b"no picture")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("test.jsonl").write_text(json.dumps({"question": "q", "answer": "a", "image": "good.png"}) + "\n")
+    Path("own.yaml").write_text(OWN_ROWS)
+
+
+GOOD = {"question": "q", "answer": "a", "image": "good.png"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "message"),
+    [
+        (
+            [GOOD | {"image": f"no-{n}.png"} for n in range(60)],
+            [],
+            "train: 32 of the 32 rows opened cannot be used",
+        ),
+        (
+            [GOOD | {"image": "absent.png"}] * 60,
+            ["data.on_bad_row=skip"],
+            "train: 32 of the 32 rows opened cannot be used",
+        ),
+        ([GOOD] * 5 + [GOOD | {"image": "broken.png"}], [], "train: 1 of the 6 rows opened cannot be used"),
+        (
+            [GOOD] * 5 + [GOOD | {"answer": None}],
+            ["warmup={}", "environment.dev_files=[test.jsonl]"],
+            "train: 1 of the 6 rows opened cannot be used",
+        ),
+        ([GOOD] * 5 + [GOOD | {"question": "long " * 3000}], [], "data.max_prompt_tokens=2048"),
+        ([GOOD] * 5, ["model.lora={targets: [nothing]}"], "model.lora.targets: nothing with exclude=[]"),
+    ],
+)
+def test_a_dry_run_opens_rows_and_model(
+    rows: list[dict[str, object]], words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(rows)
+    result = fovea("train", "own.yaml", *words, "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def test_a_dry_run_opens_all_rows_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([GOOD] * 99 + [GOOD | {"image": "broken.png"}])
+    sample = fovea("train", "own.yaml", "--dry-run")
+    assert sample.exit_code == 0, sample.output
+    whole = fovea("train", "own.yaml", "--dry-run", "--all-rows")
+    assert "train: 1 of the 100 rows opened cannot be used, the first: " in whole.stderr
+    assert (
+        "--all-rows says which rows --dry-run opens; add --dry-run" in fovea("train", "own.yaml", "--all-rows").stderr
+    )
+
+
+def test_a_dry_run_says_that_a_step_has_more_prompts_than_there_are_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([GOOD] * 20)
+    result = fovea("train", "own.yaml", "rollout.prompts_per_step=1000", "--dry-run")
+    assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in result.stdout
+
+
+def test_a_dry_run_says_that_few_pictures_make_large_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([GOOD | {"image": f"{n % 3}.png"} for n in range(60)])
+    for number in range(3):
+        Image.new("RGB", (32, 32)).save(f"{number}.png")
+    shares = ["environment.test_files=null", "environment.test_share=0.2", "environment.dev_share=0.05"]
+    lines = fovea("train", "own.yaml", *shares, "--dry-run").stdout
+    assert "environment.test_share=0.2 of 60 rows holds out 20" not in lines, "less than twice"
+    assert "environment.dev_share=0.05 of 60 rows holds out 20, since rows that share an image stay together" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(find_spec("megatron") is not None, reason="Megatron is installed")
+def test_a_dry_run_reports_all_problems_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([GOOD | {"image": "absent.png"}] * 9)
+    Path("taken/checkpoints/step-3").mkdir(parents=True)
+    words = ["model.device=cuda", "train.backend.name=megatron", "run_dir=taken", "model.lora={targets: [nothing]}"]
+    result = fovea("train", "own.yaml", *words, "rollout.engine.name=vllm", "--dry-run")
+    assert result.exit_code == 2
+    told = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    for problem in (
+        "run_dir=taken already holds a run",
+        "train.backend=megatron, but megatron is not installed",
+        "model.device=cuda, but torch sees no CUDA device",
+        "model.lora.targets: nothing",
+        "train: 9 of the 9 rows opened cannot be used",
+    ):
+        assert sum(problem in line for line in told) == 1, result.stderr
+
+
+def test_a_dry_run_names_ray_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fovea.cluster.ray", raising=False)
+    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "cluster.gpus_per_node=1", "--dry-run"]
+    assert "cluster.gpus_per_node is set, but ray is not installed" in fovea("train", *words).stderr
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")

@@ -49,6 +49,20 @@ def images_of(tasks: list[Task]) -> set[object]:
     return {image.source for task in tasks for image in task.images}
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"images": ["absent.png"]}] * 60, r"row 0, image 1 \(.*absent\.png\): no such image file"),
+        ([{"images": [png(1)]}] * 60, "the 60 training rows, or those that are left of them, share one image"),
+        ([{"images": [png(1)]}], "there is a single training row"),
+    ],
+)
+def test_why_no_row_can_be_held_out(rows: list[dict[str, object]], message: str, tmp_path: Path) -> None:
+    environment = vqa(tmp_path, [{"problem": "question", "answer": "yes", **row} for row in rows], dev_share=0.2)
+    with pytest.raises(DataError, match=message):
+        environment.tasks("dev")
+
+
 @pytest.mark.parametrize("rows_per_image", [1, 2, 5])
 def test_dev_is_a_sample_of_rows_that_alternate_and_no_image_crosses(rows_per_image: int, tmp_path: Path) -> None:
     environment = vqa(tmp_path, yes_no_rows(rows_per_image=rows_per_image), dev_share=0.2)

@@ -9,8 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fovea.build.data import make_opener
+from fovea.build.environment import make_environment
+from fovea.build.model import locate_model
 from fovea.config.loading import load_config
 from fovea.metrics.log import read_metrics
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
 from fovea.plan.plan import make_plan
 from tests.cluster.torchrun_runs import train_on_two
 from tests.environments.files import row
@@ -43,6 +48,17 @@ def test_it_fits_8_gpus(recipe: str, sizes: dict[str, Any], overrides: list[str]
     assert plan.fits
     # of the update's peak nothing is so small that the recipe could not be meant for these GPUs
     assert plan.peak.total > 0.2 * plan.machine.usable_bytes
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("shapes", 25), ("shapes_ppo", 25), ("shapes_zoom", 85)])
+def test_a_plan_assumes_the_prompts_that_the_demo_has(recipe: str, tokens: int, tmp_path: Path) -> None:
+    config = load_config([RECIPES / f"{recipe}.yaml"], [f"run_dir={tmp_path}/run"])
+    environment = make_environment(config).environment
+    located = locate_model(config, tmp_path, lambda: environment)
+    renderer = Renderer(load_processor(located), make_opener(config.data, tmp_path))
+    tasks = environment.tasks("train")
+    longest = max(renderer.prompt(environment.prompt(tasks[index])).num_tokens for index in range(40))
+    assert config.plan.prompt_tokens == longest == tokens
 
 
 @pytest.mark.parametrize("recipe", ["vlm_gym_geospot.yaml", "vlm_gym_vqa.yaml"])

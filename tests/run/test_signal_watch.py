@@ -66,5 +66,8 @@ def test_a_run_prints_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     lines: list[str] = []
     run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
     train(run)
-    assert len([line for line in lines if "is more than the 16 training rows" in line]) == 1
-    assert len([line for line in lines if "no group had a signal for 20 steps" in line]) == 1
+    report = (run.folder / "report.html").read_text()
+    for hint in ("is more than the 16 training rows", "no group had a signal for 20 steps"):
+        said = [place for place, line in enumerate(lines) if hint in line]
+        assert len(said) == 2, "on the way, and at the end"
+        assert report.count(hint) == 1

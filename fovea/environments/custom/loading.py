@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -49,8 +50,22 @@ def checked_reward(function: object, name: str) -> RewardFunction:
     """The reward function itself; ConfigError for what cannot be called as one."""
     if not callable(function):
         raise ConfigError(f"reward={name} is {type(function).__name__}, no function; name one")
+    _check_not_trl(function, name)
     _check_call(function, ("task", "text", "images"), "reward", name)
     return function
+
+
+def _check_not_trl(function: Callable[..., object], name: str) -> None:
+    """ConfigError for a function of TRL's signature, whose parameters three positional arguments may fit."""
+    parameters: Collection[str] = ()
+    with suppress(ValueError):  # some functions written in C have no signature
+        parameters = inspect.signature(function).parameters
+    if "completions" in parameters:
+        raise ConfigError(
+            f"reward={name} takes `completions`, as TRL calls it, and is called here for one completion at a time; "
+            "write def reward(task, text, images), which returns a number: `text` is the completion, task.question "
+            "the prompt, and task.row has the further columns"
+        )
 
 
 def load_environment(settings: OwnEnvironment) -> Any:
