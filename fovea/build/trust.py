@@ -63,7 +63,7 @@ def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings with such a power in training alone, as `_powers` gives them."""
     engine, key = config.rollout.engine, "rollout.engine"
     if isinstance(engine, VllmServersEngine):
-        sent = "rows and weights" if engine.api_key_env is None else f"the key in {engine.api_key_env}"
+        sent = f"rows, weights and the key in {key}.weights_dir"
         yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
     if (python := getattr(engine, "python", None)) is not None:
         yield f"{key}.python", f"runs {key}.python={python}", f"{key}.python=ENV/bin/python"
