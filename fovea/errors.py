@@ -33,6 +33,9 @@ class SeveralErrors(FoveaError):
         super().__init__("\n".join(map(str, errors)))
         self.errors = tuple(errors)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errors,)
+
 
 class ConfigError(FoveaError, ValueError):
     """A setting that is unknown, out of range, or in conflict with another one."""

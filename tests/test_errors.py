@@ -13,7 +13,16 @@ import pytest
 from pydantic import BaseModel, PositiveInt, model_validator
 
 import fovea
-from fovea.errors import BadRowError, FoveaError, MicrobatchMemoryError, first_line, raised, result_or_error
+from fovea.errors import (
+    BadRowError,
+    ConfigError,
+    FoveaError,
+    MicrobatchMemoryError,
+    SeveralErrors,
+    first_line,
+    raised,
+    result_or_error,
+)
 from tests.tables import table
 
 MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
@@ -41,10 +50,11 @@ def all_errors() -> list[type[FoveaError]]:
 
 @table("kind", all_errors())
 def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
-    error = kind("the message", *MORE_ARGUMENTS.get(kind, ()))
+    first = [ConfigError("the message")] if kind is SeveralErrors else "the message"
+    error = kind(first, *MORE_ARGUMENTS.get(kind, ()))
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
-    assert (str(arrived), vars(arrived)) == ("the message", vars(error))
+    assert (str(arrived), repr(vars(arrived))) == ("the message", repr(vars(error)))
 
 
 class Section(BaseModel):

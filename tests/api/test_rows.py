@@ -138,7 +138,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no table": (3, r"rows: an object of type int holds no rows that can be read; give a pandas DataFrame"),
     "a file": (
         Path("data.csv"),
-        r"rows=\w+\('data\.csv'\) is no table but a text or a path; read the file, such as by",
+        r"environment\.train_files: no such file data\.csv; correct the path",
     ),
     "a row that is none": ([{"photo": png("red")}, 3], r"rows row 1 is of type int, not a mapping of columns"),
     "no such column": (

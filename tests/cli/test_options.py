@@ -22,6 +22,7 @@ from fovea.cli.doctor import Found, findings
 from fovea.cli.errors import with_options
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install
+from tests.saved import make_checkpoint
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +173,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkey
 
 def test_a_dry_run_finds_the_run_that_a_pattern_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("runs/shapes/checkpoints/step-0").mkdir(parents=True)
+    make_checkpoint(Path("runs/shapes"), 0)
     result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "run_dir=runs/{name}", "--dry-run")
     assert "run_dir=runs/shapes already holds a run; set resume=auto" in result.stderr
 
@@ -192,7 +193,7 @@ def test_a_dry_run_fails_where_the_run_would(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def score(task, text, images):\n    return undefined\n")
-    Path("taken/checkpoints/step-3").mkdir(parents=True)
+    make_checkpoint(Path("taken"), 3)
     result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, *words, "--dry-run")
     assert result.exit_code == 2
     assert message in result.stderr
@@ -309,7 +310,7 @@ def test_a_dry_run_says_that_few_pictures_make_large_shares(tmp_path: Path, monk
 def test_a_dry_run_reports_all_problems_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows([GOOD | {"image": "absent.png"}] * 9)
-    Path("taken/checkpoints/step-3").mkdir(parents=True)
+    make_checkpoint(Path("taken"), 3)
     words = ["model.device=cuda", "train.backend.name=megatron", "run_dir=taken", "model.lora={targets: [nothing]}"]
     result = fovea("train", "own.yaml", *words, "rollout.engine.name=vllm", "--dry-run")
     assert result.exit_code == 2

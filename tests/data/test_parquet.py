@@ -57,3 +57,14 @@ def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DataError, match=r"r\.parquet has values that do not fit into memory") as error:
         rows[0]
     assert not isinstance(error.value, BadRowError)
+
+
+def test_pictures_whose_dictionary_is_given_up_midway_are_read(tmp_path: Path) -> None:
+    """As those of Geometry3K are: the first ones are in a dictionary, which is full at some row."""
+    pictures = [[{"bytes": bytes([number % 251]) * 5_000, "path": None}] for number in range(500)]
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"images": pictures}), file)
+    rows = opened(str(file), tmp_path)
+    assert list(rows.column("images")) == pictures
+    assert [rows[number]["images"] for number in (0, 210, 499)] == [pictures[number] for number in (0, 210, 499)]
+    assert [opened(str(file), tmp_path)[499]["images"]] == pictures[499:]

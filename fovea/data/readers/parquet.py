@@ -25,7 +25,8 @@ COPIED_GROUP_BYTES = 1 << 22
 _COLUMN_ROWS = 1 << 16
 """Rows of one column that are decoded at a time."""
 _COPIED_ROWS = 256
-"""Most rows that a copy decodes at a time: nothing tells how long texts are that a file holds once."""
+"""Most rows that a copy, or a column of lists such as images, decodes at a time: nothing tells how long texts are that
+a file holds once."""
 PREFIXES = "DELTA_BYTE_ARRAY"
 """Encoding of texts by the prefix that they share with the one before."""
 _VALUE_BYTES = 8
@@ -71,8 +72,8 @@ class ParquetTable:
         self._file = _open(path, setting)
         if _largest_group(self._file) > MAX_GROUP_BYTES or _shares_prefixes(self._file.metadata):
             stamp = hashlib.sha256(f"{self.key} {path.stat()}".encode()).hexdigest()[:32]
-            copy = copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups)
-            self._file = _open(copy, setting, keep_equal_texts=False)
+            self._path = copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups)
+            self._file = _open(self._path, setting, keep_equal_texts=False)
         self.columns: Sequence[str] = self._file.schema_arrow.names
         sizes = (self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups))
         self._ends = list(itertools.accumulate(sizes))
@@ -96,13 +97,18 @@ class ParquetTable:
         return f"row {index}"
 
     def column(self, name: str) -> Iterable[object]:
-        for batch in self._batches(_COLUMN_ROWS, [name]):
+        nested = pa.types.is_nested(self._file.schema_arrow.field(name).type)
+        for batch in self._batches(_COPIED_ROWS if nested else _COLUMN_ROWS, [name]):
             # one after the other: equal values are kept once until then
             yield from (value.as_py() for value in batch.column(0))
 
     def _read(self, group: int, first: int) -> pa.Table:
         try:
-            return self._file.read_row_group(group, use_threads=False)
+            try:
+                return self._file.read_row_group(group, use_threads=False)
+            except pa.ArrowNotImplementedError:
+                self._reopen_plain()
+                return self._file.read_row_group(group, use_threads=False)
         except MemoryError as error:
             raise _too_large(self.name) from error
         except (pa.ArrowException, OSError) as error:
@@ -127,9 +133,22 @@ class ParquetTable:
             if group:
                 writer.write_table(pa.Table.from_batches(group))
 
+    def _reopen_plain(self) -> None:
+        """Read equal texts one by one: Arrow keeps none in a list or struct where the file gives its dictionary up."""
+        self._file = _open(self._path, self._setting, keep_equal_texts=False)
+
     def _batches(self, num_rows: int, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        num_read = 0
         try:
-            yield from self._file.iter_batches(batch_size=num_rows, columns=columns, use_threads=False)
+            try:
+                for batch in self._file.iter_batches(batch_size=num_rows, columns=columns, use_threads=False):
+                    yield batch
+                    num_read += len(batch)
+            except pa.ArrowNotImplementedError:
+                self._reopen_plain()
+                for batch in self._file.iter_batches(batch_size=num_rows, columns=columns, use_threads=False):
+                    yield batch[min(num_read, len(batch)) :]
+                    num_read = max(0, num_read - len(batch))
         except MemoryError as error:
             raise _too_large(self.name) from error
         except (pa.ArrowException, OSError) as error:
