@@ -49,7 +49,7 @@ def compute_of(
     scored_prompt = one_prompt if sizes.trains_vision else flops.prompt(lengths.prompt_tokens, ())
     scored = prompts * (scored_prompt + drawn) * scoring_passes(config)
     update = work.update_flops * num_networks(config)
-    running = _running_prompts(config, work, numerics, room)
+    running = decoding_prompts(config, work, numerics, room)
     decode = None if running is None else _decode_seconds(config, sizes, work, machine, numerics, running)
     prefill = _seconds(prompts * one_prompt, config, machine, roles.engines)
     return (
@@ -74,7 +74,7 @@ def _seconds(flops: float, config: Config, machine: Machine, gpus: int) -> float
     return None if peak is None else flops / (gpus * peak * TERA * config.plan.update_mfu)
 
 
-def _running_prompts(config: Config, work: Workload, numerics: Numerics, room: ServingRoom | None) -> int | None:
+def decoding_prompts(config: Config, work: Workload, numerics: Numerics, room: ServingRoom | None) -> int | None:
     """Prompts whose completions run at the same time on one engine; None where servers elsewhere generate."""
     engine = config.rollout.engine
     if isinstance(engine, EmbeddedEngine):

@@ -10,7 +10,7 @@ from fovea.config.backends import EmbeddedEngine, MegatronBackend
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.plan.activations import Numerics
-from fovea.plan.compute import Compute, compute_of
+from fovea.plan.compute import Compute, compute_of, decoding_prompts
 from fovea.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea.plan.machine import Machine, machine_of
 from fovea.plan.memory import PhaseMemory, phases_of, sized_by_memory
@@ -39,6 +39,8 @@ class RunPlan:
     """What an engine with weights of its own takes; None for the embedded one, and for servers."""
     batch_tokens: int | None
     """Tokens of the embedded engine's key-value cache; None for other engines."""
+    rows: int | None
+    """Completions that an engine decodes at once on average; None where servers elsewhere generate."""
     traffic: tuple[Moved, ...]
     compute: tuple[Compute, ...]
 
@@ -80,6 +82,7 @@ def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine 
     work = workload_of(config, sizes, roles)
     config = sized_by_memory(config, sizes, work, roles, numerics, machine.usable_bytes)
     room = serving_room(config, sizes, machine, roles, numerics)
+    prompts = decoding_prompts(config, work, numerics, room)
     return RunPlan(
         model=config.model.name,
         parameters=sizes.parameters,
@@ -91,6 +94,7 @@ def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine 
         on_host=held_states(config, sizes, roles.trainers, numerics).on_host,
         room=room,
         batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedEngine) else None,
+        rows=None if prompts is None else prompts * config.rollout.samples_per_prompt,
         traffic=traffic_of(config, sizes, work, roles, numerics),
         compute=compute_of(config, sizes, work, machine, roles, numerics, room),
     )

@@ -36,6 +36,8 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     cache_tokens = plan.batch_tokens if plan.room is None else plan.room.cache_tokens
     if cache_tokens is not None:
         yield Text(f"the key-value cache of an engine has room for {cache_tokens:,} tokens")
+    if plan.rows is not None:
+        yield Text(f"completions that an engine decodes at once, on average: {plan.rows:,}")
     yield _work(plan)
     if plan.traffic:
         yield _traffic(plan)

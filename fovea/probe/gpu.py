@@ -95,6 +95,8 @@ def expected(config: Config, rates: Rates) -> Iterator[str]:
     rollout = plan.compute[0]
     tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * plan.lengths.completion_tokens
     assert rollout.seconds is not None, "measured rates are known"
+    if plan.rows is not None:
+        yield f"rollout: {plan.rows:,} completions at once on average"
     yield (
         f"rollout: {tokens / rollout.seconds:,.0f} tokens/s at {config.plan.decode_bandwidth_frac:.0%} of the measured "
         "bandwidth (plan.decode_bandwidth_frac)"
