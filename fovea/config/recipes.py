@@ -14,8 +14,8 @@ import yaml
 
 from fovea.config.base import Tree
 from fovea.config.type_text import show
-from fovea.errors import ConfigError, DataError
-from fovea.utils.bounded import MIB, read_file
+from fovea.errors import ConfigError
+from fovea.utils.bounded import MIB
 
 COMMAND_LINE, ARGUMENTS = "command line", "arguments"
 Override: TypeAlias = str | Tree
@@ -93,15 +93,16 @@ for _class in (_Loader, _Dumper):
 def read_recipe(recipe: Path) -> Tree:
     """One YAML file."""
     try:
-        content = read_file(recipe, max_mib=MAX_MIB)
+        with recipe.open("rb") as file:  # the user's own word, which may be a pipe
+            content = file.read(MAX_MIB * MIB + 1)
     except FileNotFoundError:
         raise ConfigError(f"{recipe}: no such recipe; {_near_recipes(recipe)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{recipe}: a folder, no recipe; {_near_recipes(recipe / 'any')}") from None
-    except DataError as error:
-        raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); give a YAML file") from None
+    if len(content) > MAX_MIB * MIB:
+        raise ConfigError(f"{recipe}: larger than {MAX_MIB} MiB, which no recipe is; give a YAML file of settings")
     tree = read_yaml(content, str(recipe))
     if not isinstance(tree, dict):
         seen = "it is empty" if tree is None else f"it holds {show(tree)}"

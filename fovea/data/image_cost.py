@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import islice
 from typing import Literal
 
 MAX_SCANS = 100
@@ -19,6 +18,9 @@ MAX_SIDE_PX = 100_000
 BYTES_PER_PIXEL = 12
 """Memory of decoding per pixel of `data.max_image_megapixels`: RGBA, its copy and the result."""
 _BIG_TIFF = 43
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+"""Begin of a segment of a JPEG with a length, or its end: pixels are coded without such bytes."""
+_JPEG_END, _JPEG_SCAN = b"\xff\xd9", b"\xff\xda"
 _FILL = {b"\xff\xff": 1, b"\xff\x00": 2}
 """Bytes between the segments of a JPEG that Pillow skips, one call for each."""
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
@@ -52,17 +54,27 @@ def _costly_png(content: bytes) -> str | None:
 
 
 def _costly_jpeg(content: bytes) -> str | None:
-    # pixels are coded without the bytes of a marker
-    scans = len(list(islice(re.finditer(rb"\xff\xda", content), MAX_SCANS + 1)))
-    if scans > MAX_SCANS:
-        return f"the file has more than {MAX_SCANS} scans, each of which takes the time of all pixels"
     place = len(_JPEG)
     for _ in range(MAX_PARTS):
         marker = content[place : place + 2]
-        if marker[:1] != b"\xff" or marker == b"\xff\xda":
-            return None
+        if marker[:1] != b"\xff" or marker == _JPEG_SCAN:
+            return _costly_scans(content, place)
         place += _FILL.get(marker) or 2 + int.from_bytes(content[place + 2 : place + 4])
     return f"the file has more than {MAX_PARTS} segments before its pixels"
+
+
+def _costly_scans(content: bytes, place: int) -> str | None:
+    """The problem with the scans from a place on; what follows the end of the picture, as a film does, is not read."""
+    scans = 0
+    for _ in range(MAX_PARTS):
+        marker = _MARKER.search(content, place)
+        if marker is None or marker[0] == _JPEG_END:
+            return None
+        scans += marker[0] == _JPEG_SCAN
+        if scans > MAX_SCANS:
+            return f"the file has more than {MAX_SCANS} scans, each of which takes the time of all pixels"
+        place = marker.end() + int.from_bytes(content[marker.end() : marker.end() + 2])
+    return f"the file has more than {MAX_PARTS} segments"
 
 
 def _costly_tiff(content: bytes) -> str | None:

@@ -145,7 +145,8 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
         # the hub's cache holds a snapshot as links into the folder of its repository
-        root = base.parents[2] if base.parents[1].name == "snapshots" else base.parent
+        snapshot = base.parent.resolve()
+        root = snapshot.parents[1] if snapshot.parent.name == "snapshots" else snapshot
         (folder / VIDEO_PROCESSOR_FILE).write_bytes(read_file(base, within=root))
         return
     shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}

@@ -15,6 +15,8 @@ from fovea.errors import DataError
 Fingerprint: TypeAlias = Mapping[str, str]
 LIBRARY = "library "
 """Beginning of the names of library versions."""
+IMPORT = ", its import "
+"""Middle of the names of modules that the user's code imports; a new import is a change of the code as well."""
 MAX_NAMED = 3
 """Changes that a message names; of the others it gives the number."""
 
@@ -50,6 +52,8 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[Change]:
         Change(name=name, before=before.get(name), now=now.get(name))
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
+        # checkpoints of earlier versions do not have them
+        and not (IMPORT in name and name not in before)
     ]
 
 

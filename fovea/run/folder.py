@@ -33,6 +33,9 @@ from fovea.utils.shown_text import tree_without_secrets
 ERRORS_OF_THE_USER = (ConfigError, DataError, ScoreError)
 """Errors after which something is corrected and the run started anew: in settings, rows or a reward."""
 
+OF_TRACKERS = ("wandb", "swanlog", "mlruns")
+"""Folders that trackers fill, W&B with links into its cache; nothing of theirs is read."""
+
 
 @contextmanager
 def open_run_folder(config: Config) -> Iterator[Config]:
@@ -49,7 +52,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
             held.enter_context(locked(folder))
             if is_new:
                 held.push(partial(_delete_after, folder, config))
-            check_tree(folder)
+            check_tree(folder, OF_TRACKERS)
             check_run(folder, config)
             write_atomically(folder / CONFIG_FILE, dump_config(config).encode())
         except OSError as error:

@@ -36,7 +36,7 @@ from fovea.environments.custom.importing import imported_files
 from fovea.environments.custom.loading import FROM_PYTHON, name_of
 from fovea.errors import DataError
 from fovea.run.context import Sources
-from fovea.run.fingerprint import LIBRARY, Fingerprint
+from fovea.run.fingerprint import IMPORT, LIBRARY, Fingerprint
 from fovea.types import ImageRef, Task
 
 MAX_FILE_BYTES = 2**30
@@ -152,7 +152,7 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
             yield f"code of {setting}={spec}", checksum(file, MAX_FILE_BYTES)
             for module in imported_files(file):
                 place = os.path.relpath(module, file.resolve().parent)
-                yield f"code of {setting}={spec}, its import {place}", checksum(module, MAX_FILE_BYTES)
+                yield f"code of {setting}={spec}{IMPORT}{place}", checksum(module, MAX_FILE_BYTES)
     if given.environment is not None:
         yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
     if given.reward is not None:

@@ -141,6 +141,11 @@ class ParityReading:
     def passed(self) -> bool:
         return self.violation is None
 
+    @property
+    def push_violation(self) -> Violation | None:
+        """The first broken rule of those that a few tokens can tell: on the mean, and on known faults."""
+        return self._mean_violation() or self._fault_violation()
+
     def _mean_violation(self) -> Violation | None:
         kind = self.worst
         if kind.mean_abs <= self.limit:
@@ -195,7 +200,7 @@ def nan_as_infinity(value: float) -> float:
 
 def parity_failure(reading: ParityReading) -> str:
     """Error message of a reading that breaks a rule."""
-    broken = reading.violation
+    broken = reading.push_violation or reading.violation
     assert broken is not None, "no rule is broken"
     kind, token = broken.kind, broken.kind.worst
     return (

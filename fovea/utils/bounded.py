@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -74,9 +74,13 @@ def check_inside(path: Path, folder: Path) -> None:
         )
 
 
-def check_tree(folder: Path) -> None:
-    """DataError for a link in a folder that leads out of it, and for what is neither a file nor a folder."""
+def check_tree(folder: Path, not_below: Collection[str] = ()) -> None:
+    """DataError for a link in a folder that leads out of it, and for what is neither a file nor a folder.
+
+    Folders of the names `not_below`, which others fill, are not entered.
+    """
     for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in not_below]
         for path in (Path(parent, name) for name in (*folders, *files)):
             kind = stat.S_IFMT(path.lstat().st_mode)
             if kind == stat.S_IFLNK:

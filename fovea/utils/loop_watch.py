@@ -48,8 +48,8 @@ class LoopWatch:
             self._send()
 
     def _start(self) -> None:
-        # the end of a loop cancels its tasks
-        if self._beats is None or self._beats.done():
+        # the end of a loop cancels its tasks; a debugger stops it for as long as somebody reads
+        if (self._beats is None or self._beats.done()) and not _is_debugged():
             exit_on_sigquit()
             # a session of its own: Ctrl-C in a terminal is for the run
             process = subprocess.Popen(
@@ -62,13 +62,20 @@ class LoopWatch:
 
     async def _beat(self, process: subprocess.Popen[bytes]) -> None:
         with process:
-            while True:
-                self._send()
-                await asyncio.sleep(BEAT_SECONDS)
+            try:
+                while True:
+                    self._send()
+                    await asyncio.sleep(BEAT_SECONDS)
+            finally:
+                self._pipe = -1  # its number may be another file's once it is closed
 
     def _send(self) -> None:
         with suppress(OSError):  # a watcher that was killed, or is stopped: the run goes on unwatched
             os.write(self._pipe, b"+" if self._num_calls else b"-")
+
+
+def _is_debugged() -> bool:
+    return sys.gettrace() is not None or not sys.modules.keys().isdisjoint({"debugpy", "pydevd"})
 
 
 @cache

@@ -479,3 +479,12 @@ def test_a_class_of_a_file_stands_for_a_section(tmp_path: Path) -> None:
     assert load_config([recipe], overrides).environment == from_recipe
     with pytest.raises(ConfigError, match="environment"):
         load_config([recipe], ["environment=geo3k"])
+
+
+def test_a_recipe_may_come_through_a_pipe(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from fovea.config.recipes import read_recipe; "
+    code += "print(read_recipe(Path('/dev/stdin')))"
+    done = subprocess.run([sys.executable, "-c", code], input="seed: 7\n", capture_output=True, text=True, check=False)
+    assert done.stdout == "{'seed': 7}\n", done.stderr
+    (tmp_path / "large.yaml").write_bytes(b"#" * 2**21)
+    assert "larger than 1 MiB" in error_of([tmp_path / "large.yaml"])

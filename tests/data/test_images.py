@@ -408,6 +408,8 @@ def test_a_picture_that_costs_more_than_its_pixels_is_refused_unopened(content: 
 def test_scans_chunks_pages_and_tiles_of_usual_files_are_no_matter() -> None:
     for content in (
         with_scans(50),
+        # a phone's picture with a film behind it, whose bytes may be anything
+        with_scans(3) + b"\xff\xda\0\2" * 300,
         with_chunks(100),
         with_segments(20),
         with_fill(9),

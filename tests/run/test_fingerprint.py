@@ -241,3 +241,10 @@ def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> N
         "file of the model config.json": tmp_path / "policy" / "config.json",
         "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",
     }
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_imports() -> None:
+    name = "code of reward=mine.py:score, its import helper.py"
+    assert not changes({}, {name: "1"})
+    assert changes({name: "1"}, {name: "2"})
+    assert changes({name: "1"}, {})

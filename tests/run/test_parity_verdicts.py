@@ -96,3 +96,11 @@ def test_the_line_of_a_run_lists_what_it_cannot_tell() -> None:
     faults = fault_of(1e-6, 0.5, name="a"), fault_of(1e-6, 2e-6, name="b"), fault_of(1e-6, 1e-6, name="c")
     line = summary_line(reading_of(1e-6, 1e-6, *faults))
     assert line == "engine and trainer agree (1e-06, limit 0.1; cannot tell: c, b; parity.json)"
+
+
+def test_few_tokens_after_a_push_are_judged_by_mean_and_stale_weights_only() -> None:
+    """Images that differ a little more than texts are the gate's to judge, by more prompts."""
+    reading = reading_of(0.03, 0.0, fault_of(0.03, 0.02, sigmas=1.0), dtype="bfloat16")
+    assert not reading.passed
+    assert reading.push_violation is None
+    assert reading_of(0.0, 0.0, fault_of(0.3, 0.001)).push_violation is not None

@@ -60,3 +60,13 @@ def test_sparse_files_take_no_memory(tmp_path: Path) -> None:
         read_file(file, max_mib=1)
     with pytest.raises(DataError, match=r"sparse has a line of more than 16 MiB"):
         list(read_lines(file))
+
+
+def test_a_trackers_folder_may_hold_links(tmp_path: Path) -> None:
+    """W&B links its logs into its cache; what it has there is read by nobody."""
+    logs = tmp_path / "wandb" / "run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to("/root/.cache/wandb/core.log")
+    check_tree(tmp_path, ["wandb"])
+    with pytest.raises(DataError, match="leads out of"):
+        check_tree(tmp_path)

@@ -6,9 +6,11 @@ The package `datasets` (extra `hub`) maps Arrow files into memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import datasets
@@ -29,7 +31,7 @@ def _beside(pattern: str, **options: Any) -> Any:
     return fsspec.core.url_to_fs(pattern, **options)
 
 
-datasets.data_files.url_to_fs = _beside
+_LOADING = Lock()
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -66,9 +68,21 @@ def open_dataset(name: str, split: str | None, setting: str) -> DatasetTable:
             found = datasets.load_from_disk(str(folder))
         else:
             path, _, config = (str(folder), "", "") if is_local else name.partition(":")
-            found = datasets.load_dataset(path, config or None)
+            with _without_addresses():
+                found = datasets.load_dataset(path, config or None)
     root = str(folder) if is_local else str(Path(datasets.config.HF_CACHE_HOME).expanduser())
     return DatasetTable(_split_of(found, split, name, setting), f"{name}@{split}" if split else name, root)
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """Block in which the patterns of a README are `_beside` it; the user's own calls of `datasets` are free."""
+    with _LOADING:
+        datasets.data_files.url_to_fs = _beside
+        try:
+            yield
+        finally:
+            datasets.data_files.url_to_fs = fsspec.core.url_to_fs
 
 
 def _unreadable(name: str, setting: str, error: Exception) -> DataError:
