@@ -27,6 +27,8 @@ SAVED = "the run is saved"
 """What KeyboardInterrupt tells of a run that has ended by its own account."""
 RESUMABLE = "resume=auto continues from the last checkpoint, if there is one"
 """The same of a run that was ended on its way."""
+SAME_SIGNAL_SECONDS = 0.2
+"""A signal that comes again within this time is the same one, delivered twice."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,6 +40,7 @@ class Stop:
     started: float = field(default_factory=perf_counter)
     """`perf_counter` from which the hours are counted."""
     received: signal.Signals | None = None
+    _received_at: float = 0.0
     _in_steps: bool = False
 
     @property
@@ -70,9 +73,11 @@ class Stop:
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
+        if number == self.received and perf_counter() - self._received_at < SAME_SIGNAL_SECONDS:
+            return  # the kernel sends the end of a launcher to several threads
         if not self._in_steps or self.received is not None:
             _end(signal.Signals(number), RESUMABLE)
-        self.received = signal.Signals(number)
+        self.received, self._received_at = signal.Signals(number), perf_counter()
         _write(f"{self.received.name}: the run ends after this step, when it is saved; a second signal ends it at once")
 
 
