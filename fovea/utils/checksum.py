@@ -46,9 +46,13 @@ def value_hash(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_hashes(*groups: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of groups of hashes, all read in one copy, which is all that the host waits for."""
+    """The numbers of groups of hashes, read in one copy for each of their devices, for which the host waits."""
     hashes = [each for group in groups for each in group]
-    numbers = iter(torch.stack([each.to(hashes[0].device) for each in hashes]).tolist() if hashes else [])
+    found: dict[int, int] = {}
+    for device in dict.fromkeys(each.device for each in hashes):
+        places = [place for place, each in enumerate(hashes) if each.device == device]
+        found |= zip(places, torch.stack([hashes[place] for place in places]).tolist(), strict=True)
+    numbers = iter([found[place] for place in range(len(hashes))])
     return [list(islice(numbers, len(group))) for group in groups]
 
 

@@ -43,6 +43,8 @@ from fovea.types import Completion, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 
 DEFAULT_TUNING = Tuning()
+PREFILL_PASSES = 2
+"""Forward passes' tokens of prompts that are admitted at once."""
 
 
 class EmbeddedEngine:
@@ -284,9 +286,14 @@ class EmbeddedEngine:
         self._may_approximate = not any(request.sampling.exact for request in self._running)
 
     def _take_fitting(self, cache: Cache) -> list[QueuedRequest]:
-        """Take the requests at the head of the queue that fit the cache."""
+        """Take the requests at the head of the queue that fit the cache, as many as are prefilled at once."""
         fitting: list[QueuedRequest] = []
+        new_tokens = 0
         while self._queue and not self._full:
+            # features and states of all these prompts are in memory together
+            new_tokens += self._queue[0].request.prompt.num_tokens - self._queue[0].first_new_token
+            if fitting and new_tokens > PREFILL_PASSES * self._tuning.pass_tokens:
+                break
             # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
             self._full = not cache.fits([*fitting, self._queue[0]])
             if not self._full:
@@ -347,9 +354,14 @@ class EmbeddedEngine:
         """KV cache of finished rows that another turn may continue, by the id of the row object."""
         kept = [index for index in finished if batch.rows[index].request.request.keep]
         stored = batch.num_stored(kept) if kept else []
-        return {
-            id(batch.rows[index]): cache.copy_row(index, tokens) for index, tokens in zip(kept, stored, strict=True)
-        }
+        copies: dict[int, list[Tensor]] = {}
+        room = self._memory.kept_tokens
+        for index, tokens in zip(kept, stored, strict=True):
+            room -= batch.rows[index].request.request.prompt.num_tokens + tokens
+            if room < 0:  # the next turn of the others is prefilled from its beginning
+                break
+            copies[id(batch.rows[index])] = cache.copy_row(index, tokens)
+        return copies
 
     def _keep(self, finished: RemovedRow, layers: Sequence[Tensor] | None) -> None:
         """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""

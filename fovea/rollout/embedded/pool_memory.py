@@ -21,6 +21,8 @@ POOL_FRAC = 0.8
 """Share of the free memory that a pool takes by default; the rest is for prefill, sampling and kept turns."""
 SPARE_FRAC = 0.1
 """Share of the GPU that an update leaves free beside a pool that stays, since the next one may take more."""
+MEASURED_UPDATES = 2
+"""Updates that are measured before a pool stays: one may have had no signal, and so no states of the optimizer yet."""
 KEPT_PART = 8
 """A pool of the default size leaves kept turns an eighth of its tokens."""
 
@@ -47,8 +49,8 @@ class PoolMemory:
         self._device, self._max_batch_tokens, self._copied_bytes = device, max_batch_tokens, copied_bytes
         self.tokens = self.kept_tokens = 0
         """Tokens of the KV cache, and most tokens of the turns that are kept beside it; 0 before `size`."""
-        self._pool_bytes = self._beside_update = 0
-        """Size of the pool, and how large it may be to stay, as the last update left memory."""
+        self._pool_bytes = self._beside_update = self._num_updates = 0
+        """Size of the pool, how large it may be to stay as the largest update left memory, and updates measured."""
         self._told: bool | None = None
 
     def size(self, token_bytes: int) -> None:
@@ -71,12 +73,17 @@ class PoolMemory:
         if memory is not None:
             free, total = memory
             held = (self._pool_bytes + self._copied_bytes) * stayed
-            self._beside_update = free - int(SPARE_FRAC * total) + held - self._copied_bytes
+            # less where it stayed, so that the memory of its graphs does not change the decision back and forth
+            spare = int(SPARE_FRAC * total) // (2 if stayed else 1)
+            beside = free - spare + held - self._copied_bytes
+            # an update without signal takes next to nothing, and the one after it what it always did
+            self._beside_update = min(beside, self._beside_update) if self._num_updates else beside
+            self._num_updates += 1
 
     @property
     def stays(self) -> bool:
-        """Whether the pool stays during the next update; not during the first, which has not been measured."""
-        return 0 < self._pool_bytes <= self._beside_update
+        """Whether the pool stays during the next update; not before some have been measured."""
+        return self._num_updates >= MEASURED_UPDATES and 0 < self._pool_bytes <= self._beside_update
 
     def _tell(self) -> None:
         if self._told != self.stays:
