@@ -23,12 +23,14 @@ from time import perf_counter
 from types import FrameType
 from typing import NoReturn
 
+from fovea.utils.launch import is_of_torchrun
+
 SAVED = "the run is saved"
 """What KeyboardInterrupt tells of a run that has ended by its own account."""
 RESUMABLE = "resume=auto continues from the last checkpoint, if there is one"
 """The same of a run that was ended on its way."""
 SAME_SIGNAL_SECONDS = 0.2
-"""A signal that comes again within this time is the same one, delivered twice."""
+"""A signal of torchrun's end that comes again within this time is the same one, delivered twice."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -73,8 +75,9 @@ class Stop:
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
-        if number == self.received and perf_counter() - self._received_at < SAME_SIGNAL_SECONDS:
-            return  # the kernel sends the end of a launcher to several threads
+        is_new = perf_counter() - self._received_at > SAME_SIGNAL_SECONDS or not is_of_torchrun()
+        if number == self.received and not is_new:
+            return  # the kernel tells the end of torchrun to several threads
         if not self._in_steps or self.received is not None:
             _end(signal.Signals(number), RESUMABLE)
         self.received, self._received_at = signal.Signals(number), perf_counter()

@@ -51,17 +51,22 @@ def signal_at_end_of_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def is_of_torchrun() -> bool:
+    """True if torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def end_with_torchrun(number: int = signal.SIGKILL) -> None:
     """Have this process get a signal when torchrun, if it has started this one, is killed."""
     # of the processes of other launchers the parent may be a script that ends before them
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_of_torchrun():
         signal_at_end_of_parent(number)
 
 
 def check_torchrun() -> None:
     """End with torchrun from here on; ClusterError if it was killed before."""
     end_with_torchrun()
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if is_of_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         try:
             socket.create_connection(address, timeout=KNOCK_SECONDS).close()
