@@ -45,11 +45,11 @@ from fovea.models.transformers_versions import load_config
 from fovea.train.megatron.adapters import add_adapters
 from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows
 from fovea.train.megatron.parallel import Place
+from fovea.train.model_division import MIXTURE, check_division
 from fovea.utils.config_keys import check_config_keys
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
-MIXTURE = "qwen3_vl_moe"
 NOT_ON_A_CPU = (
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
@@ -103,41 +103,6 @@ def _make_linears_empty(network: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             shape, dtype = module.weight.shape, module.weight.dtype
             module.weight = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape))
-
-
-def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
-    """ConfigError where the model cannot be divided so: evenly, by the config of its language model."""
-    tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    check_experts(family, settings)
-    divided = {
-        "experts": (getattr(text, "num_experts", 0), "expert_parallel_size", settings.expert_parallel_size),
-        "attention heads": (text.num_attention_heads, "tensor_parallel_size", tensor),
-        "key-value heads": (text.num_key_value_heads, "tensor_parallel_size", tensor),
-        "vocabulary entries": (text.vocab_size, "tensor_parallel_size", tensor),
-        "layers": (text.num_hidden_layers, "pipeline_parallel_size", pipeline),
-    }
-    for what, (number, setting, parts) in divided.items():
-        if number % parts:
-            raise ConfigError(
-                f"train.backend.{setting}={parts} does not divide the model's {number} {what}; set it to a divisor"
-            )
-
-
-def check_experts(family: str, settings: MegatronBackend) -> None:
-    """ConfigError where there are no experts to deal, or each GPU of a tensor group would have all of them."""
-    tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
-    if family != MIXTURE:
-        if experts > 1:
-            raise ConfigError(
-                f"train.backend.expert_parallel_size={experts}, but a {family} has no experts; set it to 1"
-            )
-        return
-    if tensor > 1 and (experts % tensor or not settings.sequence_parallel):
-        raise ConfigError(
-            f"train.backend.tensor_parallel_size={tensor}, but a {family} is split so only with its tokens and experts "
-            f"divided among the same GPUs; set train.backend.sequence_parallel=true and "
-            f"train.backend.expert_parallel_size to a multiple of {tensor}, or tensor_parallel_size to 1"
-        )
 
 
 class MegatronModel:
