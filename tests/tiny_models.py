@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,17 @@ def with_dense_layer(parts: TinyParts) -> TinyParts:
     """A model with experts like this one, but with an MLP for all tokens in its second layer; new weights."""
     config = copy.deepcopy(parts.network.config)
     config.text_config.mlp_only_layers = [1]
+    return _of_config(parts, config)
+
+
+def with_deepstack(parts: TinyParts, layers: Sequence[int]) -> TinyParts:
+    """A Qwen3-VL like this one whose decoder gets the features of these vision layers; new weights."""
+    config = copy.deepcopy(parts.network.config)
+    config.vision_config.deepstack_visual_indexes = list(layers)
+    return _of_config(parts, config)
+
+
+def _of_config(parts: TinyParts, config: Any) -> TinyParts:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return TinyParts(network=type(parts.network)(config).eval(), processor=parts.processor)

@@ -29,7 +29,7 @@ from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError
 from fovea.models.load import pick_device
-from fovea.models.outgoing import outgoing
+from fovea.models.outgoing import in_layout_of_files, outgoing
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.rollout.base import Engine
@@ -127,6 +127,8 @@ def make_megatron_worker(config: Config, model: Model, processor: Processor) -> 
 def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTaker], call: Caller) -> StreamedWeights:
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
     weights = policy.outgoing if takes_adapters(config) else policy.outgoing_merged
+    if has_own_weights(config):
+        return StreamedWeights(lambda: in_layout_of_files(weights()), policy.dtype, takers, call)
     return StreamedWeights(weights, policy.dtype, takers, call)
 
 

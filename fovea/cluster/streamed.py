@@ -59,7 +59,7 @@ class StreamedWeights:
             taker.begin({weight.name: weight.shape for weight in sent})
         hashes: list[Tensor] = []
         for weight in sent:
-            tensor = full(weight.tensor(), self._dtype)
+            tensor = full(weight.tensor(), self._dtype).contiguous()
             hashes += [bit_hash(tensor)] if self._takers else []
             for taker in self._takers:
                 taker.take(weight.name, tensor)

@@ -36,8 +36,7 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
         "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
         and "it computes whole layers again (full) or none",
-        "train.variable_seq_lengths=false": not train.variable_seq_lengths
-        and "its rows are padded to the longest of a micro-batch",
+        "train.variable_seq_lengths=false": not train.variable_seq_lengths and "its rows are packed without padding",
     }
     for setting, reason in refused.items():
         if reason:

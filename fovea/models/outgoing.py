@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from fovea.models.save import in_hub_layout, is_turned
 from fovea.models.trainable import adapted_weights, factored_weights, merged
 from fovea.types import Shape
 
@@ -47,3 +48,14 @@ def outgoing_merged(network: nn.Module) -> Iterator[OutgoingWeight]:
         OutgoingWeight(name=name, parameter=parameter, adapter=adapter)
         for name, parameter, adapter in adapted_weights(network)
     )
+
+
+def in_layout_of_files(weights: Iterable[OutgoingWeight]) -> Iterator[OutgoingWeight]:
+    """The same weights as files of the hub hold them, for engines of other packages, which load those."""
+    return (_turned(weight) if is_turned(weight.name) else weight for weight in weights)
+
+
+def _turned(weight: OutgoingWeight) -> OutgoingWeight:
+    # detached, since a view of a weight under training has a gradient function
+    view = in_hub_layout(weight.parameter.detach())
+    return replace(weight, parameter=view.requires_grad_(weight.is_trained))

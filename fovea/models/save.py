@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fovea.models.model_files import no_progress_bar
@@ -18,6 +19,16 @@ from fovea.types import Weights
 EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of Qwen3-VL-MoE's experts, which files hold as [experts, inputs, outputs]. transformers 5 holds
 [experts, outputs, inputs], reads both and writes its own; vLLM, SGLang and LMDeploy read that of the files alone."""
+
+
+def is_turned(name: str) -> bool:
+    """Whether files of the hub hold a weight in another layout than this transformers does."""
+    return name.endswith(EXPERTS) and not OLD
+
+
+def in_hub_layout(experts: Tensor) -> Tensor:
+    """A view [experts, inputs, outputs] of such a weight."""
+    return experts.transpose(1, 2)
 
 
 def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> PreTrainedModel:
@@ -49,13 +60,16 @@ def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = Non
     plain.generation_config = copy.deepcopy(vlm.network.generation_config)
     assert plain.generation_config is not None
     plain.generation_config.suppress_tokens = list(vlm.banned_ids) or None
-    tensors = plain.state_dict()
-    experts = {
-        name: x.transpose(1, 2).contiguous() for name, x in tensors.items() if name.endswith(EXPERTS) and not OLD
-    }
+    save_in_hub_layout(plain, folder)
+
+
+def save_in_hub_layout(network: PreTrainedModel, folder: Path) -> None:
+    """Write config and weights of an unmodified transformers model as the hub's files hold them."""
+    tensors = network.state_dict()
+    experts = {name: in_hub_layout(x).contiguous() for name, x in tensors.items() if is_turned(name)}
     with no_progress_bar():
         if experts:
             # transformers would turn them back again
-            plain.save_pretrained(folder, state_dict=tensors | experts, save_original_format=False)
+            network.save_pretrained(folder, state_dict=tensors | experts, save_original_format=False)
         else:
-            plain.save_pretrained(folder)
+            network.save_pretrained(folder)

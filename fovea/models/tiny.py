@@ -20,6 +20,7 @@ from fovea.config.run import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
 from fovea.models.model_files import no_progress_bar
 from fovea.models.processor import Processor, make_processor, token_id
+from fovea.models.save import save_in_hub_layout
 from fovea.models.tokenizer_files import save_tokenizer
 from fovea.models.transformers_versions import SPECIAL_TOKENS_KEY, rope_fields
 from fovea.utils.files import atomic_folder
@@ -93,8 +94,8 @@ def save_tiny(parts: TinyParts, folder: Path) -> None:
     """Write a Hugging Face model folder; an existing `folder` is replaced by a complete one."""
     shutil.rmtree(folder, ignore_errors=True)
     with atomic_folder(folder) as partial, no_progress_bar():
-        for part in (parts.network, parts.processor.image_processor):
-            part.save_pretrained(partial)
+        save_in_hub_layout(parts.network, partial)
+        parts.processor.image_processor.save_pretrained(partial)
         save_tokenizer(parts.processor.tokenizer, partial)
 
 
@@ -211,6 +212,8 @@ def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dic
             "moe_intermediate_size": settings.intermediate_size,
             "num_experts": settings.num_experts,
             "num_experts_per_tok": settings.experts_per_token,
+            # as the hub's configs: transformers always scales to 1, and vLLM does where this says so
+            "norm_topk_prob": True,
         }
     return experts | {
         "vocab_size": len(tokenizer),

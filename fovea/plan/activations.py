@@ -97,7 +97,7 @@ def _layer_bytes(sizes: ModelSizes, row: RowShape, numerics: Numerics, outputs: 
     norm = sizes.width * numerics.norm_saves + FLOAT
     # the norm of the input, and its output, which the projections read
     before = row.tokens * (norm + sizes.width * width)
-    if _norms_heads(sizes):
+    if norms_heads(sizes):
         before += row.tokens * ((queries + keys) * numerics.norm_saves + FLOAT * (shape.num_heads + shape.num_kv_heads))
     # the output projection's input, the second norm and its output, and the MLP
     after = outputs * (queries * width + norm + (sizes.width + mlp.saved) * width)
@@ -140,7 +140,8 @@ def _saved_by_attention(sizes: ModelSizes, row: RowShape, numerics: Numerics) ->
     return row.tokens * (queries * width + log_sums) + gathered
 
 
-def _norms_heads(sizes: ModelSizes) -> bool:
+def norms_heads(sizes: ModelSizes) -> bool:
+    """True if queries and keys have norms of each head."""
     fast = sizes.family.fast_path
     return bool(getattr(fast, "normed_heads", False))
 

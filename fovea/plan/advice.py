@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from fovea.config.backends import ServingEngine, SglangEngine, VllmEngine
+from fovea.config.backends import MegatronBackend, ServingEngine, SglangEngine, VllmEngine
 from fovea.config.base import Tree, over
 from fovea.config.run import Config
 from fovea.errors import ConfigError, TrainError
@@ -20,6 +20,8 @@ STEP_TOKENS = 1024
 SHARES = tuple(each / 20 for each in range(2, 20))
 """Shares of a GPU that an engine may be given."""
 MOST_GPUS = 512
+TENSOR_SIZES = (2, 4, 8)
+"""GPUs of a machine that a layer may be split over."""
 
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -129,6 +131,8 @@ def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
     yield _cache(config, planned)
     backend = train.backend
     yield Change.of("train.backend.logits_mib", [mib for mib in (256, 128, 64) if mib < backend.logits_mib])
+    if isinstance(backend, MegatronBackend):
+        yield from _divided_further(backend)
     fewer_replicas = [n for n in range(backend.replicas - 1, 0, -1) if backend.replicas % n == 0]
     yield Change.of("train.backend.replicas", fewer_replicas)
     yield _apart(config, machine.gpus)
@@ -144,6 +148,15 @@ def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
     yield Change.of("plan.gpus", [gpus for gpus in more if gpus <= MOST_GPUS])
     if model.lora is None:
         yield Change.of("model.lora.rank", [16])
+
+
+def _divided_further(backend: MegatronBackend) -> Iterator[Change]:
+    """Optimizer states in the host's memory, and layers over more GPUs, with their tokens."""
+    if not backend.optimizer_offload:
+        yield Change.of("train.backend.optimizer_offload", [True])
+    place, now = "train.backend", backend.tensor_parallel_size
+    sizes = [each for each in TENSOR_SIZES if each > now or (each == now and not backend.sequence_parallel)]
+    yield Change(tries=[{f"{place}.tensor_parallel_size": each, f"{place}.sequence_parallel": True} for each in sizes])
 
 
 def _cache(config: Config, planned: RunPlan) -> Change:

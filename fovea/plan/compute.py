@@ -45,9 +45,11 @@ def compute_of(
     one_prompt = flops.prompt(lengths.prompt_tokens, work.images)
     drawn = completions * flops.completion(lengths.completion_tokens, lengths.prompt_tokens)
     rollout = prompts * (one_prompt + drawn)
-    # features of a frozen tower are cached
-    scored_prompt = one_prompt if sizes.trains_vision else flops.prompt(lengths.prompt_tokens, ())
-    scored = prompts * (scored_prompt + drawn) * scoring_passes(config)
+    # features of a frozen tower are cached, but under Megatron, where each completion has a copy of its prompt too
+    cached = not (sizes.trains_vision or roles.is_divided)
+    scored_prompt = flops.prompt(lengths.prompt_tokens, ()) if cached else one_prompt
+    copies = completions if roles.is_divided else 1
+    scored = prompts * (copies * scored_prompt + drawn) * scoring_passes(config)
     update = work.update_flops * num_networks(config)
     running = decoding_prompts(config, work, numerics, room)
     decode = None if running is None else _decode_seconds(config, sizes, work, machine, numerics, running)

@@ -23,7 +23,8 @@ from fovea.plan.activations import Numerics
 from fovea.plan.machine import GIB, Machine
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.roles import Roles
-from fovea.plan.states import CRITIC, ENGINE, PARAMETERS, REFERENCE, held_states
+from fovea.plan.states import CRITIC, ENGINE, PARAMETERS, REFERENCE
+from fovea.plan.trainer import held_states
 from fovea.plan.walk import Bytes
 
 CACHE = "key-value cache"
@@ -91,7 +92,7 @@ def serving_room(
     token = token_bytes(sizes, numerics) // min(shards, sizes.decoder.num_kv_heads)
     cache = _chosen_cache(engine, token, longest, numerics)
     if cache is None:
-        before = Counter[str]() if roles.apart else held_states(config, sizes, roles.trainers, numerics).on_device
+        before = Counter[str]() if roles.apart else held_states(config, sizes, roles, numerics).on_device
         # the optimizer's states come with the first update
         held = sum(before[part] for part in (PARAMETERS, REFERENCE, CRITIC))
         total = int(machine.gpu.memory_gib * GIB)

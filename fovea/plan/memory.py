@@ -7,22 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fovea.cluster.engine_stream import BUCKET_BYTES
-from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedEngine
+from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedEngine, MegatronBackend
 from fovea.config.run import Config
+from fovea.plan import megatron
 from fovea.plan.activations import Numerics
 from fovea.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.recorded import Recorded, recorded_bytes
 from fovea.plan.roles import Roles
 from fovea.plan.rollout import pool_bytes, prompt_demand, rollout_peak
-from fovea.plan.states import ENGINE, held_states
+from fovea.plan.states import ENGINE
+from fovea.plan.trainer import held_states
 from fovea.plan.update import update_peak
 from fovea.plan.vision import VISION, feature_bytes
 from fovea.plan.walk import Bytes
 from fovea.plan.workload import Workload
 from fovea.rollout.embedded.pool_memory import default_bytes
 
-BUCKET = "weights on their way"
+BUCKET, WHOLE = "weights on their way", "weights made whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +57,10 @@ def phases_of(
     around = _around_pool(config, sizes, work, roles, numerics)
     rollout = around.rollout + rollout_peak(config, sizes, work, numerics, around.recorded)
     pool = 0 if roles.apart else pool_bytes(config, sizes, numerics)
-    stays = pool + around.copied <= usable_bytes - around.update.total()
+    stays = pool + around.copied <= usable_bytes - around.while_asleep
     staying = Counter({CACHE: pool * stays, ENGINE: around.copied * (stays and pool > 0)})
-    return _phase("rollout", rollout), _phase("update", around.update + staying)
+    phases = _phase("rollout", rollout), _phase("update", around.update + staying)
+    return (*phases, _phase("push", around.push + staying)) if around.push else phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +71,42 @@ class AroundPool:
     """What is there when a rollout begins."""
     update: Bytes
     """The peak of the update."""
+    push: Bytes
+    """What is there in a push under Megatron; others send tensors one by one."""
     recorded: Recorded
     copied: int
     """Bytes of the engine's copies of trained weights, which stay during an update if the cache does."""
 
+    @property
+    def while_asleep(self) -> int:
+        """Most bytes while the engine sleeps."""
+        return max(self.update.total(), self.push.total())
+
 
 def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
-    ranks = roles.trainers
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
-    policy = held_states(config, sizes, ranks, numerics).on_device + features
+    policy = held_states(config, sizes, roles, numerics).on_device + features
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
-    # while it sleeps it keeps the weights that no push brings, and copies of the others where they fit
-    copied = sizes.trainable * width
-    asleep = Counter({ENGINE: (sizes.parameters - sizes.trainable) * width})
-    recorded = Recorded() if roles.apart else recorded_bytes(config, sizes, work, ranks, numerics)
-    update = policy + update_peak(config, sizes, work, ranks, numerics, recorded)
+    # while it sleeps it keeps the weights that no push brings, and copies of the others where they fit; under Megatron
+    # it keeps all
+    copied = 0 if roles.is_divided else sizes.trainable * width
+    asleep = Counter({ENGINE: sizes.parameters * width - copied})
+    recorded = (
+        Recorded() if roles.apart or roles.is_divided else recorded_bytes(config, sizes, work, roles.trainers, numerics)
+    )
+    update = policy + _update_peak(config, sizes, work, roles, numerics, recorded)
     if roles.apart:
-        return AroundPool(rollout=engine + features, update=update, recorded=recorded, copied=0)
-    return AroundPool(rollout=engine + policy, update=asleep + update, recorded=recorded, copied=copied)
+        return AroundPool(rollout=engine + features, update=update, push=Counter(), recorded=recorded, copied=0)
+    rollout = engine + policy
+    push = rollout + _made_whole(sizes, numerics) if roles.is_divided else Counter[str]()
+    return AroundPool(rollout=rollout, update=asleep + update, push=push, recorded=recorded, copied=copied)
+
+
+def _made_whole(sizes: ModelSizes, numerics: Numerics) -> Bytes:
+    """Tensors of a push that Megatron makes, all before the first is sent."""
+    return Counter({WHOLE: sizes.parameters * numerics.width})
 
 
 def sized_by_memory(
@@ -100,7 +119,7 @@ def sized_by_memory(
     if not numerics.cuda:
         return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)
     around = _around_pool(config, sizes, work, roles, numerics)
-    beside_update = 0 if roles.apart else usable_bytes - around.update.total() - around.copied
+    beside_update = 0 if roles.apart else usable_bytes - around.while_asleep - around.copied
     free = default_bytes(max(0, usable_bytes - around.rollout.total()), beside_update)
     # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
     return with_batch_tokens(config, max(free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)))
@@ -111,8 +130,8 @@ def _with_own_weights(
 ) -> tuple[PhaseMemory, ...]:
     """The phases with an engine that sleeps during the update, on a GPU, and gets a push of weights after it."""
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
-    policy = held_states(config, sizes, roles.trainers, numerics).on_device + features
-    update = policy + update_peak(config, sizes, work, roles.trainers, numerics, Recorded())
+    policy = held_states(config, sizes, roles, numerics).on_device + features
+    update = policy + _update_peak(config, sizes, work, roles, numerics, Recorded())
     engine: Bytes = Counter() if room is None else room.bytes
     # tensors that have come and are not loaded yet: a bucket, with the tensor that filled it, at most the embedding
     bucket = Counter({BUCKET: BUCKET_BYTES + sizes.vocabulary * sizes.width * numerics.width})
@@ -124,8 +143,16 @@ def _with_own_weights(
     return (
         _phase("rollout", policy + engine),
         _phase("update", update + asleep),
-        _phase("push", policy + pushed + bucket),
+        _phase("push", policy + pushed + bucket + (_made_whole(sizes, numerics) if roles.is_divided else Counter())),
     )
+
+
+def _update_peak(
+    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, recorded: Recorded
+) -> Bytes:
+    if roles.is_divided:
+        return megatron.update_peak(config, sizes, work, roles, numerics)
+    return update_peak(config, sizes, work, roles.trainers, numerics, recorded)
 
 
 def _phase(name: str, held: Bytes) -> PhaseMemory:
@@ -134,7 +161,7 @@ def _phase(name: str, held: Bytes) -> PhaseMemory:
 
 def _cached_features(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
     """Features of a frozen tower that stay in memory for the whole run."""
-    if config.model.trains_vision:
+    if config.model.trains_vision or isinstance(config.train.backend, MegatronBackend):
         return 0
     limit = int(config.model.feature_cache_gib * 2**30)
     images = config.plan.distinct_images

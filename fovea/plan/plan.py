@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fovea.config.backends import EmbeddedEngine, MegatronBackend
 from fovea.config.run import Config
-from fovea.errors import ConfigError
 from fovea.plan.activations import Numerics
 from fovea.plan.compute import Compute, compute_of, decoding_prompts
 from fovea.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea.plan.machine import Machine, machine_of
 from fovea.plan.memory import PhaseMemory, phases_of, sized_by_memory
 from fovea.plan.model_sizes import ModelSizes, model_sizes
-from fovea.plan.roles import roles_of
-from fovea.plan.states import held_states
-from fovea.plan.traffic import Moved, traffic_of
-from fovea.plan.workload import Lengths, workload_of
+from fovea.plan.moved import Moved
+from fovea.plan.roles import Roles, roles_of
+from fovea.plan.traffic import traffic_of
+from fovea.plan.trainer import held_states
+from fovea.plan.workload import Lengths, Workload, workload_of
+from fovea.train.model_division import check_division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class RunPlan:
     """Packed rows of a rank in a step."""
     phases: tuple[PhaseMemory, ...]
     on_host: Mapping[str, int]
-    """Bytes by part that a GPU's process holds in the host's memory, for `train.backend.cpu_offload`."""
+    """Bytes by part that a GPU's process holds in the host's memory, for `cpu_offload` or `optimizer_offload`."""
     room: ServingRoom | None
     """What an engine with weights of its own takes; None for the embedded one, and for servers."""
     batch_tokens: int | None
@@ -66,20 +67,24 @@ class RunPlan:
 def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine | None = None) -> RunPlan:
     """Plan a step of these settings, on the machine that they name unless another is given.
 
-    `sizes` are those of the model, read from its config if not given.
+    `sizes` are those of the model, read from its config if not given. Of Megatron's pipeline stages, it is the plan of
+    the one whose GPUs hold most.
 
     ModelError where the config cannot be read, TrainError where a completion does not fit a micro-batch, ConfigError
-    for Megatron, whose tensors and rows are divided otherwise.
+    where Megatron cannot divide the model or the GPUs so.
     """
-    if isinstance(config.train.backend, MegatronBackend):
-        raise ConfigError(
-            "train.backend=megatron is not planned: memory and traffic are reckoned for shards of FSDP2 and shared "
-            "prefixes; set train.backend.name=torch for a plan of that"
-        )
     machine = machine_of(config.plan, config.cluster, config.model.device) if machine is None else machine
     sizes = model_sizes(config) if sizes is None else sizes
-    roles, numerics = roles_of(config, machine.gpus), Numerics.of(config, machine.gpu.is_cuda)
+    roles = roles_of(config, machine.gpus)
+    if isinstance(config.train.backend, MegatronBackend):
+        check_division(sizes.family.model_type, sizes.text, config.train.backend)
     work = workload_of(config, sizes, roles)
+    stages = [replace(roles, stage=number) for number in range(roles.stages)]
+    return max((_of_stage(config, sizes, machine, each, work) for each in stages), key=lambda plan: plan.peak.total)
+
+
+def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles, work: Workload) -> RunPlan:
+    numerics = Numerics.of(config, machine.gpu.is_cuda)
     config = sized_by_memory(config, sizes, work, roles, numerics, machine.usable_bytes)
     room = serving_room(config, sizes, machine, roles, numerics)
     prompts = decoding_prompts(config, work, numerics, room)
@@ -91,7 +96,7 @@ def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine 
         lengths=work.lengths,
         microbatches=sum(map(len, work.rows)),
         phases=phases_of(config, sizes, work, roles, numerics, room, machine.usable_bytes),
-        on_host=held_states(config, sizes, roles.trainers, numerics).on_host,
+        on_host=held_states(config, sizes, roles, numerics).on_host,
         room=room,
         batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedEngine) else None,
         rows=None if prompts is None else prompts * config.rollout.samples_per_prompt,

@@ -10,14 +10,15 @@ batch to every learner, twice; an image goes once to each process that needs it,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from fovea.config.run import Config
 from fovea.plan.activations import FLOAT, Numerics
+from fovea.plan.megatron_traffic import moved_by_megatron
 from fovea.plan.model_sizes import ModelSizes
+from fovea.plan.moved import Moved
 from fovea.plan.passes import num_networks, scoring_passes
 from fovea.plan.roles import Roles
 from fovea.plan.states import critic_trainable, has_own_critic, shards_of
@@ -31,22 +32,25 @@ GROUP, SAMPLE, ARRAY = 300, 50, 24
 """Bytes that a message has of a group, a sample and an array of one besides their values, measured once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """One kind of traffic."""
-
-    what: str
-    num_bytes: int
-    """Bytes per step: received by each GPU, or sent by the driver to all processes."""
-    by_driver: bool = False
-
-
 def traffic_of(
     config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics
 ) -> tuple[Moved, ...]:
     """The traffic of a step; nothing on one process."""
     if roles.shares_tensors:
         return ()
+    by_driver = (
+        Moved(what="images, from the driver", num_bytes=_image_bytes(config, sizes, work, roles), by_driver=True),
+        Moved(what="tokens, from the driver", num_bytes=_token_bytes(config, work, roles), by_driver=True),
+    )
+    if roles.is_divided:
+        return *moved_by_megatron(config, sizes, work, roles, numerics), *by_driver
+    return *_moved_by_fsdp(config, sizes, work, roles, numerics), *by_driver
+
+
+def _moved_by_fsdp(
+    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics
+) -> tuple[Moved, ...]:
+    """Collectives of shards and replicas, and a push."""
     ranks = roles.trainers
     shards, replicas = shards_of(config, ranks), config.train.backend.replicas
     past = (shards - 1) / shards
@@ -66,8 +70,6 @@ def traffic_of(
         *([Moved(what="all-reduce over replicas", num_bytes=int(over_replicas))] if replicas > 1 else []),
         # an engine that shares its process with a shard has that shard already
         Moved(what="weights to the engine", num_bytes=pushed if config.cluster.rollout_gpus else int(past * pushed)),
-        Moved(what="images, from the driver", num_bytes=_image_bytes(config, sizes, work, roles), by_driver=True),
-        Moved(what="tokens, from the driver", num_bytes=_token_bytes(config, work, roles), by_driver=True),
     )
 
 
@@ -101,7 +103,7 @@ def _share_of_learner(config: Config, sizes: ModelSizes, roles: Roles) -> Fracti
     deals = algorithm.ppo_epochs + scores if algorithm.minibatches > 1 else 1
     # a reference beside a trained tower has other costs: its own encodes nothing that it has cached
     deals += config.copies_reference and sizes.trains_vision
-    return 1 - (1 - Fraction(1, roles.trainers)) ** deals
+    return 1 - (1 - Fraction(1, roles.shares)) ** deals
 
 
 def _token_bytes(config: Config, work: Workload, roles: Roles) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -110,41 +110,48 @@ def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
     passes = training_passes(
         lora=config.model.lora is not None,
         trains_vision=config.model.trains_tower,
-        features_cached=not sizes.trains_vision,
+        features_cached=not (sizes.trains_vision or roles.is_divided),
     )
     cost = Cost(work=sizes.family.work, passes=passes)
     prompts, epochs = config.rollout.prompts_per_step, config.algorithm.ppo_epochs
     bounds = np.linspace(0, prompts, config.algorithm.minibatches + 1).astype(int)
     sizes_of_minibatches = [int(end - start) for start, end in pairwise(bounds)]
     # groups are alike, and thereby minibatches of a size
-    rows = {size: _rows(config, cost, [group] * size, roles.trainers) for size in set(sizes_of_minibatches)}
+    rows = {size: _rows(config, cost, [group] * size, roles) for size in set(sizes_of_minibatches)}
     return Workload(
         lengths=lengths,
         rows=tuple(rows[size] for size in sizes_of_minibatches),
-        update_flops=epochs * prompts * cost.flops(group),
+        update_flops=epochs * prompts * sum(map(cost.flops, _computed(group, roles))),
         images=group.prompt.images,
         rank_prompts=math.ceil(prompts / roles.engines),
     )
 
 
-def _rows(config: Config, cost: Cost, groups: Sequence[SampleGroup], ranks: int) -> tuple[RowShape, ...]:
-    """The rows of the rank with the most of them: all ranks have as many, some of them dummies."""
-    train = config.train
+def _rows(config: Config, cost: Cost, groups: Sequence[SampleGroup], roles: Roles) -> tuple[RowShape, ...]:
+    """The rows of the share with the most of them: all shares have as many, some of them dummies."""
+    train, shares = config.train, roles.shares
     if train.enable_dynamic_batch_size:
         max_tokens = train.max_tokens_per_microbatch
-        packed = rows_by_cost(slice_groups(groups, max_tokens), cost, ranks, max_tokens)
+        packed = rows_by_cost(slice_groups(groups, max_tokens), cost, shares, max_tokens)
     else:
-        packed = rows_by_count(slice_groups(groups), cost, ranks, train.groups_per_microbatch)
-    return max((tuple(map(_shape, rows)) for rows in packed), key=len)
+        packed = rows_by_count(slice_groups(groups), cost, shares, train.groups_per_microbatch)
+    return max((tuple(_shape(row, roles) for row in rows) for rows in packed), key=len)
 
 
-def _shape(row: RowSlices) -> RowShape:
-    groups = [each.group for each in row]
+def _computed(group: SampleGroup, roles: Roles) -> list[SampleGroup]:
+    """A group as the trainer computes it: under Megatron every completion has a copy of its prompt."""
+    if not roles.is_divided:
+        return [group]
+    return [replace(group, samples=(sample,)) for sample in group.samples]
+
+
+def _shape(row: RowSlices, roles: Roles) -> RowShape:
+    groups = [part for each in row for part in _computed(each.group, roles)]
     inputs = [[len(sample.token_ids_T) - 1 for sample in group.samples] for group in groups]
     prompts = [group.prompt.num_tokens for group in groups]
     longest = max((tokens for lengths in inputs for tokens in lengths), default=0)
     return RowShape(
-        tokens=sum(each.num_tokens for each in row),
+        tokens=sum(prompts) + sum(tokens for lengths in inputs for tokens in lengths),
         actions=sum(tokens + 1 for lengths in inputs for tokens in lengths),
         # the completions of a group share the predictor of their first token, the last token of the prompt
         predictors=sum(1 + sum(lengths) for lengths in inputs if lengths),

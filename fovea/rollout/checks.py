@@ -18,22 +18,14 @@ from fovea.types import Shape
 
 QWEN2_VL_MERGE = 2
 """Patches on each side of a visual token, of which the Qwen2-VL of vLLM and SGLang has no setting."""
-NOT_PUSHED: Mapping[str, str] = {
-    "qwen3_vl_moe": (
-        "published checkpoints, from which engines start, have its experts' weights transposed to the trainer's, and "
-        "pushes do not turn them"
-    )
-}
-"""Why Fovea trains a family that no engine of another package can draw for."""
 
 
 def check_family(family: str, known: Collection[str], *, model: str, setting: str, engine: str) -> None:
     """Raise ConfigError for a model of a family that is not `known`; `setting` is the name in `rollout.engine`."""
     if family not in known:
-        why = f": {NOT_PUSHED[family]}" if family in NOT_PUSHED else ""
         raise ConfigError(
             f"rollout.engine={setting}, but {model} is of family {family}, which Fovea cannot hand to {engine} (it can "
-            f"{', '.join(known)}){why}; set rollout.engine=embedded"
+            f"{', '.join(known)}); set rollout.engine=embedded"
         )
 
 

@@ -108,7 +108,9 @@ MEGATRON: dict[Path, dict[str, tuple[str, object]]] = {
         "train.backend.name": ("config-name ppo_megatron_trainer.yaml", "megatron"),
         "train.backend.tensor_parallel_size": ("actor.megatron.tensor_model_parallel_size", 2),
         "train.backend.pipeline_parallel_size": ("actor.megatron.pipeline_model_parallel_size", 1),
-        "train.max_tokens_per_microbatch": ("actor.ppo_max_token_len_per_gpu", 5120),
+        "train.backend.sequence_parallel": ("actor.megatron.sequence_parallel, by default", True),
+        # the same number of sequences of 1,024 + 2,048 tokens, each counted with its prompt there
+        "train.max_tokens_per_microbatch": ("actor.ppo_max_token_len_per_gpu 5120", 4096),
         "train.gradient_checkpointing": ("recompute_granularity is not set", "none"),
     },
     MEGATRON_QWEN3: {
@@ -116,6 +118,7 @@ MEGATRON: dict[Path, dict[str, tuple[str, object]]] = {
         "train.backend.name": ("config-name ppo_megatron_trainer.yaml", "megatron"),
         "train.backend.tensor_parallel_size": ("actor.megatron.tensor_model_parallel_size", 2),
         "train.backend.pipeline_parallel_size": ("actor.megatron.pipeline_model_parallel_size", 2),
+        "train.backend.sequence_parallel": ("actor.megatron.sequence_parallel, by default", True),
         "train.max_tokens_per_microbatch": ("actor.ppo_max_token_len_per_gpu", 4096),
         "train.gradient_checkpointing": ("recompute_granularity, recompute_method, recompute_num_layers", "full"),
     },

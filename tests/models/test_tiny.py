@@ -5,8 +5,15 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from pathlib import Path
 
-from fovea.models.tiny import MAX_CORPUS_CHARS, MAX_TEXT_CHARS, build_tokenizer
+import torch
+
+from fovea.config.run import Model
+from fovea.models.load import load_network
+from fovea.models.tiny import MAX_CORPUS_CHARS, MAX_TEXT_CHARS, build_tokenizer, save_tiny
+from fovea.rollout.checks import checkpoint_shapes
+from tests.tiny_models import tiny
 
 CORPUS = ["How many circles are there?", "What colour is the square?", "red", "blue"] * 20
 TRAIN = """
@@ -31,3 +38,14 @@ def test_only_the_starts_of_texts_are_trained_on() -> None:
     filled = ["b " * (MAX_TEXT_CHARS // 2)] * (MAX_CORPUS_CHARS // MAX_TEXT_CHARS)
     assert build_tokenizer([*filled, *CORPUS], 400).get_vocab() == build_tokenizer(filled, 400).get_vocab()
     assert build_tokenizer(CORPUS, 400).decode(build_tokenizer(CORPUS, 400).encode(tail)) == tail
+
+
+def test_experts_are_written_as_the_hub_holds_them(tmp_path: Path) -> None:
+    """[experts, inputs, outputs], which vLLM and SGLang read, and transformers gives back as they were."""
+    parts = tiny("qwen3_vl_moe")
+    save_tiny(parts, tmp_path / "model")
+    experts = "model.language_model.layers.0.mlp.experts"
+    shapes = checkpoint_shapes(str(tmp_path / "model"), None)
+    assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == ((4, 64, 256), (4, 128, 64))
+    again = load_network(Model(path=str(tmp_path / "model"), dtype="float32"))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), parts.network.parameters(), strict=True))

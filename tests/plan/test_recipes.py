@@ -50,6 +50,17 @@ def test_it_fits_8_gpus(recipe: str, sizes: dict[str, Any], overrides: list[str]
     assert plan.peak.total > 0.2 * plan.machine.usable_bytes
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("megatron_qwen2_5_vl.yaml", QWEN2_5_VL_7B), ("megatron_qwen3_vl.yaml", QWEN3_VL_8B)]
+)
+def test_it_fits_8_gpus_under_megatron(recipe: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    """On the machine that both headers name."""
+    words = [f"model.path={folder_of(tmp_path / 'model', sizes)}", "plan.gpus=8", "plan.gpu=h100"]
+    plan = make_plan(load_config([RECIPES / VERL, RECIPES / recipe], words))
+    assert plan.fits
+    assert plan.peak.total > 0.8 * plan.machine.usable_bytes
+
+
 @pytest.mark.parametrize(("recipe", "tokens"), [("shapes", 25), ("shapes_ppo", 25), ("shapes_zoom", 85)])
 def test_a_plan_assumes_the_prompts_that_the_demo_has(recipe: str, tokens: int, tmp_path: Path) -> None:
     config = load_config([RECIPES / f"{recipe}.yaml"], [f"run_dir={tmp_path}/run"])

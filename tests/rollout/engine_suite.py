@@ -74,12 +74,17 @@ def check_draws_of_two_pushes(served: Served) -> None:
     """That it draws with the weights of a push, and after a push of changed ones with those."""
     for version in (1, 2):
         served.push(version)
-        requests = [ask(f"{version}/{index}", prompt, n=2) for index, prompt in enumerate(prompts_of(served.parts))]
-        for request, completions in zip(requests, served.generate(*requests), strict=True):
-            assert served.largest_difference(request, completions) < TOLERANCE
+        check_draws(served, version)
         with torch.no_grad():
             for parameter in served.parts.network.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def check_draws(served: Served, version: int) -> None:
+    """That completions of unequal prompts, drawn at once, have the log-probs of the model's weights."""
+    requests = [ask(f"{version}/{index}", prompt, n=2) for index, prompt in enumerate(prompts_of(served.parts))]
+    for request, completions in zip(requests, served.generate(*requests), strict=True):
+        assert served.largest_difference(request, completions) < TOLERANCE
 
 
 def equal(first: Sequence[Completion], second: Sequence[Completion]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fovea.errors import ConfigError
-from fovea.rollout.checks import fitting_length, gpus_of_engine, keeping_gpu
+from fovea.rollout.checks import check_family, fitting_length, gpus_of_engine, keeping_gpu
 from tests.rollout.fake_cuda import FakeCuda
 from tests.tiny_models import tiny
 
@@ -17,6 +17,12 @@ def test_an_engine_gets_the_gpus_from_that_of_its_process_on() -> None:
     assert [gpus_of_engine(number, FakeCuda(2)) for number in (1, 2)] == [[2], [2, 3]]
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3, but the process on GPU 2 sees 4 GPUs.*lower it"):
         gpus_of_engine(3, FakeCuda(2))
+
+
+def test_a_family_that_an_engine_is_not_handed_is_refused() -> None:
+    check_family("b", ("a", "b"), model="x", setting="vllm", engine="vLLM")
+    with pytest.raises(ConfigError, match=r"vllm, but x is of family idefics3, .* hand to vLLM \(it can a, b\); set"):
+        check_family("idefics3", ("a", "b"), model="x", setting="vllm", engine="vLLM")
 
 
 def test_a_default_length_ends_at_the_positions_of_the_model() -> None:

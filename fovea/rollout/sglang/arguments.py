@@ -24,11 +24,13 @@ from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.inputs import Translator
 from fovea.rollout.sglang.weights import SglangWeights
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""
 
 PATCH_VALUES = 1176
 """Values of a patch (3 x 2 x 14 x 14) by which SGLang tells pixels from features, for Qwen2.5-VL alone."""
+DEEPSTACK_LAYERS = 3
+"""Vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, whatever the config says."""
 
 CONTEXT_MARGIN_TOKENS = 8
 """SGLang keeps some tokens of its context length to itself."""
@@ -81,7 +83,7 @@ def make_engine(
     assert model.path is not None, "an engine serves a model from its folder"
     config = AutoConfig.from_pretrained(model.path, **hub_options(model))
     max_model_len = fitting_length(config, settings.max_model_len, max_model_len, model=model.name)
-    check_patches(config, model.name)
+    check_vision(config, model.name)
     check_merge(config, model=model.name, setting=settings.name, engine="SGLang")
     device = pick_device(model.device)
     if device.type != "cpu":
@@ -176,11 +178,17 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def check_patches(config: PretrainedConfig, model: str) -> None:
-    """Raise ConfigError for a Qwen2.5-VL whose pixels SGLang would take for features."""
+def check_vision(config: PretrainedConfig, model: str) -> None:
+    """Raise ConfigError for a vision tower that SGLang would read otherwise than its config says."""
     vision = config.vision_config
     if config.model_type == "qwen2_5_vl" and 3 * vision.temporal_patch_size * vision.patch_size**2 != PATCH_VALUES:
         raise ConfigError(
             f"SGLang takes the patches of a Qwen2.5-VL for features unless they are 14 x 14 pixels, and {model} has "
             f"patches of {vision.patch_size} x {vision.patch_size}; use another engine, such as rollout.engine=embedded"
+        )
+    if config.model_type == "qwen3_vl_moe" and len(vision.deepstack_visual_indexes) != DEEPSTACK_LAYERS:
+        raise ConfigError(
+            f"SGLang adds features of {DEEPSTACK_LAYERS} vision layers to the decoder of a Qwen3-VL-MoE, and {model} "
+            f"has deepstack_visual_indexes={vision.deepstack_visual_indexes}; use another engine, such as "
+            "rollout.engine=embedded"
         )

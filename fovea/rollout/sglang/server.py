@@ -14,7 +14,7 @@ from fovea.config.backends import CPU_KV_CACHE_TOKENS
 from fovea.errors import ConfigError
 from fovea.rollout.checks import check_family, check_known, check_merge
 from fovea.rollout.server import Launch, ModelServer, checked, environment
-from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, CPU_ENVIRONMENT, FAMILIES, check_patches
+from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, CPU_ENVIRONMENT, FAMILIES, check_vision
 
 PROCESS = "fovea.rollout.sglang.server_process"
 SERVER_ENVIRONMENT = {
@@ -34,7 +34,7 @@ def launch(server: ModelServer) -> Launch:
         )
     config = AutoConfig.from_pretrained(server.folder, trust_remote_code=False, local_files_only=True)
     check_family(config.model_type, FAMILIES, model=str(server.folder), setting="sglang", engine="SGLang")
-    check_patches(config, str(server.folder))
+    check_vision(config, str(server.folder))
     check_merge(config, model=str(server.folder), setting="sglang", engine="SGLang")
     fixed: dict[str, Any] = {
         "model_path": str(server.folder),

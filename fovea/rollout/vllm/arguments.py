@@ -29,7 +29,7 @@ from fovea.rollout.vllm.trained_on import TRAINED_ON
 
 RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose processed tensors vLLM takes by the names of `rollout.stacked`."""
 
 

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from fovea.errors import EngineError
+from fovea.models.save import EXPERTS
 from fovea.rollout.checks import check_shapes, checkpoint_shapes
 from fovea.rollout.vllm.worker import Slices
 from fovea.types import Shape
@@ -66,11 +67,15 @@ class ExpectedWeights:
         return str(mapped)
 
     def _slices_of_expected(self) -> dict[str, list[tuple[str, int]]]:
-        """The parameters of vLLM by the weights that they are fused of, in the order of the fusion."""
+        """The parameters of vLLM by the weights that they are fused of, in the order of the fusion.
+
+        Without experts, which each of vLLM's kernels orders in its own way.
+        """
         slices: dict[str, dict[int, tuple[str, int]]] = {}
         for name, (_, shape) in self._expected.items():
-            parameter, place = self._place(name)
-            slices.setdefault(parameter, {})[place] = (name, shape[0])
+            if not name.endswith(EXPERTS):
+                parameter, place = self._place(name)
+                slices.setdefault(parameter, {})[place] = (name, shape[0])
         return {parameter: [parts[place] for place in sorted(parts)] for parameter, parts in slices.items()}
 
     def _layer(self, name: str) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,9 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
+from fovea.models.save import EXPERTS
 from fovea.utils.checksum import read_hashes, value_hash
 
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -35,6 +37,8 @@ class WeightReceiver:
     model_runner: Any
     arrived: Sequence[Tensor] = ()
     """Hashes of what arrived of a push, in the model's type."""
+    experts: frozenset[str] = frozenset()
+    """Names of the experts that have arrived."""
 
     @torch.no_grad()
     def begin_push(self) -> None:
@@ -47,13 +51,14 @@ class WeightReceiver:
             # of a push that failed, layers may still wait for the rest of their weights
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             initialize_layerwise_reload(model)
-        self.arrived = []
+        self.arrived, self.experts = [], frozenset()
 
     @torch.no_grad()
     def take_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Load some weights."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(weights))
+        self.experts |= {name for name, _ in weights if name.endswith(EXPERTS)}
         dtype = self.vllm_config.model_config.dtype
         self.arrived = [*self.arrived, *(value_hash(tensor, dtype) for _, tensor in weights)]
 
@@ -64,6 +69,8 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _repack_tied_head(model)
+            if current_platform.is_cpu():
+                _repack_experts(model, self.experts)
         self.model_runner.reset_lora_state()
         dtype = self.vllm_config.model_config.dtype
         now = {name: value_hash(held, dtype) for parameter in slices for name, held in _held(model, parameter, slices)}
@@ -116,6 +123,16 @@ def _repack_tied_head(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def _repack_experts(model: Any, names: Iterable[str]) -> None:
+    """Process layers again whose experts have been replaced.
+
+    On a CPU their kernel multiplies with a packed copy, and vLLM (0.32) packs only the first weights that it loads.
+    """
+    for layer in {name.rpartition(".")[0] for name in model.hf_to_vllm_mapper.apply_list(list(names))}:
+        experts: Any = model.get_submodule(f"{layer}.routed_experts")
+        experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
+
+
 def _held(model: nn.Module, parameter: str, slices: Slices) -> Iterator[tuple[str, Tensor]]:
     """The weights that a parameter of vLLM is made of."""
     whole, start = _readable(model, parameter), 0
@@ -132,6 +149,6 @@ def _readable(model: nn.Module, parameter: str) -> Tensor:
     values: Tensor = getattr(layer, leaf)
     if values.numel() or leaf != "weight":
         return values
-    units = torch.eye(layer.input_size_per_partition, dtype=values.dtype, device=values.device)
+    units = torch.eye(layer.input_size, dtype=values.dtype, device=values.device)
     product: Tensor = layer.quant_method.apply(layer, units, None)
     return product.T.contiguous()

@@ -1,6 +1,6 @@
-"""A Hugging Face folder as a Megatron model: loaded, run on padded rows, and given back by Megatron's bridge.
+"""A Hugging Face folder as a Megatron model: loaded, run on packed rows, and given back by Megatron's bridge.
 
-Axes: `R` rows, `L` tokens of a row, `E` width of the model.
+Axes: `N` tokens of all rows, `E` width of the model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForImageTextToText
 
@@ -45,19 +43,19 @@ from fovea.models.trainable import (
 )
 from fovea.models.transformers_versions import load_config
 from fovea.train.megatron.adapters import add_adapters
+from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows
 from fovea.train.megatron.parallel import Place
+from fovea.train.model_division import MIXTURE, check_division
 from fovea.utils.config_keys import check_config_keys
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
-MIXTURE = "qwen3_vl_moe"
 NOT_ON_A_CPU = (
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "persist_layer_norm",
-    "apply_rope_fusion",
     "cross_entropy_loss_fusion",
     "moe_grouped_gemm",
     "moe_permute_fusion",
@@ -105,41 +103,6 @@ def _make_linears_empty(network: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             shape, dtype = module.weight.shape, module.weight.dtype
             module.weight = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape))
-
-
-def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
-    """ConfigError where the model cannot be divided so: evenly, by the config of its language model."""
-    tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    check_experts(family, settings)
-    divided = {
-        "experts": (getattr(text, "num_experts", 0), "expert_parallel_size", settings.expert_parallel_size),
-        "attention heads": (text.num_attention_heads, "tensor_parallel_size", tensor),
-        "key-value heads": (text.num_key_value_heads, "tensor_parallel_size", tensor),
-        "vocabulary entries": (text.vocab_size, "tensor_parallel_size", tensor),
-        "layers": (text.num_hidden_layers, "pipeline_parallel_size", pipeline),
-    }
-    for what, (number, setting, parts) in divided.items():
-        if number % parts:
-            raise ConfigError(
-                f"train.backend.{setting}={parts} does not divide the model's {number} {what}; set it to a divisor"
-            )
-
-
-def check_experts(family: str, settings: MegatronBackend) -> None:
-    """ConfigError where there are no experts to deal, or each GPU of a tensor group would have all of them."""
-    tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
-    if family != MIXTURE:
-        if experts > 1:
-            raise ConfigError(
-                f"train.backend.expert_parallel_size={experts}, but a {family} has no experts; set it to 1"
-            )
-        return
-    if tensor > 1 and (experts % tensor or not settings.sequence_parallel):
-        raise ConfigError(
-            f"train.backend.tensor_parallel_size={tensor}, but a {family} is split so only with its tokens and experts "
-            f"divided among the same GPUs; set train.backend.sequence_parallel=true and "
-            f"train.backend.expert_parallel_size to a multiple of {tensor}, or tensor_parallel_size to 1"
-        )
 
 
 class MegatronModel:
@@ -190,6 +153,8 @@ class MegatronModel:
         # micro-batches of a pipeline differ in length, which Megatron allows with this dispatcher (of experts) alone
         provider.variable_seq_lengths = backend.pipeline_parallel_size > 1
         provider.moe_token_dispatcher_type = "alltoall"
+        # the fused kernel counts positions of packed rows from 0, and M-RoPE has others
+        provider.apply_rope_fusion = False
         if self.shape.network.config.model_type == MIXTURE:
             provider.freeze_language_model = False
             provider.expert_model_parallel_size = backend.expert_parallel_size
@@ -217,21 +182,25 @@ class MegatronModel:
         )
         return DistributedDataParallel(self.config, settings, self.chunk)
 
-    def states(self, model: Any, rows: Sequence[PlainRow]) -> Tensor:
-        """What this stage makes of rows padded on the right: the last one the states [L, R, E] after the final norm.
+    def pack(self, rows: Sequence[PlainRow]) -> PackedRows:
+        """Join rows for `states`.
+
+        With sequence parallel each rank has as many of the tokens between its slices of layers; and the bridge's
+        adapters count the heads of all ranks, which comes out right for groups of as many tokens as ranks.
+        """
+        return pack_rows(rows, self.shape.family, multiple_of=self.config.tensor_model_parallel_size)
+
+    def states(self, model: Any, packed: PackedRows) -> Tensor:
+        """Output of this stage for packed rows: of the last one the states [N, 1, E] after the final norm.
 
         `model` is this one or a wrapper of it.
         """
-        ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
-        # with sequence parallel each rank has as many of the tokens between its slices of layers; and the bridge's
-        # adapters count the heads of all ranks, which comes out right for groups of as many tokens as ranks
-        ids_RL = pad(ids_RL, (0, -ids_RL.shape[1] % self.config.tensor_model_parallel_size))
-        images = [image for row in rows for image in row.images]
-        inputs = self.shape.family.forward_inputs(ids_RL, images)
-        # positions are made by Megatron's model from ids and grids; attention is causal, so that padding is not seen
+        ids_1N = packed.token_ids_N[None]
+        inputs = self.shape.family.forward_inputs(ids_1N, packed.images)
         inputs.pop("mm_token_type_ids", None)
-        with _without_head(self.module.language_model):
-            states: Tensor = model(input_ids=ids_RL, position_ids=None, attention_mask=None, **inputs)
+        language = self.module.language_model
+        with _without_head(language), attending_to_own_row(language, packed):
+            states: Tensor = model(input_ids=ids_1N, position_ids=None, attention_mask=None, **inputs)
         if self.config.sequence_parallel and self.module.post_process:
             # the gradient of the whole comes to each rank (`Passes`), which goes on with that of its own tokens
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)

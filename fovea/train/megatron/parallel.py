@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea.train.model_division import check_processes
 from fovea.train.ranks import Ranks
 
 
@@ -46,17 +46,8 @@ def take_place(config: Config, device: torch.device) -> Place:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not list it
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     size, tensor, pipeline = dist.get_world_size(), settings.tensor_parallel_size, settings.pipeline_parallel_size
-    if size % (tensor * pipeline):
-        raise ConfigError(
-            f"train.backend: tensor_parallel_size={tensor} times pipeline_parallel_size={pipeline} does not divide the "
-            f"number of training processes, {size}; start a multiple of {tensor * pipeline}, or lower one of them"
-        )
+    check_processes(settings, size)
     experts = settings.expert_parallel_size
-    if size % (experts * pipeline):
-        raise ConfigError(
-            f"train.backend.expert_parallel_size={experts} does not divide the number of training processes of a "
-            f"pipeline stage, {size // pipeline}; start a multiple of {experts * pipeline}, or lower it"
-        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor,

@@ -2,8 +2,7 @@
 
 Each of the unequal completions is a row behind a copy of its prompt: Megatron's attention knows no shared prefixes.
 
-Axes: `A` actions of a micro-batch, `U` those of its unequal completions, `L` tokens of the longest row, `R` rows, `E`
-width.
+Axes: `A` actions of a micro-batch, `U` those of its unequal completions, `N` tokens of all rows, `E` width.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class Work:
     """Tokens that passes have run over."""
 
     tokens: int = 0
-    padded_tokens: int = 0
-    """With copies of prompts and padding."""
+    packed_tokens: int = 0
+    """With copies of prompts and the padding of a pass."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(tokens=self.tokens + other.tokens, padded_tokens=self.padded_tokens + other.padded_tokens)
+        return Work(tokens=self.tokens + other.tokens, packed_tokens=self.packed_tokens + other.packed_tokens)
 
 
 class Passes:
@@ -121,12 +120,12 @@ class Passes:
 
         def step(iterator: Iterator[tuple[int, PackedRow]], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number, row = next(iterator)
-            rows = _rows(row, self.model)
+            rows = self.model.pack(_rows(row, self.model))
             states = self.model.states(module, rows)
-            self._count(row, rows)
+            self.work += Work(tokens=row.num_tokens, packed_tokens=rows.num_tokens)
 
-            def of_states(states_LRE: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(number, self._scores(row, rows, states_LRE, slopes(number))), {}
+            def of_states(states_N1E: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                return loss(number, self._scores(row, states_N1E[rows.hidden_index_U, 0], slopes(number))), {}
 
             return states, of_states
 
@@ -140,11 +139,7 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _scores(
-        self, row: PackedRow, rows: Sequence[PlainRow], states_LRE: Tensor, slopes: Slopes | None
-    ) -> TokenScores:
-        states_RLE = states_LRE.transpose(0, 1)
-        hidden_UE = torch.cat([each_LE[plain.hidden_index_A] for each_LE, plain in zip(states_RLE, rows, strict=True)])
+    def _scores(self, row: PackedRow, hidden_UE: Tensor, slopes: Slopes | None) -> TokenScores:
         head = self.model.head
         # of 16 bits, Megatron hands out the last stage's states in 32
         hidden_UE = hidden_UE.to(head.dtype)
@@ -167,10 +162,6 @@ class Passes:
         if self._value_head is not None:
             scores = replace(scores, values_A=self._value_head(hidden_UE))
         return scores.at(row.computed_A)
-
-    def _count(self, row: PackedRow, rows: Sequence[PlainRow]) -> None:
-        padded = len(rows) * max(len(each.token_ids_L) for each in rows)
-        self.work += Work(tokens=row.num_tokens, padded_tokens=padded)
 
 
 def _unknown(_: int) -> None:

@@ -141,7 +141,7 @@ class MegatronPolicy:
             return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | always
         minibatches = self._schedule.minibatches(0, batch.groups)
         work = self._passes.work
-        always |= {"padded_frac": 1 - work.tokens / max(work.padded_tokens, 1)} | self._dealer.balance(minibatches)
+        always |= {"padded_frac": 1 - work.tokens / max(work.packed_tokens, 1)} | self._dealer.balance(minibatches)
         return stats.metrics() | always
 
     def sft(self, pairs: Sequence[Pair]) -> Metrics:

@@ -15,7 +15,7 @@ from fovea.cluster.engine_stream import EngineStream
 from fovea.cluster.local import call_here
 from fovea.cluster.streamed import StreamedWeights
 from fovea.config.run import Lora, Model
-from fovea.models.outgoing import outgoing_merged
+from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
@@ -65,4 +65,6 @@ def push(engine: Any, parts: TinyParts, version: int) -> None:
 
 def stream(engine: Any, parts: TinyParts) -> StreamedWeights:
     """Pushes of the weights of a network, adapters merged; all of them first, then those that are trained."""
-    return StreamedWeights(lambda: outgoing_merged(parts.network), torch.float32, [EngineStream(engine)], call_here)
+    return StreamedWeights(
+        lambda: in_layout_of_files(outgoing_merged(parts.network)), torch.float32, [EngineStream(engine)], call_here
+    )

@@ -63,6 +63,11 @@ def test_patches_that_sglang_would_take_for_features_are_refused(tmp_path: Path)
         start(tiny("qwen2_5_vl"), tmp_path / "model")
 
 
+def test_another_number_of_vision_features_than_sglang_adds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"features of 3 vision layers .* has deepstack_visual_indexes=\[0\]; use"):
+        start(tiny("qwen3_vl_moe"), tmp_path / "model")
+
+
 def test_another_number_of_merged_patches_than_sglang_merges_is_refused(tmp_path: Path) -> None:
     parts = tiny("qwen2_vl")
     save_tiny(parts, tmp_path)

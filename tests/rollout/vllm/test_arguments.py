@@ -71,13 +71,6 @@ def test_arguments_that_vllm_lacks_or_fovea_sets_are_refused(given: dict[str, An
         arguments(**given)
 
 
-def test_a_mixture_of_experts_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        ConfigError, match=r"qwen3_vl_moe, which Fovea cannot hand to vLLM .*experts' weights transposed"
-    ):
-        check_model(tiny("qwen3_vl_moe").processor, Model(path="x"), "vllm")
-
-
 def test_another_number_of_merged_patches_than_vllm_merges_is_refused(tmp_path: Path) -> None:
     """As SmolVL's 4 x 4: vLLM would end by a bare AssertionError where it loads the merger."""
     parts = tiny("qwen2_vl")

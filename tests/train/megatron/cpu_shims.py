@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -204,6 +205,7 @@ def _layers() -> None:
         made = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=qk_layernorm)
         parts = made.submodules
         parts.input_layernorm = IdentityOp
+        parts.self_attention.submodules.core_attention = PackedAttention
         parts.self_attention.submodules.linear_qkv = TELayerNormColumnParallelLinear
         if num_experts is None:
             parts.pre_mlp_layernorm = IdentityOp
@@ -274,6 +276,21 @@ class GroupedLinear(nn.Module):
             sharded.replica_id = (*sharded.replica_id[:2], get_pg_rank(self._groups.expt_dp))
             made[f"{prefix}weight{number}"] = sharded
         return made
+
+
+class PackedAttention(nn.Module):
+    """Attention of packed rows [N, heads, width], each to itself."""
+
+    def __init__(self, *_args: Any, **_options: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **options: Any) -> Tensor:
+        sequences = options["packed_seq_params"]
+        assert (sequences.qkv_format, len(query)) == ("thd", sequences.cu_seqlens_q[-1])
+        lengths = sequences.cu_seqlens_q.diff().tolist()
+        rows = (each.transpose(0, 1).split(lengths, 1) for each in (query, key, value))
+        out = [scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True) for row in zip(*rows, strict=True)]
+        return torch.cat(out, 1).transpose(0, 1)
 
 
 class TEColumnParallelGroupedLinear(GroupedLinear): ...

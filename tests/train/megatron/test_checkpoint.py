@@ -18,7 +18,7 @@ from fovea.models.processor import load_processor
 from fovea.models.trainable import adapted_weights, choose_trainable, factored_weights, merged
 from fovea.train.base import Needs
 from fovea.train.megatron.checkpoint import COUNTS, STATE
-from fovea.train.megatron.model import check_division, check_experts
+from fovea.train.model_division import check_division, check_experts
 from fovea.train.torch.sharding import copy_weights
 from tests.policies import make_batch, named, with_advantage
 from tests.tiny_models import save, tiny

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,14 +115,30 @@ def rows_of(parts: TinyParts) -> list[PlainRow]:
 
 @torch.no_grad()
 def test_its_logits_are_those_of_transformers(both: Both) -> None:
-    ours_LRE = both.by_megatron.states(both.by_megatron.chunk, both.rows)
     theirs_RLE = plain_states(both.by_transformers, both.shape.family, both.rows)
-    for number, row in enumerate(both.rows):
-        length = len(row.token_ids_L)
-        ours = ours_LRE[:length, number] @ both.by_megatron.head.t()
-        theirs = theirs_RLE[number, :length] @ both.by_transformers.lm_head.weight.t()
+    for row, ours_LE, theirs_LE in zip(both.rows, states_of_rows(both.by_megatron, both.rows), theirs_RLE, strict=True):
+        ours = ours_LE @ both.by_megatron.head.t()
+        theirs = theirs_LE[: len(row.token_ids_L)] @ both.by_transformers.lm_head.weight.t()
         assert theirs.std() > 0.1, "logits that say nothing"
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_packed_row_sees_no_other(both: Both, changed: int) -> None:
+    ids_L = both.rows[changed].token_ids_L.clone()
+    ids_L[[0, -1]] += 1  # no token of an image, so that the rows keep their lengths
+    others = [replace(row, token_ids_L=ids_L) if n == changed else row for n, row in enumerate(both.rows)]
+    before, after = (states_of_rows(both.by_megatron, rows) for rows in (both.rows, others))
+    distances = [float((new - old).abs().max()) for old, new in zip(before, after, strict=True)]
+    assert [distance > 0 for distance in distances] == [number == changed for number in range(len(others))]
+
+
+def states_of_rows(model: MegatronModel, rows: list[PlainRow]) -> list[Tensor]:
+    """States [L, E] of each row, from one pass over all."""
+    packed = model.pack(rows)
+    assert packed.num_tokens == sum(len(row.token_ids_L) for row in rows)
+    return list(model.states(model.chunk, packed)[:, 0].split([len(row.token_ids_L) for row in rows]))
 
 
 def test_every_tensor_comes_back_as_it_was(both: Both) -> None:

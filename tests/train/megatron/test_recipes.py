@@ -39,7 +39,10 @@ SMALL = (
 BASE = "geo3k_qwen2_5_vl_7b"
 CASES = {
     "megatron_qwen2_5_vl": ("qwen2_5_vl", []),
-    "megatron_qwen3_vl": ("qwen3_vl", ["train.backend.tensor_parallel_size=1"]),
+    "megatron_qwen3_vl": (
+        "qwen3_vl",
+        ["train.backend.tensor_parallel_size=1", "train.backend.sequence_parallel=false"],
+    ),
 }
 """By recipe: the family of its model, and settings with which two processes hold the model once."""
 
