@@ -20,7 +20,6 @@ from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
-from fovea.models.recorded_distributions import DistributionTape
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -127,8 +126,7 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     if vlm.device.type != "cpu":
         return Tape([], max_bytes, vlm.dtype) if vlm.trains_vision else None
     widths = vlm.linear_widths if records_linears(config, vlm.text_config.hidden_size) else []
-    distributions = DistributionTape(vlm.vocabulary_size, config.rollout.temperature)
-    return Tape(widths, max_bytes, vlm.dtype, distributions)
+    return Tape(widths, max_bytes, vlm.dtype)
 
 
 def records_rollouts(config: Config) -> bool:

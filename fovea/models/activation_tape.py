@@ -1,16 +1,16 @@
 """Activation tape: outputs of the decoder's linear layers for every token of a rollout, reused by its update.
 
 While the weights are those of the rollout, a token has the same linear outputs in the update, whose forward pass reads
-them from the tape (`models.trained_layer`) and computes only norms, rotary positions, attention and the head; not even
-the head where the tape holds distributions, too (`models.recorded_distributions`). Exact up to the rounding of matrix
-products of another shape; `train.plain_update_every_steps` keeps comparing with an update that reads nothing.
+them from the tape (`models.trained_layer`) and computes only norms, rotary positions, attention and the head. Exact up
+to the rounding of matrix products of another shape; `train.plain_update_every_steps` keeps comparing with an update
+that reads nothing.
 
 Axes: `N` tokens. A place is a token's index on the tape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.models.recorded_distributions import DistributionRows, DistributionTape, RecordedDistributions
 from fovea.models.vision.features import ImageFeatures
 
 
@@ -42,22 +41,11 @@ NOT_RECORDED = -1
 class Tape:
     """A block [capacity, width] per layer and group of linear layers, written by the engine, read by the trainer."""
 
-    def __init__(
-        self,
-        widths: Sequence[Sequence[int]],
-        max_bytes: float,
-        dtype: torch.dtype,
-        distributions: DistributionTape | None = None,
-    ) -> None:
-        """`widths` are the output widths of the LinearGroups of each decoder layer; empty to keep image graphs only.
-
-        `distributions` are recorded beside linear outputs while they fit.
-        """
+    def __init__(self, widths: Sequence[Sequence[int]], max_bytes: float, dtype: torch.dtype) -> None:
+        """`widths` are the output widths of the LinearGroups of each decoder layer; empty to keep image graphs only."""
         self._max_bytes = max_bytes
-        self._distributions = distributions
         self._token_bytes = sum(map(sum, widths)) * dtype.itemsize
         capacity_tokens = int(max_bytes // self._token_bytes) if self._token_bytes else 0
-        self._capacity_tokens = capacity_tokens
         # torch.empty reserves addresses only: the system backs a page with memory when it is first written
         self._blocks = [[torch.empty(capacity_tokens, width, dtype=dtype) for width in layer] for layer in widths]
         self._reserved_bytes = 0
@@ -81,8 +69,6 @@ class Tape:
         self._reserved_bytes = self._used = 0
         self.graphs = []
         self._traces = {}
-        if self._distributions is not None:
-            self._distributions.restart()
 
     def keep_trace(self, completion_id: str, trace: Trace) -> None:
         """Keep the trace of a completion until `restart`."""
@@ -113,25 +99,6 @@ class Tape:
             return False
         self._reserved_bytes += needed
         return True
-
-    def reserve_distributions(self, rows: int, temperatures: Iterable[float]) -> bool:
-        """Reserve space for so many more distributions; False if they do not fit, or are none of the update's."""
-        kept = self._distributions
-        if kept is None or any(temperature != kept.temperature for temperature in temperatures):
-            return False
-        if not self.reserve(0, rows * kept.row_bytes):
-            return False
-        kept.make_room(int(self._max_bytes // kept.row_bytes), self._capacity_tokens)
-        return True
-
-    def distribution_rows(self, places_R: Tensor, of_batch_R: Tensor | None = None) -> DistributionRows:
-        """Rows for the distributions that tokens at these places predict (`reserve_distributions`)."""
-        assert self._distributions is not None, "distributions for a tape without them"
-        return self._distributions.rows(places_R, of_batch_R)
-
-    def distributions(self, places_A: Tensor) -> RecordedDistributions | None:
-        """What tokens at these places predict; None unless all of it is recorded."""
-        return None if self._distributions is None else self._distributions.read(places_A)
 
     @contextmanager
     def recording(self, tokens: int) -> Iterator[int]:
@@ -201,7 +168,3 @@ class RecordedOutputs:
         behind_attention = group != LinearGroup.QKV
         places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
         return self.tape.read(layer, group, columns, places)
-
-    def distributions(self, index_A: Tensor) -> RecordedDistributions | None:
-        """Distributions that the tokens at these indices of the row predict; None unless all of them are recorded."""
-        return self.tape.distributions(self.places_N[index_A])

@@ -34,50 +34,29 @@ def drawn_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnWeights:
-    """Probabilities before they are divided by their sum, and their logarithms.
-
-    Whoever records them last (`DistributionRows.write`) overwrites both: log-probs are taken before.
-    """
+    """Probabilities before they are divided by their sum, and their logarithms."""
 
     relative_BW: Tensor
     """Logits at the temperature, less the largest of the row."""
     weights_BW: Tensor
     """Their exponentials; 0 at banned ids."""
     total_B1: Tensor
-    peak_B1: Tensor
-    """The largest logit of each row."""
 
     def logprobs(self, tokens_B: Tensor) -> Tensor:
         """Log-probs [B] of one token of each row."""
         return (self.relative_BW.gather(1, tokens_B[:, None]) - self.total_B1.log())[:, 0]
 
-    def logsumexp(self) -> Tensor:
-        """Logarithms [B] of the sums of exponentials of the logits."""
-        return (self.peak_B1 + self.total_B1.log())[:, 0]
 
-    def entropies_(self) -> Tensor:
-        """Entropies [B] in nats; the relative logits are lost."""
-        # with Z the sum of the weights w: -sum of (w / Z) log(w / Z) = log Z - (sum of w log w) / Z
-        finite_BW = self.relative_BW.clamp_(min=torch.finfo(torch.float32).min)  # 0 times -inf would be NaN
-        weighted_B1 = finite_BW.mul_(self.weights_BW).sum(dim=1, keepdim=True)
-        return (self.total_B1.log() - weighted_B1 / self.total_B1)[:, 0]
-
-
-def drawn_weights_(
-    logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor, out: Tensor | None = None
-) -> DrawnWeights:
-    """The distribution of `drawn_logprobs_` as weights, which `out` [B, W] takes if it is given.
-
-    The float32 logits are overwritten by the relative ones.
-    """
+def drawn_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> DrawnWeights:
+    """The distribution of `drawn_logprobs_` as weights; the float32 logits are overwritten by the relative ones."""
     assert logits_BW.dtype == torch.float32, f"log-probs of logits in {logits_BW.dtype}"
     if isinstance(temperature, Tensor) or temperature != 1:
         logits_BW /= temperature
     peak_B1 = logits_BW.index_fill_(1, banned_K, -torch.inf).amax(dim=1, keepdim=True)
     relative_BW = logits_BW.sub_(peak_B1)
-    weights_BW = torch.exp(relative_BW, out=out)
+    weights_BW = torch.exp(relative_BW)
     total_B1 = weights_BW.sum(dim=1, keepdim=True)
-    return DrawnWeights(relative_BW=relative_BW, weights_BW=weights_BW, total_B1=total_B1, peak_B1=peak_B1)
+    return DrawnWeights(relative_BW=relative_BW, weights_BW=weights_BW, total_B1=total_B1)
 
 
 def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:

@@ -61,19 +61,15 @@ class PolicyNetwork(nn.Module):
         """
         hidden_UE = self.action_states(row)
         head: Any = self.network.get_output_embeddings()
-        known = None if row.recorded is None else row.recorded.distributions(row.hidden_index_U)
-        if known is None:
-            scores = token_scores(
-                hidden_UE,
-                head.weight,
-                row.target_ids_U,
-                self.banned_K,
-                temperature=temperature,
-                chunk_tokens=chunk_tokens,
-                slopes=slopes,
-            )
-        else:
-            scores = known.scores(hidden_UE, head.weight, row.target_ids_U, chunk_tokens=chunk_tokens)
+        scores = token_scores(
+            hidden_UE,
+            head.weight,
+            row.target_ids_U,
+            self.banned_K,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            slopes=slopes,
+        )
         if self.value_head is not None:
             scores = replace(scores, values_A=self.value_head(hidden_UE))
         return scores.at(row.computed_A)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from fovea.build.engine import records_linears, records_rollouts
 from fovea.config.run import Config
 from fovea.models.vision.graph_size import graph_bytes
-from fovea.plan.activations import FLOAT, Numerics
+from fovea.plan.activations import Numerics
 from fovea.plan.engine import embedded_engine
 from fovea.plan.model_sizes import ModelSizes
 from fovea.plan.vision import VISION, pixels_of_patch, tower_shape, tower_stages
 from fovea.plan.walk import Bytes
 from fovea.plan.workload import Workload
 
-TAPE, DISTRIBUTIONS = "recorded outputs", "recorded distributions"
+TAPE = "recorded outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,6 @@ def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int
     if token_bytes and tokens * token_bytes + graph_estimate <= limit:
         # pages that nothing was written to take no memory
         held[TAPE] = prompts * (lengths.prompt_tokens + completions * (lengths.completion_tokens - 1)) * token_bytes
-        # beside the outputs, where they fit in as a whole
-        reserved = prompts * (1 + completions * (config.rollout.max_new_tokens - 1)) * FLOAT * sizes.vocabulary
-        if tokens * token_bytes + graph_estimate + reserved <= limit:
-            drawn = prompts * (1 + completions * (lengths.completion_tokens - 1))
-            held[DISTRIBUTIONS] = drawn * FLOAT * sizes.vocabulary
     elif graph_estimate > limit:
         return Recorded()
     if graph_estimate:

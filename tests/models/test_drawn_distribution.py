@@ -48,22 +48,17 @@ def test_log_probs_are_those_of_transformers_processors(temperature: float | Ten
         assert found[list(BANNED)].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("in_place_of", [None, torch.empty(3, VOCABULARY)])
 @pytest.mark.parametrize("temperature", [1.0, torch.tensor([[0.7], [1.0], [2.0]])])
-def test_weights_are_those_of_the_log_probs(temperature: float | Tensor, in_place_of: Tensor | None) -> None:
+def test_weights_are_those_of_the_log_probs(temperature: float | Tensor) -> None:
     """Of logits up to 1e4, whose exponentials have no float32, with a token of logit -inf that is not banned."""
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [20], [1e4]])
     logits[:, 7] = -torch.inf
     banned_K = torch.tensor(BANNED)
     expected = drawn_logprobs_(logits.clone(), temperature, banned_K)
-    found = drawn_weights_(logits.clone(), temperature, banned_K, in_place_of)
+    found = drawn_weights_(logits.clone(), temperature, banned_K)
     torch.testing.assert_close(found.weights_BW / found.total_B1, expected.exp())
-    assert in_place_of is None or found.weights_BW is in_place_of
     for token in (1, BANNED[0], 7):
         torch.testing.assert_close(found.logprobs(torch.tensor([token] * 3)), expected[:, token])
-    allowed = (logits / temperature).index_fill(1, banned_K, -torch.inf)
-    torch.testing.assert_close(found.logsumexp(), allowed.logsumexp(-1))
-    torch.testing.assert_close(found.entropies_(), torch.special.entr(expected.exp()).sum(-1), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1000, 4])

@@ -15,16 +15,15 @@ PROMPTS, SAMPLES, LIMIT, LENGTH, PROMPT_TOKENS = 6, 4, 12, 10, 20
 
 
 @pytest.mark.parametrize(("missing", "kept"), [(0, True), (1, False)])
-def test_distributions_are_counted_where_they_fit_beside_outputs(missing: int, kept: bool, tmp_path: Path) -> None:
-    """Reserved for the longest completions, and counted for those that are expected."""
+def test_outputs_are_counted_where_they_fit(missing: int, kept: bool, tmp_path: Path) -> None:
+    """Reserved for the longest completions, and counted for the expected lengths."""
     parts = tiny("qwen3_vl", **wide("qwen3_vl"))
     text = parts.network.config.text_config
     folder = save(parts, tmp_path)
     heads = (text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
     outputs = 4 * text.num_hidden_layers * (heads + 2 * text.hidden_size + 2 * text.intermediate_size)
-    row = 4 * len(parts.network.get_input_embeddings().weight)
     tokens = PROMPTS * (PROMPT_TOKENS + SAMPLES * LIMIT)
-    limit = tokens * outputs + PROMPTS * (1 + SAMPLES * (LIMIT - 1)) * row - missing
+    limit = tokens * outputs - missing
     config = Config.model_validate(
         {
             "model": {"path": str(folder), "freeze_vision_tower": True},
@@ -44,9 +43,8 @@ def test_distributions_are_counted_where_they_fit_beside_outputs(missing: int, k
         }
     )
     for phase in make_plan(config).phases:
-        assert phase.parts["recorded outputs"] == PROMPTS * (PROMPT_TOKENS + SAMPLES * (LENGTH - 1)) * outputs
-        distributions = PROMPTS * (1 + SAMPLES * (LENGTH - 1)) * row
-        assert phase.parts.get("recorded distributions") == (distributions if kept else None)
+        expected = PROMPTS * (PROMPT_TOKENS + SAMPLES * (LENGTH - 1)) * outputs
+        assert phase.parts.get("recorded outputs") == (expected if kept else None)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,6 @@ def test_on_a_gpu_the_vision_graph_alone_is_counted(how: str, reuse_gib: float, 
     patches = 64 * 256 * 4
     for phase in phases:
         assert "recorded outputs" not in phase.parts
-        assert "recorded distributions" not in phase.parts
     rollout, update = (phase.parts.get("vision", 0) for phase in phases[:2])
     inputs = patches * 24 * 256 * 2
     assert (min(rollout, update) > inputs) is kept

@@ -10,7 +10,6 @@ import torch
 from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.models.activation_tape import Tape
-from fovea.models.recorded_distributions import DistributionTape
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
@@ -40,7 +39,6 @@ class Pair:
         max_bytes: float = 2**26,
         linears: bool = True,
         algorithm: Algorithm | None = None,
-        distributions: bool = False,
         **train: object,
     ) -> None:
         choose_trainable(parts.network, settings, seed=0)
@@ -49,8 +47,7 @@ class Pair:
             parts.processor.banned_ids,
             feature_cache=None if settings.trains_vision else FeatureCache(2**20),
         )
-        kept = DistributionTape(self.vlm.vocabulary_size, TEMPERATURE) if distributions else None
-        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32, kept)
+        self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
         self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
         self.policy = TorchPolicy(

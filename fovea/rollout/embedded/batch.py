@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.models.activation_tape import NOT_RECORDED
-from fovea.models.recorded_distributions import DistributionRows
 from fovea.models.transfer import to_device
 from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.compaction import Moves, fill_holes
@@ -105,9 +104,7 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(
-        self, requests: Sequence[QueuedRequest], logits_PW: Tensor, recorded: DistributionRows | None = None
-    ) -> None:
+    def add(self, requests: Sequence[QueuedRequest], logits_PW: Tensor) -> None:
         """Append a row per completion of these requests, and sample their first tokens from prefill's logits."""
         first = len(self.rows)
         rows = [
@@ -119,7 +116,7 @@ class DecodeBatch:
         prompt_of_B = [prompt for prompt, request in enumerate(requests) for _ in range(request.n)]
         # one prefill serves the n completions of a prompt: they share its logits
         logits_BW = logits_PW[to_device(torch.tensor(prompt_of_B), self._device)]
-        self._record(*sample_tokens(logits_BW, self._draw(first, recorded)), first)
+        self._record(*sample_tokens(logits_BW, self._draw(first)), first)
 
     def resume(self, preempted: Sequence[RemovedRow]) -> None:
         """Append preempted rows as they were: the next step feeds the newest token of each."""
@@ -128,7 +125,7 @@ class DecodeBatch:
         rows = [each.row for each in preempted]
         self._append(rows, _restored(_new_rows(rows, torch.device("cpu")), preempted, self._device))
 
-    def step(self, forward: Forward, first_place: int = NOT_RECORDED, recorded: DistributionRows | None = None) -> None:
+    def step(self, forward: Forward, first_place: int = NOT_RECORDED) -> None:
         """Sample one more token per row; `first_place` is the tape place of row 0's activations, if recorded."""
         state = self._live_state()
         # the newest token is not in the KV cache yet: this step feeds it
@@ -142,7 +139,7 @@ class DecodeBatch:
             stored_B=stored_B,
             longest=self._longest - 1,
             level=self._level,
-            draw=self._draw(0, recorded),
+            draw=self._draw(0),
         )
         self._record(*forward(step), 0)
         # an upper bound kept on the host: reading the true maximum would sync with the device at every step
@@ -187,7 +184,7 @@ class DecodeBatch:
         assert self._state is not None, "a decode step of an empty batch"
         return self._state
 
-    def _draw(self, first: int, recorded: DistributionRows | None) -> Draw:
+    def _draw(self, first: int) -> Draw:
         """Draw of the next token of the rows from `first` on."""
         state = self._live_state()
         length_B = state.length_B[first:]
@@ -196,7 +193,6 @@ class DecodeBatch:
             settings=map_tensors(lambda x: x[first:], state.settings),
             needs=self._needs,
             banned_K=self._banned_K,
-            recorded=recorded,
         )
 
     def _record(self, token_B: Tensor, logprob_B: Tensor, first: int) -> None:

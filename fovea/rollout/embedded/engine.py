@@ -280,7 +280,7 @@ class EmbeddedEngine:
         if new:
             self._running |= {request: [None] * request.n for request in new}
             logits_PW = self._prefill(new, cache, self._recorder, alone=alone)
-            batch.add(new, logits_PW, self._recorder.first_distributions(new))
+            batch.add(new, logits_PW)
             # a first token may already be a stop token, or the only one allowed
             self._retire(batch, cache)
         self._may_approximate = not any(request.sampling.exact for request in self._running)
@@ -328,7 +328,7 @@ class EmbeddedEngine:
         stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
         for _ in range(steps):
             with self._recorder.recording(len(batch)) as first_place:
-                batch.step(stepper, first_place, self._recorder.distributions(first_place, len(batch)))
+                batch.step(stepper, first_place)
         self._retire(batch, cache)
 
     def _retire(self, batch: DecodeBatch, cache: Cache) -> None:

@@ -1,8 +1,7 @@
-"""Recording of a rollout's activations for its update: linear outputs, distributions, and the vision tower's graph.
+"""Recording of a rollout's activations for its update: linear outputs and the vision tower's graph.
 
 The tape is `models.activation_tape`. Requests that run together are recorded all or none: once one joins that does not
-fit or is not for an update, recording stops until the engine has been idle. So does that of the distributions alone
-where a request's outputs fit and its distributions do not.
+fit or is not for an update, recording stops until the engine has been idle.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
-from fovea.models.recorded_distributions import DistributionRows
 from fovea.models.vision.features import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.requests import QueuedRequest, RemovedRow
@@ -39,7 +36,6 @@ class Recorder:
         self._vlm, self._tape = vlm, tape
         self._on = self._records = False
         """Whether the running requests are recorded at all, and whether their linear outputs are."""
-        self._keeps_distributions = False
         self._graph_number = 0
         self._kept: dict[QueuedRequest, _Kept] = {}
 
@@ -47,7 +43,7 @@ class Recorder:
         """Drop everything recorded: new weights make it stale."""
         if self._tape is not None:
             self._tape.restart()
-        self._on = self._records = self._keeps_distributions = False
+        self._on = self._records = False
         self._kept = {}
 
     def features(self, requests: Sequence[QueuedRequest], *, alone: bool) -> list[ImageFeatures]:
@@ -66,7 +62,7 @@ class Recorder:
         """Reserve tape for linear outputs and vision graph, else for the graph alone; returns the graph."""
         tape, asked = self._tape, all(request.request.for_update for request in requests)
         if tape is None or not asked or not (alone or self._on):
-            self._on = self._records = self._keeps_distributions = False
+            self._on = self._records = False
             return {}
         # reserved at the worst case: a tape that overflows in the middle of a rollout would be useless
         tokens = sum(request.prompt.num_tokens + request.n * request.limit_tokens for request in requests)
@@ -74,11 +70,6 @@ class Recorder:
         records = tape.holds_linears and (alone or self._records)
         self._records = records and tape.reserve(tokens, graph_bytes)
         self._on = self._records or tape.reserve(0, graph_bytes)
-        keeps = self._records and (alone or self._keeps_distributions)
-        # those of the first tokens of a prompt's completions are one
-        distributions = sum(1 + request.n * (request.limit_tokens - 1) for request in requests)
-        temperatures = [request.sampling.temperature for request in requests]
-        self._keeps_distributions = keeps and tape.reserve_distributions(distributions, temperatures)
         graph = self._vlm.image_graph(images) if self._on and self._vlm.trains_vision else {}
         self._graph_number = tape.keep_graph(graph)
         return graph
@@ -97,20 +88,6 @@ class Recorder:
         for request in requests if self._on else ():
             self._kept[request] = _Kept(first_place, self._graph_number)
             first_place += request.prompt.num_tokens if first_place != NOT_RECORDED else 0
-
-    def first_distributions(self, requests: Sequence[QueuedRequest]) -> DistributionRows | None:
-        """Where the distributions of the first tokens go, one for each of these prompts; None if they are not kept."""
-        if not self._keeps_distributions or self._tape is None:
-            return None
-        places = [self._kept[request].first_place + request.prompt.num_tokens - 1 for request in requests]
-        first_rows = np.cumsum([0, *(request.n for request in requests)])[:-1]
-        return self._tape.distribution_rows(torch.tensor(places), torch.from_numpy(first_rows))
-
-    def distributions(self, first_place: int, tokens: int) -> DistributionRows | None:
-        """Where the distributions go that these tokens predict; None if they are not kept."""
-        if not self._keeps_distributions or self._tape is None:
-            return None
-        return self._tape.distribution_rows(torch.arange(first_place, first_place + tokens))
 
     def record_trace(self, completion_id: str, finished: RemovedRow) -> None:
         """Note the tape places of a finished completion, if it was recorded."""

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.drawn_distribution import DrawnWeights, drawn_weights_
-from fovea.models.recorded_distributions import DistributionRows
 from fovea.models.transfer import to_device
 from fovea.types import Sampling
 
@@ -60,8 +59,6 @@ class Draw:
     settings: RowSettings
     needs: SamplingNeeds
     banned_K: Tensor
-    recorded: DistributionRows | None = None
-    """Where the distributions are recorded."""
 
 
 def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
@@ -104,15 +101,9 @@ def sample_tokens(logits_BW: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     logits a token's probability is exact to float32 rounding.
     """
     temperature = draw.settings.temperature_B1 if draw.needs.needs_temperature else 1.0
-    recorded = draw.recorded
-    banned_logits_BK = None if recorded is None else logits_BW[:, draw.banned_K] / temperature
-    out_BW = None if recorded is None else recorded.weights_out
-    drawn = drawn_weights_(logits_BW, temperature, draw.banned_K, out_BW)
+    drawn = drawn_weights_(logits_BW, temperature, draw.banned_K)
     tokens_B = _choose(drawn, draw)
-    logprobs_B = drawn.logprobs(tokens_B)
-    if recorded is not None and banned_logits_BK is not None:
-        recorded.write(drawn, banned_logits_BK)
-    return tokens_B, logprobs_B
+    return tokens_B, drawn.logprobs(tokens_B)
 
 
 def _choose(drawn: DrawnWeights, draw: Draw) -> Tensor:
