@@ -24,6 +24,7 @@ from fovea.data.bad_rows import BadRows
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.custom.loading import RewardFunction
+from fovea.metrics.console_file import CONSOLE_FILE
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
 from fovea.metrics.progress import Progress
@@ -73,7 +74,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = _resumed(config, checkpoints)
     start_step = resumed.step if resumed else 0
-    progress = Progress(config.max_steps, start_step, config.log.progress)
+    progress = Progress(config.max_steps, start_step, config.log.progress, transcript=folder / CONSOLE_FILE)
     progress.print(f"run folder: {folder}")
     try_reward(graded)
     _print_remarks(config, graded, progress, is_new=resumed is None)

@@ -17,7 +17,7 @@ def view(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Run folders; they may still be going. Two are compared.",
+            help="Run folders, which may still be going; two are compared. Or one folder of runs.",
             autocompletion=complete_run,
         ),
     ],
@@ -30,17 +30,25 @@ def view(
 ) -> None:
     """Watch runs on a page of this machine.
 
-    Live curves; prompts, images and answers of the recorded steps with rewards and advantages, token by token.
+    Live curves; prompts, images and answers of the recorded steps with rewards and advantages, token by token; answers
+    to held-out rows; settings and console. A folder of runs gets a list of them.
     The page answers this machine only; from elsewhere, forward its port (ssh -L 8377:127.0.0.1:8377 HOST).
-    Examples: fovea view runs/latest; fovea view runs/grpo runs/ppo --export compared (docs/view.md).
+    Examples: fovea view runs; fovea view runs/latest; fovea view runs/grpo runs/ppo --export compared (docs/view.md).
     """
     with one_line_errors(debug=debug):
+        from fovea.view.app import make_app
         from fovea.view.export import export as export_page
+        from fovea.view.list_app import make_list_app
+        from fovea.view.run_list import is_folder_of_runs
         from fovea.view.server import serve
         from fovea.view.viewed_run import ViewedRun
 
-        viewed = list(map(ViewedRun, runs))
-        if export is not None:
-            typer.echo(export_page(viewed, export))
+        if export is None and len(runs) == 1 and is_folder_of_runs(runs[0]):
+            app = make_list_app(runs[0])
         else:
-            serve(viewed, port, lambda address: typer.echo(f"{address} (Ctrl-C ends it)"))
+            viewed = list(map(ViewedRun, runs))
+            if export is not None:
+                typer.echo(export_page(viewed, export))
+                return
+            app = make_app(viewed)
+        serve(app, port, lambda address: typer.echo(f"{address} (Ctrl-C ends it)"))

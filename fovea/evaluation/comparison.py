@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
@@ -19,7 +20,9 @@ from fovea.evaluation.statistics import (
     mean_estimate,
     paired_difference,
 )
-from fovea.models.processor import BannedTokens
+
+if TYPE_CHECKING:  # it imports torch, which pages and summaries do without
+    from fovea.models.processor import BannedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

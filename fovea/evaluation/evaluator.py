@@ -26,6 +26,7 @@ class AnsweredRow:
     index: int
     """Position in the source."""
     kind: str
+    question: str = ""
     truth: str = ""
     """The gold answer."""
     image_type: str | None = None
@@ -49,6 +50,7 @@ def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type
         id=task.id,
         index=index,
         kind=task.kind,
+        question=task.question,
         truth=task.answer,
         image_type=image_type_of(task, image_type_key),
         answers=tuple(map(sampled_answer, episodes)),

@@ -6,10 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.statistics import Estimate, estimate, mean_estimate
 from fovea.types import Evaluation, Metrics
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,20 @@ def parts_of(answers: Iterable[SampledAnswer]) -> dict[str, tuple[float, ...]]:
         for name, value in answer.parts.items():
             values[name].append(value)
     return {name: tuple(values[name]) for name in sorted(values)}
+
+
+def shown_once(stages: Sequence[Mapping[str, T]]) -> dict[str, str]:
+    """Labels of the last stage's figures by name; one that repeats an earlier one in every stage is in that label."""
+    labels, first_of = dict[str, str](), list[tuple[list[T | None], str]]()
+    for name in stages[-1]:
+        values = [figures.get(name) for figures in stages]
+        first = next((other for known, other in first_of if known == values), None)
+        if first is None:
+            first_of.append((values, name))
+            labels[name] = name
+        else:
+            labels[first] += f", {name}"
+    return labels
 
 
 def dev_metrics(dev: Evaluation) -> Metrics:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Self
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,6 +16,7 @@ from rich.progress import Progress as Columns
 from rich.spinner import Spinner
 from rich.text import Text
 
+from fovea.metrics.console_file import ConsoleFile
 from fovea.metrics.notebook import NotebookDisplay, notebook_publisher
 from fovea.utils.shown_text import printable, without_secrets
 
@@ -28,7 +31,7 @@ class Progress:
     """A context manager around a run: `with Progress(...) as progress: progress.step(1, metrics)`.
 
     With `enabled=False` nothing is printed, not even by `print`, but for the lines of `warn`, which then go to stderr.
-    `clock` returns seconds.
+    `transcript` is a file that gets the plain lines in any case. `clock` returns seconds.
     """
 
     def __init__(
@@ -38,8 +41,11 @@ class Progress:
         enabled: bool,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        transcript: Path | None = None,
     ) -> None:
         self._console = Console(quiet=True) if not enabled else console or Console()
+        self._file = None if transcript is None else ConsoleFile(transcript)
+        self._file_lines = None if self._file is None else _PlainLines(self._file, clock, total_steps)
         self._total_steps = total_steps
         self._step = start_step
         self._stage: Spinner | None = None
@@ -64,6 +70,8 @@ class Progress:
         """Show work before, between or after the steps by a text such as `warm-up 125/800  loss 0.41`."""
         text = printable(without_secrets(text))
         self._stage = Spinner("dots", Text(text))
+        if self._file_lines:
+            self._file_lines.stage(text)
         if self._notebook:
             self._notebook.stage(text)
         elif not self._live:
@@ -75,17 +83,21 @@ class Progress:
         self._figures = self._figures | _figures(metrics)
         self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
         self._bar.update(self._steps, completed=step, time_left=self._time_left())
+        line = f"step {self._count()}  {self._figures_line()}  {self._time_left()}"
+        if self._file_lines:
+            self._file_lines.step(step, line)
         if self._notebook:
             self._notebook.step(step, metrics, self._figures, self._time_left())
         elif not self._live:
-            self._lines.step(step, f"step {self._count()}  {self._figures_line()}  {self._time_left()}")
+            self._lines.step(step, line)
 
     def print(self, renderable: RenderableType) -> None:
         """Print above the live display; a string as it is, without rich's markup or line breaks."""
-        if isinstance(renderable, str):
-            self._console.print(Text(printable(without_secrets(renderable))), soft_wrap=True)
-        else:
-            self._console.print(renderable)
+        is_line = isinstance(renderable, str)
+        shown = Text(printable(without_secrets(renderable))) if isinstance(renderable, str) else renderable
+        self._console.print(shown, soft_wrap=is_line)
+        if self._file:
+            self._file.print(shown, soft_wrap=is_line)
 
     def warn(self, text: str) -> None:
         """Print a line on what a run did in place of what was asked for, whether there is a display or not."""
@@ -98,8 +110,13 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, _type: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
         self._stage = None
+        if self._file and error is not None:
+            text = f"ended by {type(error).__name__}: {error}"
+            self._file.print(Text(printable(without_secrets(text))), soft_wrap=True)
         if self._live:
             self._live.stop()
         if self._notebook:
@@ -126,10 +143,16 @@ class Progress:
         return f"{_duration(self._step_seconds * (self._total_steps - self._step))} left"
 
 
+class _Prints(Protocol):
+    """A console or a file."""
+
+    def print(self, renderable: RenderableType, /, *, soft_wrap: bool | None = None) -> None: ...
+
+
 class _PlainLines:
     """The stages and steps that get a line of their own where there is no live display."""
 
-    def __init__(self, console: Console, clock: Callable[[], float], total_steps: int) -> None:
+    def __init__(self, console: _Prints, clock: Callable[[], float], total_steps: int) -> None:
         self._console = console
         self._clock = clock
         self._total_steps = total_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fovea.evaluation.figures import shown_once
 from fovea.evaluation.tables import mean_text
 from fovea.report.summary import EstimateJson, FiguresJson, SummaryJson, estimate_from_json
 
@@ -22,14 +23,18 @@ def figure_rows(summary: SummaryJson) -> list[FigureRow]:
     """Accuracy by image type, reward and parts on the test rows; none in summaries of earlier versions."""
     if "test" not in summary:
         return []
-    before, final = summary["test"]["warmup"] or summary["test"]["before"], summary["test"]["final"]
+    before = figures_json(summary["test"]["warmup"] or summary["test"]["before"])
+    final = figures_json(summary["test"]["final"])
     return [
-        FigureRow(name=name, before=_mean_text(_figures(before).get(name)), final=_mean_text(value), n=value["n"])
-        for name, value in _figures(final).items()
+        FigureRow(
+            name=label, before=estimate_text(before.get(name)), final=estimate_text(final[name]), n=final[name]["n"]
+        )
+        for name, label in shown_once((before, final)).items()
     ]
 
 
-def _figures(figures: FiguresJson | None) -> dict[str, EstimateJson]:
+def figures_json(figures: FiguresJson | None) -> dict[str, EstimateJson]:
+    """Accuracy by image type, reward and its parts, by name; empty without figures."""
     if figures is None:
         return {}
     types = {f"accuracy on {name}": value for name, value in figures["by_image_type"].items()}
@@ -37,5 +42,6 @@ def _figures(figures: FiguresJson | None) -> dict[str, EstimateJson]:
     return types | reward | figures["parts"]
 
 
-def _mean_text(value: EstimateJson | None) -> str:
+def estimate_text(value: EstimateJson | None) -> str:
+    """A mean with its interval; empty where there is none."""
     return "" if value is None else mean_text(estimate_from_json(value))

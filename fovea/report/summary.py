@@ -14,7 +14,7 @@ from rich.text import Text
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
-from fovea.evaluation.figures import figures_of
+from fovea.evaluation.figures import figures_of, shown_once
 from fovea.evaluation.statistics import Estimate, estimate, share_estimate
 from fovea.evaluation.tables import cell, mean_cell
 from fovea.types import Evaluation
@@ -222,9 +222,10 @@ def rewards_table(summary: Summary) -> Table | None:
     table = _table("Reward and its parts on held-out rows, with 95 % intervals", "")
     _add_columns(table, "mean of", [*stages, "n"])
     of_stages = [{"reward": figures.reward, **figures.parts} for figures in stages.values()]
-    for name, value in of_stages[-1].items():
+    for name, label in shown_once(of_stages).items():
+        value = of_stages[-1][name]
         assert value is not None
-        table.add_row(Text(printable(name)), *(mean_cell(of.get(name)) for of in of_stages), str(value.n))
+        table.add_row(Text(printable(label)), *(mean_cell(of.get(name)) for of in of_stages), str(value.n))
     return table
 
 

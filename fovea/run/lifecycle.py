@@ -246,6 +246,12 @@ def _hint(run: Run, text: str) -> None:
     add_hint(run.folder, text)
 
 
+def _print_hints(run: Run) -> None:
+    """Print the advice of the whole run again at its end."""
+    for hint in read_hints(run.folder):
+        run.progress.print(hint)
+
+
 def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
     kl, rollout = config.algorithm.kl, config.rollout
     if not isinstance(kl, KlInReward) or kl.controller is None:
@@ -287,8 +293,7 @@ async def finish(run: Run, state: TrainState) -> Summary:
     report = write_report(run.folder)
     for table in tables_of(summary):
         run.progress.print(table)
-    for hint in read_hints(run.folder):
-        run.progress.print(hint)
+    _print_hints(run)
     run.progress.print(f"report: {report}")
     return summary
 
@@ -317,4 +322,5 @@ async def save_last(run: Run, state: TrainState) -> None:
 async def save_and_say(run: Run, state: TrainState, reason: str) -> None:
     """Write a checkpoint for a run that is about to end, and print for which reason, and where it can go on."""
     await save_last(run, state)
+    _print_hints(run)
     run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")

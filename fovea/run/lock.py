@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import socket
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import TextIO
 
 from fovea.errors import ConfigError
-from fovea.utils.bounded import append_to
+from fovea.utils.bounded import append_to, read_file
 
 LOCK_FILE = "run.lock"
 MAX_CHARS = 10_000
 """Of a lock file that is read; an owner takes a hundred."""
+MAX_PID = 2**22
+"""Of Linux (proc(5), pid_max)."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that have no locks, such as some mounts of Lustre and NFS."""
 
@@ -71,6 +74,16 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)  # emptied, not deleted: another process may have opened it to wait for its turn
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """The process that the lock file of a folder names, which may be a stranger's; None where it names none."""
+    try:
+        text = read_file(folder / LOCK_FILE, within=folder).decode("utf-8", errors="replace")
+        owner = _owner(io.StringIO(text))
+    except FileNotFoundError:
+        return None
+    return owner if owner and type(owner.pid) is int and 0 < owner.pid <= MAX_PID else None
 
 
 def was_left_by(pid: int, folder: Path) -> bool:

@@ -15,7 +15,7 @@ from fovea.report.records import GroupSummary, RecordedAnswer, RecordedImage, Sa
 from fovea.report.samples import IndexedStep
 from fovea.types import Mark
 from fovea.utils.files import json_number
-from fovea.view.curves import Curve
+from fovea.view.curves import Curve, Totals
 from fovea.view.marks import marks_in
 
 SIGNIFICANT = 6
@@ -35,6 +35,11 @@ def curve_json(name: str, curve: Curve) -> dict[str, Any]:
         "low": [] if single else _numbers(curve.lows_B),
         "high": [] if single else _numbers(curve.highs_B),
     }
+
+
+def totals_json(totals: Totals) -> dict[str, Any]:
+    """A sum over the steps, for an axis of time or tokens."""
+    return {"step": _numbers(totals.steps_B), "total": _numbers(totals.totals_B)}
 
 
 def entry_json(entry: IndexedStep) -> list[Any]:

@@ -7,7 +7,7 @@ and names of metrics are untrusted text; they are sent as JSON, and the page wri
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fovea.errors import FoveaError
@@ -48,8 +48,35 @@ class _Number(IntegerConvertor):
 register_url_convertor("number", _Number())
 
 
+OF_A_RUN: Mapping[str, Callable[[ViewedRun, int], Any]] = {
+    "curve": ViewedRun.curve,
+    "totals": ViewedRun.totals,
+    "step": ViewedRun.step,
+    "answers": ViewedRun.answers,
+    "about": lambda run, _: run.settings_and_console(),
+}
+"""Answers about one run by the first word of their path, which a number of the run and another one follow."""
+
+
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
     """The application that shows these runs."""
+    return secured(run_routes(runs))
+
+
+def secured(routes: Sequence[BaseRoute]) -> Starlette:
+    """An application for this machine only, with HEADERS on every answer."""
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(_SetHeaders),
+            Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+        ],
+        exception_handlers={HTTPException: _as_json, FoveaError: _as_json},
+    )
+
+
+def run_routes(runs: Sequence[ViewedRun]) -> list[BaseRoute]:
+    """The page of these runs, and what it asks for."""
 
     def run_of(request: Request) -> ViewedRun:
         number: int = request.path_params["run"]
@@ -62,14 +89,14 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
             run.refresh()
         return _json([run.facts() for run in runs])
 
-    def curve(request: Request) -> Response:
-        return _json(run_of(request).curve(request.path_params["number"]))
+    def of_a_run(name: str) -> Route:
+        def answer(request: Request) -> Response:
+            return _json(OF_A_RUN[name](run_of(request), request.path_params["number"]))
+
+        return Route(f"/data/{name}/{{run:number}}/{{number:number}}", _found(answer))
 
     def entries(request: Request) -> Response:
         return _json_text(run_of(request).entries(request.path_params["after"]))
-
-    def step(request: Request) -> Response:
-        return _json(run_of(request).step(request.path_params["step"]))
 
     def image(request: Request) -> Response:
         png = read_image(run_of(request).folder, request.path_params["name"])
@@ -77,25 +104,18 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
             raise HTTPException(404, "this image is gone from samples/images")
         return Response(png, media_type="image/png")
 
-    return Starlette(
-        routes=[
-            Route("/", lambda _request: _page("index.html")),
-            Route("/data/runs", facts),
-            Route("/data/curve/{run:number}/{number:number}", _found(curve)),
-            Route("/data/entries/{run:number}/{after:number}", _found(entries)),
-            Route("/data/step/{run:number}/{step:number}", _found(step)),
-            Route("/images/{run:number}/{name}.png", _found(image)),
-            Route("/{name}", lambda request: _page(request.path_params["name"])),
-        ],
-        middleware=[
-            Middleware(_SetHeaders),
-            Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
-        ],
-        exception_handlers={HTTPException: _as_json, FoveaError: _as_json},
-    )
+    return [
+        Route("/", lambda _request: page("index.html")),
+        Route("/data/runs", facts),
+        *map(of_a_run, OF_A_RUN),
+        Route("/data/entries/{run:number}/{after:number}", _found(entries)),
+        Route("/images/{run:number}/{name}.png", _found(image)),
+        Route("/{name}", lambda request: page(request.path_params["name"])),
+    ]
 
 
-def _page(name: str) -> Response:
+def page(name: str) -> Response:
+    """A file of the page; 404 for another name."""
     if name not in PAGE_FILES:
         raise HTTPException(404, f"no page {name}")
     return Response(page_file(name), media_type=media_type(name))
@@ -132,7 +152,7 @@ def _as_json(_request: Request, error: Exception) -> Response:
 
 
 class _SetHeaders:
-    """Middleware that sets HEADERS on every answer."""
+    """Middleware that sets HEADERS on every answer, those that it does not have itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -140,8 +160,10 @@ class _SetHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}  # the list of runs has another policy
                 pairs = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *pairs]}
+                added = [pair for pair in pairs if pair[0] not in given]
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

@@ -5,9 +5,11 @@ Axes: `N` steps with a value, `B` points of a curve.
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,11 @@ from fovea.view.tail import Tail
 
 MAX_POINTS = 400
 """Of a curve: about one per two pixels of a chart."""
+MAX_PARTS = 32
+"""Parts of the reward that are compared with each other; an overview shows fewer."""
+Total: TypeAlias = Literal["seconds", "tokens"]
+"""Axes beside the step: wall time of the steps, and completion tokens."""
+_PART = re.compile(r"reward/[^/]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +34,14 @@ class Curve:
     means_B: NDArray[np.float64]
     lows_B: NDArray[np.float64]
     highs_B: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """A sum over a run's steps, by step."""
+
+    steps_B: NDArray[np.float64]
+    totals_B: NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -58,6 +73,31 @@ class Curves:
                 column = self._columns.setdefault(name, _Column())
                 column.steps.append(step)
                 column.values.append(value)
+
+    def totals(self, of: Total) -> Totals:
+        """The seconds or the completion tokens of all steps up to each one; no points where they are not known."""
+        seconds, rates = (self._columns.get(name, _Column()) for name in ("seconds/step", "tokens_per_second"))
+        steps_N, added_N = np.array(seconds.steps), np.array(seconds.values)
+        if of == "tokens":
+            rate_of = dict(zip(rates.steps, rates.values, strict=True))
+            added_N = added_N * np.array([rate_of.get(step, 0.0) for step in seconds.steps])
+        if not added_N.any():
+            return Totals(steps_B=np.empty(0), totals_B=np.empty(0))
+        shown_B = np.unique(np.linspace(0, len(steps_N) - 1, MAX_POINTS).astype(np.int64))
+        added_N = np.where(np.isfinite(added_N), added_N, 0)
+        return Totals(steps_B=steps_N[shown_B], totals_B=np.cumsum(added_N)[shown_B])
+
+    def repeats(self) -> list[str]:
+        """Parts of the reward whose values are those of the reward or of an earlier part in every step."""
+        parts = [name for name in self._columns if _PART.fullmatch(name)]
+        seen, found = set[tuple[bytes, bytes]](), list[str]()
+        for name in ("reward", *parts[:MAX_PARTS]):
+            column = self._columns.get(name, _Column())
+            key = (column.steps.tobytes(), column.values.tobytes())
+            if key in seen and name in parts:
+                found.append(name)
+            seen.add(key)
+        return found
 
     @property
     def names(self) -> list[str]:

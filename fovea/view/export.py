@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fovea.errors import ConfigError, DataError
 from fovea.report.images import read_image
 from fovea.report.samples import read_step
 from fovea.utils.files import atomic_folder
+from fovea.view.curves import Total
 from fovea.view.page_files import PAGE_FILES, page_file
 from fovea.view.viewed_run import ViewedRun
 
@@ -54,6 +55,11 @@ def _write_page(folder: Path) -> None:
 def _write_run(folder: Path, place: int, run: ViewedRun) -> None:
     for number in range(len(run.facts()["metrics"])):
         _write_data(folder, f"curve/{place}/{number}", run.curve(number))
+    for number in range(len(get_args(Total))):
+        _write_data(folder, f"totals/{place}/{number}", run.totals(number))
+    for number in range(len(run.facts()["evaluations"])):
+        _write_data(folder, f"answers/{place}/{number}", run.answers(number))
+    _write_data(folder, f"about/{place}/0", run.settings_and_console())
     entries = run.entries(0)
     _write_script(folder, f"entries/{place}/0", entries)
     for step in {step for step, _groups in json.loads(entries)}:

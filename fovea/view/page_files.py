@@ -14,6 +14,8 @@ MODULES = (
     "address.js",
     "numbers.js",
     "chart.js",
+    "axis.js",
+    "final.js",
     "curves.js",
     "heat.js",
     "marks.js",
@@ -23,6 +25,8 @@ MODULES = (
     "answer.js",
     "group.js",
     "samples.js",
+    "heldout.js",
+    "settings.js",
     "keys.js",
     "main.js",
 )
@@ -37,7 +41,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULT
 
 @cache
 def page_file(name: str) -> str:
-    """The content of one of PAGE_FILES."""
+    """The content of one of PAGE_FILES, or of another file of their folder."""
     return _bundled() if name == SCRIPT else _shipped(name)
 
 

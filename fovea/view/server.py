@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from fovea.errors import ConfigError
-from fovea.view.app import HOSTS, make_app
-from fovea.view.viewed_run import ViewedRun
+from fovea.view.app import HOSTS
 
 HEADER_SECONDS = 5.0
 
@@ -36,8 +36,8 @@ class TimedHeaders(H11Protocol):
             self.loop.call_later(HEADER_SECONDS, self._look, cycle if waits else ())
 
 
-def serve(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; `say` gets its address. Port 0 takes any that is free.
+def serve(app: ASGIApp, port: int, say: Callable[[str], None]) -> None:
+    """Serve a page until Ctrl-C; `say` gets its address. Port 0 takes any that is free.
 
     ConfigError where the port is taken.
     """
@@ -53,7 +53,7 @@ def serve(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None]) -> N
                 f"--port {port}: {error.strerror}; give another one, or 0 for any that is free"
             ) from error
         say(f"http://{HOSTS[0]}:{listener.getsockname()[1]}/")
-        config = uvicorn.Config(make_app(runs), http=TimedHeaders, log_level="warning", access_log=False)
+        config = uvicorn.Config(app, http=TimedHeaders, log_level="warning", access_log=False)
         server = uvicorn.Server(config)
         try:
             server.run(sockets=[listener])

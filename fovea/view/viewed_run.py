@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, get_args
 
 from fovea.config.recipes import read_yaml
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, check_run_folder, read_config
 from fovea.report.samples import read_step
-from fovea.view.answers import curve_json, entry_json, step_json
-from fovea.view.curves import Curves
+from fovea.view.about_run import console_bytes, console_text, hints, max_steps_of, settings_pairs
+from fovea.view.answers import curve_json, entry_json, step_json, totals_json
+from fovea.view.curves import Curves, Total
+from fovea.view.held_out import HeldOutTable, answers_json, evaluations
 from fovea.view.sample_index import SampleIndex
 
 
@@ -27,9 +28,10 @@ class ViewedRun:
         self.folder = folder
         self._curves = Curves(folder)
         self._index = SampleIndex(folder)
+        self._held_out = HeldOutTable(folder)
         self._entries: list[str] = []  # as JSON: a page that opens wants all of them at once
         self._lock = Lock()
-        self._config, self._head = "", dict[str, Any]()
+        self._config, self._head, self._pairs = "", dict[str, Any](), list[list[str]]()
         self.refresh()
 
     def refresh(self) -> None:
@@ -41,7 +43,7 @@ class ViewedRun:
             self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
 
     def facts(self) -> dict[str, Any]:
-        """Name, progress, names of all metrics, how many entries the index has, and the newest step in it."""
+        """Name, progress, names of metrics and evaluations, the index's size, remarks, and the final held-out table."""
         with self._lock:
             return {
                 **self._settings(),
@@ -51,8 +53,13 @@ class ViewedRun:
                 "finished": (self.folder / SUMMARY_FILE).exists(),
                 "seconds_since_step": self._seconds_since_step(),
                 "metrics": self._curves.names,
+                "repeats": self._curves.repeats(),
                 "entries": len(self._entries),
                 "newest_entry": self._index.newest,
+                "console_bytes": console_bytes(self.folder),
+                "hints": hints(self.folder),
+                "held_out": self._held_out.table(),
+                "evaluations": evaluations(self.folder),
             }
 
     def curve(self, number: int) -> dict[str, Any]:
@@ -60,6 +67,11 @@ class ViewedRun:
         with self._lock:
             name = self._curves.names[number]
             return curve_json(name, self._curves.curve(name))
+
+    def totals(self, number: int) -> dict[str, Any]:
+        """Seconds (0) or completion tokens (1) up to each step; IndexError for another number."""
+        with self._lock:
+            return totals_json(self._curves.totals(get_args(Total)[number]))
 
     def entries(self, after: int) -> str:
         """The entries of the index after the first `after` ones, as a JSON list of `entry_json`."""
@@ -70,20 +82,26 @@ class ViewedRun:
         """The groups of a step; FileNotFoundError where it has none, DataError where its file is damaged."""
         return step_json(step, read_step(self.folder, step))
 
+    def answers(self, number: int) -> dict[str, Any]:
+        """Held-out answers of the evaluation with this place in `facts()["evaluations"]`; errors as of `step`."""
+        return answers_json(self.folder, number)
+
+    def settings_and_console(self) -> dict[str, Any]:
+        """The settings as pairs of key and value, and the end of the console output."""
+        with self._lock:
+            self._settings()
+            return {"settings": self._pairs, "console": console_text(self.folder)}
+
     def _settings(self) -> dict[str, Any]:
         """What the page shows of the settings, which a resume may change."""
         config = read_config(self.folder)
         if config != self._config:  # parsing YAML takes longer than all the rest
-            self._head = {"about": about(self.folder, config), "max_steps": _max_steps(config)}
+            settings = read_yaml(config, CONFIG_FILE)
+            self._head = {"about": about(self.folder, config), "max_steps": max_steps_of(settings)}
+            self._pairs = settings_pairs(settings)
             self._config = config
         return self._head
 
     def _seconds_since_step(self) -> float | None:
         path = self.folder / METRICS_FILE
         return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else None
-
-
-def _max_steps(config: str) -> int | None:
-    settings = read_yaml(config, CONFIG_FILE)
-    value = settings.get("max_steps") if isinstance(settings, Mapping) else None
-    return value if isinstance(value, int) else None

@@ -19,7 +19,7 @@ from fovea.environments.geospot.reward import Place, distance_parts
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
-from fovea.evaluation.figures import dev_metrics, figures_of
+from fovea.evaluation.figures import dev_metrics, figures_of, shown_once
 from fovea.evaluation.statistics import mean_estimate
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -186,3 +186,11 @@ def test_summary_tables_fit_80_columns(tmp_path: Path) -> None:
     text = console.export_text()
     assert "Reward and its parts" in text
     assert "…" not in text
+
+
+def test_a_figure_that_repeats_an_earlier_one_shares_its_label() -> None:
+    before = {"reward": 0.25, "answer": 0.25, "form": 0.5}
+    final = {"reward": 0.75, "answer": 0.75, "form": 0.75, "seen": 0.75}
+    assert shown_once([before, final]) == {"reward": "reward, answer", "form": "form", "seen": "seen"}
+    assert shown_once([final]) == {"reward": "reward, answer, form, seen"}
+    assert shown_once([{}]) == {}

@@ -1,7 +1,9 @@
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from fovea.metrics.progress import Progress
 
@@ -157,3 +159,41 @@ def test_an_error_ends_the_live_display() -> None:
     with pytest.raises(RuntimeError), Progress(1, 0, True, console):
         raise RuntimeError
     assert console.file.getvalue().endswith("\x1b[?25h")
+
+
+def test_the_file_has_the_lines_whatever_the_terminal_shows(tmp_path: Path) -> None:
+    file = tmp_path / "console.txt"
+    for console, enabled in ((terminal(), True), (plain_console(), False)):
+        file.unlink(missing_ok=True)
+        clock = Clock()
+        with Progress(2, 0, enabled, console, clock, transcript=file) as progress:
+            progress.stage("making the model")
+            progress.print("https://me:word@host/x " + "folder/" * 30 + " \ud800[/x]\x1b[2J")
+            progress.step(1, METRICS)
+            progress.print(Table("a"))
+        stage, line, step, *table = file.read_text().splitlines()
+        assert stage == "making the model"
+        assert line == "https://***@host/x " + "folder/" * 30 + " ?[/x]\N{REPLACEMENT CHARACTER}[2J"
+        assert step.startswith("step 1/2  reward 0.500  signal 62%")
+        assert "┃ a ┃" in table
+
+
+def test_a_resumed_run_goes_on_in_its_file_and_an_error_ends_it(tmp_path: Path) -> None:
+    file = tmp_path / "console.txt"
+    for number in range(2):
+        progress = Progress(1, 0, False, transcript=file)
+        progress.print(f"start {number}")
+        with pytest.raises(ValueError, match="such row"), progress:
+            raise ValueError("no \x1b[2J such row")
+    ended = "ended by ValueError: no \N{REPLACEMENT CHARACTER}[2J such row"
+    assert file.read_text().splitlines() == ["start 0", ended, "start 1", ended]
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (tmp_path / "console.txt").symlink_to(outside)
+    for file in (tmp_path / "console.txt", tmp_path / "gone" / "console.txt"):
+        with Progress(1, 0, True, console := plain_console(), transcript=file) as progress:
+            progress.print("start")
+        assert lines(console) == ["start"]
+    assert not outside.exists()

@@ -71,3 +71,14 @@ def test_a_run_prints_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         said = [place for place, line in enumerate(lines) if hint in line]
         assert len(said) == 2, "on the way, and at the end"
         assert report.count(hint) == 1
+
+
+def test_a_run_that_ends_early_prints_it_at_its_end_too(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, max_steps=25, max_hours=1e-9, rollout={"prompts_per_step": 17, "max_new_tokens": 1})
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    with pytest.raises(SystemExit, match="0"):
+        train(run)
+    said = [place for place, line in enumerate(lines) if "is more than the 16 training rows" in line]
+    assert len(said) == 2
+    assert said[1] == len(lines) - 2, "before the line on how to go on"

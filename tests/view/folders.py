@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -11,11 +12,14 @@ from fovea.config.loading import dump_config
 from fovea.config.model import TinyModel
 from fovea.config.run import Config, Model
 from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.answers_file import write_answers
+from fovea.evaluation.evaluator import AnsweredRow
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.images import png_bytes, write_image
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace
 from fovea.report.samples import write_samples
-from fovea.types import Mark
+from fovea.report.summary import Summary, write_summary
+from fovea.types import Evaluation, Mark
 
 KINDS = ("colour", "count")
 
@@ -68,3 +72,41 @@ def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> 
             RecordedAnswer(score=wrong, turns=(RecordedTurn(text=wrong.text, finish="length"),)),
         ),
     )
+
+
+def write_answers_of(folder: Path, name: str, texts: Sequence[str], question: str = "How many?") -> None:
+    """Answers of an evaluation to rows whose truth is 3."""
+    rows = [
+        AnsweredRow(
+            id=f"test/{place}",
+            index=place,
+            kind=KINDS[place % 2],
+            question=question,
+            truth="3",
+            answers=(SampledAnswer(text=text, reward=float(text == "3"), accuracy=float(text == "3")),),
+        )
+        for place, text in enumerate(texts)
+    ]
+    write_answers(folder, name, rows)
+
+
+def finish_run(folder: Path, right: int, wrong: int) -> None:
+    """End a run with a summary of so many right and wrong answers to test rows."""
+    values = (1.0,) * right + (0.0,) * wrong
+    parts = {"answer": values, "form": (1.0,) * len(values)}
+    final = Evaluation(accuracies={"count": values}, rewards=values, parts=parts)
+    before = Evaluation(accuracies={"count": (0.0,) * len(values)}, rewards=(0.0,) * len(values))
+    summary = Summary(
+        before=before,
+        warmup=None,
+        final=final,
+        shuffled_images=before,
+        blank_images=None,
+        duplicates_across_splits=None,
+        warmup_seconds=0.0,
+        rl_seconds=1.0,
+        total_seconds=1.0,
+        steps=5,
+        seed=0,
+    )
+    write_summary(folder / "summary.json", summary)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,19 +21,14 @@ from fovea.report.records import RecordedImage, RecordedMessage, RecordedTurn
 from fovea.report.samples import write_samples
 from fovea.types import Mark
 from fovea.view.export import export
-from fovea.view.server import serve
 from fovea.view.viewed_run import ViewedRun
-from tests.chromium import TIMEOUT_S, Browser, open_browser
-from tests.report.pages import ATTACK
+from tests.chromium import Browser, open_browser
+from tests.view.browsing import GROUP, HOSTILE, LINE, open_page, served, text_of
 from tests.view.folders import group, image_in, write_run
 
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-HOSTILE = f"{ATTACK}\u202egnp\u202c שלום مرحبا " + "x" * 20_000
-GROUP = "document.querySelector('.group .question')"
-LINE = "document.querySelector('.plot')?.querySelector('polyline')"
-"""The line of the first chart; another chart may be drawn before it."""
 TRAINING = [
     "max_steps=2",
     "environment.train_size=24",
@@ -62,20 +54,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
-@contextmanager
-def served(*folders: Path) -> Iterator[str]:
-    """The address of the real server with these runs, until the block ends."""
-    addresses: list[str] = []
-    runs = list(map(ViewedRun, folders))
-    # the thread ends with the tests: a server leaves its loop by a signal, which only the main thread gets
-    threading.Thread(target=serve, args=(runs, 0, addresses.append), daemon=True).start()
-    until = time.monotonic() + TIMEOUT_S
-    while not addresses:
-        assert time.monotonic() < until, "the server never said its address"
-        time.sleep(0.01)
-    yield addresses[0]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8 by itself")
 def test_the_server_listens_on_one_address(tmp_path: Path) -> None:
     """One that listened on all addresses of the machine would take this connection."""
@@ -84,15 +62,6 @@ def test_the_server_listens_on_one_address(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", port)).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port))
-
-
-def open_page(browser: Browser, address: str, ready: str, **look: int | bool) -> None:
-    browser.open(address, **look)
-    browser.wait_for(ready)
-
-
-def text_of(browser: Browser, selector: str) -> str:
-    return browser.evaluate(f"document.querySelector({selector!r}).textContent")
 
 
 @pytest.mark.smoke
@@ -106,7 +75,7 @@ def test_curves_are_drawn_and_grow(browser: Browser, tmp_path: Path) -> None:
         browser.wait_for(f"{points} === 6")
         assert "step 6 of 10" in text_of(browser, ".runs")
         browser.point_at(".plot")
-        browser.wait_for("document.querySelector('.toolbar .soft').textContent.startsWith('step ')")
+        browser.wait_for("document.querySelector('#pointed').textContent.startsWith('step ')")
         assert browser.problems == []
 
 
@@ -269,7 +238,7 @@ def test_what_the_mouse_pointed_at_is_forgotten_when_it_leaves(browser: Browser,
     with served(write_run(tmp_path / "run")) as address:
         open_page(browser, address, LINE)
         browser.point_at(".plot")
-        browser.wait_for("document.querySelector('.toolbar .soft').textContent.startsWith('step ')")
+        browser.wait_for("document.querySelector('#pointed').textContent.startsWith('step ')")
         browser.press("ArrowDown")  # scrolls, and does not leave the page
         browser.press("s")
         browser.wait_for(GROUP)
@@ -279,7 +248,7 @@ def test_what_the_mouse_pointed_at_is_forgotten_when_it_leaves(browser: Browser,
         browser.wait_for("!document.querySelector('.mark.faded')")
         browser.press("c")
         browser.wait_for(LINE)
-        assert text_of(browser, ".toolbar .soft") == ""
+        assert text_of(browser, "#pointed") == ""
         assert browser.evaluate("document.querySelectorAll('.plot .pointed').length") == 0
 
 

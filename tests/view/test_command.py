@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 from threading import Thread
+from urllib.request import urlopen
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
+from fovea.view.app import make_app
 from fovea.view.server import serve
 from fovea.view.viewed_run import ViewedRun
 from tests.view.folders import write_run
@@ -40,8 +42,20 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for number in range(6):
         write_run(tmp_path / f"run{number}")
     inside = ", ".join(f"{tmp_path}/run{number}" for number in range(4))
-    assert f"holds no config.yaml; give one of those in it: {inside}, ..." in view(str(tmp_path)).stderr
+    exported = view(str(tmp_path), "--export", str(tmp_path / "out"))
+    assert f"holds no config.yaml; give one of those in it: {inside}, ..." in exported.stderr
     assert "config.yaml: a file, no run folder; give" in view(str(tmp_path / "run0" / "config.yaml")).stderr
+
+
+def test_a_folder_of_runs_is_served_as_a_list(tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    command = [sys.executable, "-m", "fovea", "view", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[0]
+        page = urlopen(address, timeout=60).read().decode()
+        server.terminate()
+    assert 'href="runs/one/"' in page
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
@@ -62,7 +76,7 @@ REQUEST = b"GET /data/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 def port_of(run: Path) -> int:
     """The port of a server of this run, which ends with the process."""
     addresses: Queue[str] = Queue()
-    Thread(target=serve, args=([ViewedRun(run)], 0, addresses.put), daemon=True).start()
+    Thread(target=serve, args=(make_app([ViewedRun(run)]), 0, addresses.put), daemon=True).start()
     return int(addresses.get(timeout=60).rstrip("/").rpartition(":")[2])
 
 
@@ -98,6 +112,7 @@ def test_connections_that_send_their_headers_slowly_are_closed(tmp_path: Path, m
 
 def test_the_page_needs_no_torch() -> None:
     """Its import takes seconds and hundreds of megabytes, beside a run that needs them."""
-    code = "import sys, fovea.view.server, fovea.view.export; print({'torch', 'matplotlib'} & set(sys.modules))"
+    imports = "import sys, fovea.view.server, fovea.view.export, fovea.view.list_app"
+    code = f"{imports}; print({{'torch', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -5,10 +5,10 @@ import { heated } from "./heat.js";
 import { picture } from "./marks.js";
 import { shown, signed } from "./numbers.js";
 
-const RIGHT = 0.5; // accuracy from which an answer counts as correct, as in the reports
+export const RIGHT = 0.5; // accuracy from which an answer counts as correct, as in the reports
 
 /** The card of answer `number`, of the run with this place; `firstImage` is the number of the first image after the prompt. */
-export function answerCard(run, answer, number, { heat, scale, firstImage, onToken }) {
+export function answerCard(run, answer, number, { heat, scale, firstImage, onToken, repeats }) {
   const turns = answer.turns.length ? answer.turns : [{ messages: [], text: answer.text, finish: answer.finish, tokens: null }];
   const marks = answer.marks.map((mark) => [number, mark]);
   let image = firstImage;
@@ -23,7 +23,7 @@ export function answerCard(run, answer, number, { heat, scale, firstImage, onTok
     return [messages, turnText(turn, heat, scale, onToken)];
   });
   return element("li", { class: `answer${answer.accuracy >= RIGHT ? " right" : ""}`, "data-answer": number, tabindex: -1 },
-    scoreLine(answer, number, turns), shownTurns);
+    scoreLine(answer, number, turns, repeats), shownTurns);
 }
 
 function turnText(turn, heat, scale, onToken) {
@@ -40,11 +40,12 @@ function textAfter(turn) {
   return turn.text.startsWith(recorded) ? turn.text.slice(recorded.length) : "";
 }
 
-function scoreLine(answer, number, turns) {
+/** The figures of an answer; parts of the reward that repeat another one in the whole run are left out. */
+function scoreLine(answer, number, turns, repeats) {
   const advantages = turns.flatMap((turn) => turn.tokens?.advantages ?? []);
   const [least, most] = advantages.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
   const advantage = least === most ? signed(least) : `${signed(least)} to ${signed(most)}`;
-  const parts = [...Object.entries(answer.parts), ...answer.image_parts.flatMap((of, place) => Object.entries(of).map(([name, value]) => [`image ${place + 1} ${name}`, value]))];
+  const parts = [...Object.entries(answer.parts).filter(([name]) => !repeats.includes(`reward/${name}`)), ...answer.image_parts.flatMap((of, place) => Object.entries(of).map(([name, value]) => [`image ${place + 1} ${name}`, value]))];
   return element("p", { class: "score" },
     element("span", { class: answer.marks.length ? `number hue${number % 6}` : "number" }, `#${number + 1}`),
     element("span", {}, "reward ", element("strong", {}, shown(answer.reward))),

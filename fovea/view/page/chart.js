@@ -1,107 +1,146 @@
-// One metric by step, a line per run. The mean of each point is the line, least and greatest value are its band.
+// One metric, a line per run. The mean of each point is the line, least and greatest value are its band.
 
 import { drawing, element } from "./dom.js";
-import { shown, ticks, whole } from "./numbers.js";
+import { logTicks, short, shown, ticks, whole } from "./numbers.js";
 
 const HEIGHT = 150;
 const MARGIN = { top: 8, right: 10, bottom: 20, left: 56 };
+const LABEL_PX = 24; // half of the widest label of the x axis
 
-/** A chart; `draw(curves, lastSteps)` takes one curve per run or null and the newest step of each, `point(step)` marks a step, `onPoint` and `onPick` get one. */
+/**
+ * A chart; `draw(curves, axis, look)` takes one curve per run or null, the x axis, and `{ log, smoothing }`.
+ * `point(x)` marks a place, `onPoint` gets one, `onPick` a step.
+ */
 export function chart(name, { onPoint, onPick }) {
   const value = element("output", {});
   const picture = drawing("svg", { class: "plot", height: HEIGHT, role: "img", tabindex: 0 });
   const root = element("figure", { class: "chart" }, element("figcaption", {}, element("bdi", {}, name), value), picture);
   let scale = null;
   let curves = [];
+  let axis = null;
+  let look = { log: false, smoothing: 0 };
   let pointed = null;
-  let lastSteps = [1];
 
-  function draw(newCurves, newLastSteps) {
-    [curves, lastSteps] = [newCurves, newLastSteps];
-    scale = scaleOf(curves, Math.max(...lastSteps), picture.clientWidth || 320);
+  function draw(newCurves, newAxis, newLook) {
+    [axis, look] = [newAxis, newLook];
+    curves = newCurves.map((curve, run) => curve && placed(curve, run, axis));
+    redraw();
+  }
+
+  function redraw() {
+    if (!axis) return;
+    scale = scaleOf(curves, axis, look.log, picture.clientWidth || 320);
     const known = curves.find((curve) => curve);
     root.title = known ? [known.unit, known.meaning].filter(Boolean).join(": ") : "";
     picture.setAttribute("aria-label", `${name} by step, ${curves.map((curve) => shown(last(curve)?.mean ?? null)).join(" and ")} at the end`);
-    picture.replaceChildren(...(scale ? [...axes(scale), ...curves.flatMap((curve, run) => lines(curve, run, scale))] : []));
+    picture.replaceChildren(...(scale ? [...axes(scale, axis), ...curves.flatMap((curve, run) => lines(curve, run, scale, look.smoothing))] : []));
     point(pointed);
   }
 
-  function point(step) {
-    pointed = step;
+  function point(x) {
+    pointed = x;
     picture.querySelectorAll(".pointed").forEach((node) => node.remove());
-    const values = curves.map((curve) => (step === null ? last(curve) : nearest(curve, step)));
-    value.replaceChildren(...values.map((at, run) => element("span", { class: `run${run % 6}` }, shown(at?.mean ?? null), step === null ? when(at, lastSteps[run]) : "")));
-    if (step === null || !scale) return;
-    picture.append(drawing("line", { class: "pointed", x1: scale.x(step), x2: scale.x(step), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
-    curves.forEach((curve, run) => {
-      const at = nearest(curve, step);
-      if (at) picture.append(drawing("circle", { class: `pointed run${run % 6}`, cx: scale.x(at.step), cy: scale.y(at.mean), r: 3 }));
+    const values = curves.map((curve) => (x === null ? last(curve) : nearest(curve, x)));
+    value.replaceChildren(...values.map((at, run) => element("span", { class: `run${run % 6}` }, shown(at?.mean ?? null), x === null ? when(at, axis.lastSteps[run]) : "")));
+    if (x === null || !scale) return;
+    picture.append(drawing("line", { class: "pointed", x1: scale.x(x), x2: scale.x(x), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
+    values.forEach((at, run) => {
+      if (at && scale.has(at.mean)) picture.append(drawing("circle", { class: `pointed run${run % 6}`, cx: scale.x(at.x), cy: scale.y(at.mean), r: 3 }));
     });
   }
 
-  const stepAt = (event) => scale && scale.step(event.clientX - picture.getBoundingClientRect().left);
-  picture.addEventListener("pointermove", (event) => onPoint(stepAt(event)));
+  /** The step at a place: that of the nearest point of a curve where the axis has no steps. */
+  function pick(x) {
+    onPick(axis.kind === "step" ? x : Math.round(nearest(curves.find((curve) => curve && curve.x.length), x).step));
+  }
+
+  const placeAt = (event) => scale && scale.place(event.clientX - picture.getBoundingClientRect().left);
+  picture.addEventListener("pointermove", (event) => onPoint(placeAt(event)));
   picture.addEventListener("pointerleave", () => onPoint(null));
-  picture.addEventListener("click", (event) => scale && onPick(stepAt(event)));
+  picture.addEventListener("click", (event) => scale && pick(placeAt(event)));
   picture.addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!scale || (!move && event.key !== "Enter")) return;
     event.preventDefault();
     event.stopPropagation();
-    const step = pointed ?? scale.lastStep;
-    if (move) onPoint(Math.min(scale.lastStep, Math.max(scale.firstStep, step + move * scale.keyStep)));
-    else onPick(step);
+    const x = pointed ?? axis.last;
+    if (move) onPoint(Math.min(axis.last, Math.max(axis.first, x + move * scale.keyStep)));
+    else pick(x);
   });
-  new ResizeObserver(() => draw(curves, lastSteps)).observe(picture);
+  new ResizeObserver(redraw).observe(picture);
   return { root, draw, point };
 }
 
-/** All charts of a page have the steps from 1 to the last one of its runs. */
-function scaleOf(curves, lastStep, width) {
-  const drawn = curves.filter((curve) => curve && curve.step.length);
-  if (!drawn.length) return null;
-  const all = (name) => drawn.flatMap((curve) => (curve[name].length ? curve[name] : curve.mean));
-  const firstStep = 1;
-  let [low, high] = [Math.min(...all("low")), Math.max(...all("high"))];
-  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+/** The curve with the place of each point on the x axis; without points where that is not known. */
+function placed(curve, run, axis) {
+  const x = curve.step.map((step) => axis.at(run, step));
+  return { ...curve, x: x.some(Number.isNaN) ? [] : x };
+}
+
+/** All charts of a page have one x axis; a log scale leaves out what is not above 0. */
+function scaleOf(curves, axis, isLog, width) {
+  const drawn = curves.filter((curve) => curve && curve.x.length);
+  const has = (number) => !isLog || number > 0;
+  const all = (name) => drawn.flatMap((curve) => (curve[name].length ? curve[name] : curve.mean)).filter(has);
+  let [low, high] = [Math.min(...all("low"), ...all("mean")), Math.max(...all("high"))];
+  if (low > high) return null; // there is none
+  if (low === high) [low, high] = isLog ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   const [left, right] = [MARGIN.left, width - MARGIN.right];
   const [bottom, top] = [HEIGHT - MARGIN.bottom, MARGIN.top];
-  const steps = Math.max(1, lastStep - firstStep);
+  const range = axis.last - axis.first || 1;
+  const isSteps = axis.kind === "step";
+  const share = isLog
+    ? (number) => Math.log(Math.max(number, low) / low) / Math.log(high / low)
+    : (number) => (number - low) / (high - low);
+  const place = (x) => Math.min(axis.last, Math.max(axis.first, axis.first + ((x - left) / (right - left)) * range));
   return {
-    firstStep, lastStep, low, high, left, right,
-    keyStep: Math.max(1, Math.round(steps / 50)),
-    x: (step) => left + ((step - firstStep) / steps) * (right - left),
-    y: (number) => bottom + ((number - low) / (high - low)) * (top - bottom),
-    step: (x) => Math.round(Math.min(lastStep, Math.max(firstStep, firstStep + ((x - left) / (right - left)) * steps))),
+    low, high, left, right, isLog, has,
+    keyStep: isSteps ? Math.max(1, Math.round(range / 50)) : range / 50,
+    x: (at) => left + ((at - axis.first) / range) * (right - left),
+    y: (number) => bottom + share(number) * (top - bottom),
+    place: (x) => (isSteps ? Math.round(place(x)) : place(x)),
   };
 }
 
-function axes(scale) {
-  const rows = ticks(scale.low, scale.high, 5).map((number) => [
+function axes(scale, axis) {
+  const rows = (scale.isLog ? logTicks(scale.low, scale.high) : ticks(scale.low, scale.high, 3)).map((number) => [
     drawing("line", { class: "grid", x1: scale.left, x2: scale.right, y1: scale.y(number), y2: scale.y(number) }),
-    drawing("text", { x: scale.left - 6, y: scale.y(number) + 4, "text-anchor": "end" }, shown(number)),
+    drawing("text", { x: scale.left - 6, y: scale.y(number) + 4, "text-anchor": "end" }, short(number)),
   ]);
-  const whereSteps = scale.lastStep > scale.firstStep ? ticks(scale.firstStep, scale.lastStep, 4) : [scale.firstStep];
-  const steps = whereSteps.filter(Number.isInteger).map((step) =>
-    drawing("text", { x: scale.x(step), y: HEIGHT - 4, "text-anchor": "middle" }, whole(step)));
-  return [...rows.flat(), ...steps];
+  const places = axis.last > axis.first ? ticks(axis.first, axis.last, 3) : [axis.first];
+  const below = places.filter((place) => axis.kind !== "step" || Number.isInteger(place)).map((place) => {
+    const x = scale.x(place);
+    return drawing("text", { class: "x", x: Math.min(x, scale.right), y: HEIGHT - 4, "text-anchor": x > scale.right - LABEL_PX ? "end" : "middle" }, axis.label(place));
+  });
+  return [...rows.flat(), ...below];
 }
 
-function lines(curve, run, scale) {
-  if (!curve || !curve.step.length) return [];
-  const at = (values) => values.map((number, place) => `${scale.x(curve.step[place]).toFixed(1)},${scale.y(number).toFixed(1)}`);
+function lines(curve, run, scale, smoothing) {
+  if (!curve || !curve.x.length) return [];
+  const at = (values) => values.flatMap((number, place) => (scale.has(curve.mean[place]) ? `${scale.x(curve.x[place]).toFixed(1)},${scale.y(number).toFixed(1)}` : []));
   const colour = `run${run % 6}`;
+  const line = (values, faded) => drawing("polyline", { class: `line ${colour}${faded}`, points: at(values).join(" ") });
   const band = curve.low.length
     ? [drawing("polygon", { class: `band ${colour}`, points: [...at(curve.high), ...at(curve.low).reverse()].join(" ") })]
     : [];
-  const few = curve.step.length <= 30
+  if (smoothing) return [...band, line(curve.mean, " faded"), line(smoothed(curve.mean, smoothing), "")];
+  const few = curve.x.length <= 30
     ? at(curve.mean).map((pair) => drawing("circle", { class: colour, cx: pair.split(",")[0], cy: pair.split(",")[1], r: 2 }))
     : [];
-  return [...band, drawing("polyline", { class: `line ${colour}`, points: at(curve.mean).join(" ") }), ...few];
+  return [...band, line(curve.mean, ""), ...few];
+}
+
+/** The exponential moving average, without the bias of its start; `weight` is that of what came before. */
+function smoothed(values, weight) {
+  let [sum, weights] = [0, 0];
+  return values.map((value) => {
+    [sum, weights] = [weight * sum + value, weight * weights + 1];
+    return sum / weights;
+  });
 }
 
 function last(curve) {
-  return curve && curve.mean.length ? { step: curve.step[curve.step.length - 1], mean: curve.mean[curve.mean.length - 1] } : null;
+  return curve && curve.x.length ? pointOf(curve, curve.x.length - 1) : null;
 }
 
 /** The step of a value that is not of its run's newest one: not every metric is measured in every step. */
@@ -110,8 +149,11 @@ function when(at, lastStep) {
   return isOld ? element("small", { class: "soft" }, ` at ${whole(at.step)}`) : "";
 }
 
-function nearest(curve, step) {
-  if (!curve || !curve.step.length) return null;
-  const place = curve.step.reduce((best, each, here) => (Math.abs(each - step) < Math.abs(curve.step[best] - step) ? here : best), 0);
-  return { step: curve.step[place], mean: curve.mean[place] };
+function nearest(curve, x) {
+  if (!curve || !curve.x.length) return null;
+  return pointOf(curve, curve.x.reduce((best, each, here) => (Math.abs(each - x) < Math.abs(curve.x[best] - x) ? here : best), 0));
+}
+
+function pointOf(curve, place) {
+  return { x: curve.x[place], step: curve.step[place], mean: curve.mean[place] };
 }

@@ -1,9 +1,10 @@
 // The page of curves: an overview, all metrics by their first word, and a search among them.
 
-import { goTo } from "./address.js";
+import { goTo, numberOf, readAddress } from "./address.js";
+import { AXES, axisOf } from "./axis.js";
 import { chart } from "./chart.js";
 import { element } from "./dom.js";
-import { whole } from "./numbers.js";
+import { finalTable, remarks } from "./final.js";
 import { load } from "./source.js";
 
 const OVERVIEW = [
@@ -12,6 +13,7 @@ const OVERVIEW = [
 ];
 const MAX_PARTS = 6;
 const MAX_FOUND = 30;
+const MAX_SMOOTHING = 0.99;
 
 /** The page; `refresh(runs)` takes the newest facts, `draw()` loads and draws the open charts. */
 export function curvesPage() {
@@ -20,14 +22,29 @@ export function curvesPage() {
   const found = element("div", { class: "charts" });
   const sections = element("div", {});
   const search = element("input", { type: "search", id: "search", placeholder: "metric", "aria-label": "Search metrics", input: () => fill() });
-  const steps = element("span", { class: "soft" });
-  const root = element("section", { class: "page" }, element("div", { class: "toolbar" }, search, steps), found, sections);
+  const xChoice = element("select", { id: "x", change: () => goTo("curves", { x: xChoice.value }) },
+    Object.entries(AXES).map(([kind, label]) => element("option", { value: kind }, label)));
+  const smoothing = element("input", { type: "range", id: "smooth", min: 0, max: MAX_SMOOTHING, step: 0.01, change: () => goTo("curves", { smooth: Number(smoothing.value) || null }) });
+  const log = element("input", { type: "checkbox", id: "log", change: () => goTo("curves", { log: log.checked ? 1 : null }) });
+  const steps = element("span", { class: "soft", id: "pointed" });
+  const bar = element("div", { class: "toolbar" }, search, element("label", {}, "x ", xChoice),
+    element("label", {}, "smoothing ", smoothing), element("label", {}, log, " log scale"), steps);
+  const top = element("div", {});
+  const root = element("section", { class: "page" }, bar, top, found, sections);
   let runs = [];
   let names = "";
+  let axis = null;
+  let shownTop = "";
   addEventListener("hashchange", () => onPoint(null)); // a chart that leaves the page is not told that the mouse left it
 
   function metrics() {
     return [...new Set(runs.flatMap((run) => run.metrics))];
+  }
+
+  /** Parts of the reward that repeat another metric in every run that has them. */
+  function repeated() {
+    const having = (name) => runs.filter((run) => run.metrics.includes(name));
+    return runs.flatMap((run) => run.repeats).filter((name) => having(name).every((run) => run.repeats.includes(name)));
   }
 
   function chartOf(title, name) {
@@ -39,9 +56,9 @@ export function curvesPage() {
     return charts.get(key);
   }
 
-  function onPoint(step) {
-    steps.textContent = step === null ? "" : `step ${whole(step)}`;
-    for (const each of charts.values()) if (each.root.isConnected) each.point(step);
+  function onPoint(x) {
+    steps.textContent = x === null ? "" : axis.named(x);
+    for (const each of charts.values()) if (each.root.isConnected) each.point(x);
   }
 
   function put(box, title, wanted) {
@@ -52,33 +69,48 @@ export function curvesPage() {
   function fill() {
     const text = search.value.trim().toLowerCase();
     const matching = text ? metrics().filter((name) => name.toLowerCase().includes(text)) : [];
-    sections.hidden = Boolean(text);
-    sections.replaceChildren(...(text ? [] : sectionsOf(metrics(), opened, put)));
+    sections.hidden = top.hidden = Boolean(text);
+    sections.replaceChildren(...(text ? [] : sectionsOf(metrics(), repeated(), opened, put)));
     put(found, "found", matching.slice(0, MAX_FOUND));
     if (text && !matching.length) found.replaceChildren(element("p", { class: "soft" }, "No metric has that in its name."));
   }
 
-  async function draw() {
-    const open = [...charts.values()].filter((each) => each.root.checkVisibility());
-    await Promise.all(open.map(drawOne));
+  function drawTop() {
+    const text = JSON.stringify(runs.map((run) => [run.hints, run.held_out]));
+    if (text === shownTop) return;
+    shownTop = text;
+    top.replaceChildren(...remarks(runs), ...finalTable(runs));
   }
 
-  async function drawOne(each) {
+  async function draw() {
+    const { parameters } = readAddress();
+    const kind = parameters.get("x") in AXES ? parameters.get("x") : "step";
+    const look = { log: parameters.has("log"), smoothing: Math.min(MAX_SMOOTHING, Math.max(0, numberOf(parameters, "smooth") ?? 0)) };
+    [xChoice.value, smoothing.value, log.checked] = [kind, look.smoothing, look.log];
+    const newAxis = axisOf(kind, runs);
+    const open = [...charts.values()].filter((each) => each.root.checkVisibility());
+    await Promise.all(open.map((each) => drawOne(each, newAxis, look)));
+  }
+
+  async function drawOne(each, newAxis, look) {
     const time = ++each.timesAsked;
-    const curves = await Promise.all(runs.map((run, place) => curveOf(run, place, each.name)));
-    if (time === each.timesAsked) each.draw(curves, runs.map((run) => run.step)); // else newer ones are on their way
+    const [ofAll, ...curves] = await Promise.all([newAxis, ...runs.map((run, place) => curveOf(run, place, each.name))]);
+    if (time !== each.timesAsked) return; // newer ones are on their way
+    axis = ofAll;
+    each.draw(curves, axis, look);
   }
 
   /** Returns whether there is anything to draw anew. */
   async function refresh(newRuns) {
     const before = JSON.stringify(runs.map((run) => run.step));
     runs = newRuns;
-    const newNames = metrics().join("\n");
+    const newNames = [...metrics(), "", ...repeated()].join("\n");
     if (newNames !== names) {
       names = newNames;
       fill();
     }
-    if (!names) found.replaceChildren(element("p", { class: "soft" }, "No step has been taken yet."));
+    drawTop();
+    if (!metrics().length) found.replaceChildren(element("p", { class: "soft" }, "No step has been taken yet."));
     return before !== JSON.stringify(runs.map((run) => run.step));
   }
 
@@ -92,9 +124,9 @@ async function curveOf(run, place, name) {
   return curve.name === name ? curve : null; // a run that began anew has numbered its metrics anew
 }
 
-/** The sections of these metrics; `opened` holds the titles of those that are open, and is kept up to date. */
-function sectionsOf(names, opened, put) {
-  const parts = names.filter((name) => /^reward\/[^/]+$/.test(name)).slice(0, MAX_PARTS);
+/** The sections of these metrics; the overview leaves out `repeated` ones. `opened` holds the titles of those that are open, and is kept up to date. */
+function sectionsOf(names, repeated, opened, put) {
+  const parts = names.filter((name) => /^reward\/[^/]+$/.test(name) && !repeated.includes(name)).slice(0, MAX_PARTS);
   const overview = [...OVERVIEW.slice(0, 2), ...parts, ...OVERVIEW.slice(2)].filter((name) => names.includes(name));
   const groups = byFirstWord(names);
   return [

@@ -6,12 +6,12 @@ import { legend } from "./heat.js";
 import { picture } from "./marks.js";
 import { whole } from "./numbers.js";
 
-/** The group `group` of a step of the run with place `run`; `scale` is that of the heat, `title` names the run where several are shown. */
-export function groupView(run, step, group, { heat, scale, title }) {
+/** The group `group` of a step of the run with place `run`; `scale` is that of the heat, `title` names the run where several are shown, `repeats` holds metrics that repeat others. */
+export function groupView(run, step, group, { heat, scale, title, repeats }) {
   const images = group.messages.flatMap((message) => message.parts.filter((part) => typeof part !== "string"));
   const marks = group.answers.flatMap((answer, number) => answer.marks.map((mark) => [number, mark]));
   const readout = element("p", { class: "readout soft", "aria-live": "polite", hidden: heat === "none" }, legend(heat, scale));
-  const options = { heat, scale, firstImage: images.length + 1, onToken: (facts) => readout.replaceChildren(foreign(facts)) };
+  const options = { heat, scale, repeats, firstImage: images.length + 1, onToken: (facts) => readout.replaceChildren(foreign(facts)) };
   const root = element("article", { class: `group${images.length ? "" : " text-only"}` },
     element("p", { class: "soft place" }, title ? element("strong", { class: `run${run % 6}` }, foreign(title)) : null,
       title ? " · " : "", `step ${whole(step)} · `, foreign(group.kind), group.id ? [" · ", foreign(group.id)] : null),

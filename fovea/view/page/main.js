@@ -3,14 +3,16 @@
 import { goTo, readAddress } from "./address.js";
 import { curvesPage } from "./curves.js";
 import { element, foreign } from "./dom.js";
+import { heldOutPage } from "./heldout.js";
 import { listen } from "./keys.js";
 import { ago, whole } from "./numbers.js";
 import { samplesPage } from "./samples.js";
+import { settingsPage } from "./settings.js";
 import { isExported, load } from "./source.js";
 
 const POLL_MS = 2000;
 const [head, main, alert, help] = ["head", "main", "alert", "help"].map((id) => document.getElementById(id));
-const pages = { curves: curvesPage(), samples: samplesPage() };
+const pages = { curves: curvesPage(), samples: samplesPage(), "held-out": heldOutPage(), settings: settingsPage() };
 const status = element("div", { class: "runs" });
 const tabs = Object.keys(pages).map((name) => element("a", { href: `#${name}` }, name));
 
@@ -61,7 +63,11 @@ function fail(error) {
 
 async function show() {
   const name = pageName();
-  for (const tab of tabs) tab.ariaCurrent = tab.textContent === name ? "page" : null;
+  const [, query] = location.hash.split("?");
+  for (const tab of tabs) {
+    tab.ariaCurrent = tab.textContent === name ? "page" : null;
+    tab.href = `#${tab.textContent}${query ? `?${query}` : ""}`; // what is chosen on one page stays so
+  }
   const page = pages[name];
   if (!page.root.isConnected) main.replaceChildren(page.root);
   if (!runs.length) return;
@@ -102,6 +108,8 @@ const onSamples = (action) => (key) => {
 listen([
   [["c"], "curves", () => goTo("curves")],
   [["s"], "samples", () => goTo("samples")],
+  [["e"], "held-out answers", () => goTo("held-out")],
+  [["t"], "settings and console", () => goTo("settings")],
   [["j", "ArrowDown"], "next group", onSamples(() => samples.move(1))],
   [["k", "ArrowUp"], "group before", onSamples(() => samples.move(-1))],
   [["]", "ArrowRight"], "next recorded step", onSamples(() => samples.moveStep(1))],
@@ -110,7 +118,8 @@ listen([
   [["/"], "search or filter", () => pages[pageName()].focusSearch()],
 ], help);
 
-head.append(element("h1", {}, "Fovea"), element("nav", { "aria-label": "Pages" }, tabs), status,
+const isInList = !isExported && /\/runs\/[^/]+\/$/.test(location.pathname); // of `fovea view FOLDER`
+head.append(element("h1", {}, isInList ? element("a", { href: "../../" }, "all runs") : "Fovea"), element("nav", { "aria-label": "Pages" }, tabs), status,
   element("button", { type: "button", class: "keys", click: () => help.showModal() }, "keys ", element("kbd", {}, "?")));
 addEventListener("hashchange", show);
 await show();

@@ -27,13 +27,36 @@ function grouped(value) {
   return after === undefined ? thousands : `${thousands}.${after}`;
 }
 
-/** Round numbers within [low, high], about `count` of them. */
+/** Round numbers within [low, high]: at least `count` of them, and fewer than three times as many. */
 export function ticks(low, high, count) {
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
-  const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, place) => (first + place) * step);
+  const power = 10 ** Math.floor(Math.log10(high - low));
+  const sizes = [5, 2, 1, 0.5, 0.2, 0.1].map((factor) => factor * power);
+  const step = sizes.find((size) => numbersOf(low, high, size) >= count) ?? sizes[sizes.length - 1];
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: numbersOf(low, high, step) }, (_, place) => (first + place) * step);
+}
+
+/** How many multiples of `step` lie within [low, high]. */
+function numbersOf(low, high, step) {
+  return Math.floor(high / step + 1e-9) - Math.ceil(low / step - 1e-9) + 1;
+}
+
+/** Powers of ten within [low, high], both above 0; where there are fewer than two, their multiples by 2 and 5, else round numbers. */
+export function logTicks(low, high) {
+  const least = Math.floor(Math.log10(low));
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - least + 1 }, (_, place) => 10 ** (least + place));
+  const within = (numbers) => numbers.filter((number) => number >= low * (1 - 1e-9) && number <= high * (1 + 1e-9));
+  const [tens, finer] = [within(powers), within(powers.flatMap((power) => [power, 2 * power, 5 * power]))];
+  if (tens.length < 2) return finer.length < 2 ? ticks(low, high, 3) : finer;
+  return tens.filter((_, place) => place % Math.ceil(tens.length / 5) === 0);
+}
+
+const SHORT = [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]; // from a size on, in units of a divisor, with a letter
+
+/** A value of an axis in few characters: 12,000 is 12k. */
+export function short(value) {
+  const [, divisor, letter] = SHORT.find(([from]) => Math.abs(value) >= from) ?? [0, 1, ""];
+  return `${shown(value / divisor)}${letter}`;
 }
 
 /** How long ago, in words. */

@@ -95,7 +95,7 @@ export function samplesPage() {
 
   function viewOf({ place, row, group, problem }, heat, scale) {
     const title = runs.length > 1 ? runs[place].name : "";
-    if (group) return groupView(place, row.step, group, { heat, scale, title });
+    if (group) return groupView(place, row.step, group, { heat, scale, title, repeats: runs[place].repeats });
     const text = problem
       ? element("p", { class: "problem" }, problem)
       : element("p", { class: "soft" }, foreign(title), ": this row is in none of its recorded steps.");

@@ -1,0 +1,196 @@
+"""Held-out figures and answers, settings, console and remarks of a run, as the page gets them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from fovea.metrics.log import JsonlSink, MetricsLog
+from fovea.metrics.progress import Progress
+from fovea.report.about import add_hint
+from fovea.view.about_run import MAX_CONSOLE_BYTES, MAX_HINT_CHARS, MAX_HINTS
+from fovea.view.app import make_app
+from fovea.view.export import export
+from fovea.view.held_out import MAX_CHARS, MAX_ROWS
+from fovea.view.viewed_run import ViewedRun
+from tests.view.folders import finish_run, write_answers_of, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def client(folder: Path) -> TestClient:
+    return TestClient(make_app([ViewedRun(folder)]), base_url="http://127.0.0.1")
+
+
+def facts(client: TestClient) -> dict[str, object]:
+    (run,) = client.get("/data/runs").json()
+    return run  # type: ignore[no-any-return]
+
+
+def test_evaluations_are_listed_with_those_on_test_rows_first(client: TestClient, folder: Path) -> None:
+    assert facts(client)["evaluations"] == []
+    for name in ("dev-step-000020", "test-before", "dev-step-000100", "test-final", "dev-warmup"):
+        write_answers_of(folder, name, ["3"])
+    (folder / "answers" / "notes.jsonl").write_text("{}")
+    named = ["test-final", "test-before", "dev-warmup", "dev-step-000100", "dev-step-000020"]
+    assert facts(client)["evaluations"] == named
+
+
+def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
+    write_answers_of(folder, "test-final", ["3", "4"])
+    answers = client.get("/data/answers/0/0").json()
+    assert answers == {
+        "name": "test-final",
+        "rows": [
+            ["test/0", "colour", "How many?", "3", "3", 1.0, 1.0, False],
+            ["test/1", "count", "How many?", "3", "4", 0.0, 0.0, False],
+        ],
+    }
+    assert client.get("/data/answers/0/1").status_code == 404
+
+
+def test_answers_of_earlier_versions_have_no_question(client: TestClient, folder: Path) -> None:
+    write_answers_of(folder, "test-final", ["3"])
+    file = folder / "answers" / "test-final.jsonl"
+    row = json.loads(file.read_text())
+    del row["question"]
+    file.write_text(json.dumps(row) + "\n")
+    assert client.get("/data/answers/0/0").json()["rows"][0][:4] == ["test/0", "colour", "", "3"]
+
+
+def test_answers_are_bounded(client: TestClient, folder: Path) -> None:
+    write_answers_of(folder, "test-final", ["3" * (MAX_CHARS + 1)] * (MAX_ROWS + 1))
+    rows = client.get("/data/answers/0/0").json()["rows"]
+    assert len(rows) == MAX_ROWS
+    assert rows[0][4] == f"{'3' * MAX_CHARS} ... ({MAX_CHARS + 1:,} characters)"
+
+
+@pytest.mark.parametrize("content", ["<script>\n", "[]\n", '{"id": 1}\n', "[" * 100_000, '{"id": "\ud800"}\n'])
+def test_damaged_answers_are_named(client: TestClient, folder: Path, content: str) -> None:
+    (folder / "answers").mkdir()
+    (folder / "answers" / "test-final.jsonl").write_bytes(content.encode("utf-8", "surrogatepass"))
+    answer = client.get("/data/answers/0/0")
+    assert answer.status_code == 422
+    assert "test-final.jsonl holds no answers" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("name", ["answers/test-final.jsonl", "console.txt"])
+def test_no_link_leads_out_of_the_run(client: TestClient, folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "private").write_text("secret")
+    (folder / "answers").mkdir()
+    (folder / name).symlink_to(tmp_path / "private")
+    path = "/data/about/0/0" if name == "console.txt" else "/data/answers/0/0"
+    answer = client.get(path)
+    assert answer.status_code == 422
+    assert "leads out of" in answer.json()["error"]
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert client.get(path).status_code == 422
+
+
+def test_the_final_table_shows_equal_figures_once(client: TestClient, folder: Path) -> None:
+    assert facts(client)["held_out"] is None
+    finish_run(folder, right=3, wrong=1)
+    assert facts(client)["held_out"] == {
+        "columns": ["before RL", "after RL"],
+        "rows": [
+            ["accuracy, all, %", ["0.0 [0, 49]", "75.0 [30, 95]"], 4],
+            ["reward", ["0 [0, 0.49]", "0.75 [0.301, 0.954]"], 4],
+            ["answer", ["", "0.75 [0.301, 0.954]"], 4],
+            ["form", ["", "1 [0.51, 1]"], 4],
+        ],
+        "controls": {"shuffled images": "0.0"},
+    }
+    finish_run(folder, right=4, wrong=1)  # after a resume
+    assert facts(client)["held_out"]["rows"][0][2] == 5  # type: ignore[index]
+
+
+def test_a_part_that_repeats_the_reward_is_named(client: TestClient, folder: Path) -> None:
+    lines = [{"step": step, "reward": step / 8, "reward/a": step / 8, "reward/b": 1.0} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert facts(client)["repeats"] == ["reward/a"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward": 0.5, "reward/a": 0.25, "reward/b": 1.0}\n')
+    assert facts(client)["repeats"] == []
+
+
+def test_totals_are_sums_of_all_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "long", steps=0)
+    with MetricsLog([JsonlSink(folder)]) as metrics:
+        for step in range(1, 1001):
+            seconds_of_step = math.nan if step == 999 else 2.0
+            metrics.write(step, {"reward": 0.0, "seconds/step": seconds_of_step, "tokens_per_second": 10.0 * step})
+    client = TestClient(make_app([ViewedRun(folder)]), base_url="http://127.0.0.1")
+    seconds, tokens = (client.get(f"/data/totals/0/{number}").json() for number in (0, 1))
+    assert (len(seconds["step"]), seconds["step"][0], seconds["step"][-1]) == (400, 1, 1000)
+    assert (seconds["total"][0], seconds["total"][-1]) == (2, 1998)
+    assert tokens["total"][-1] == 20 * (1000 * 1001 / 2 - 999)
+    assert client.get("/data/totals/0/2").status_code == 404
+
+
+def test_time_without_its_metric_is_not_known(client: TestClient, folder: Path) -> None:
+    assert client.get("/data/totals/0/1").json() == {"step": [], "total": []}
+
+
+def test_settings_are_pairs(client: TestClient, folder: Path) -> None:
+    settings = dict(client.get("/data/about/0/0").json()["settings"])
+    assert settings["max_steps"] == "10"
+    assert settings["evaluate.image_controls"] == "true"
+    assert settings["evaluate.test_size"] == "null"
+    assert settings["train.betas"] == "[0.9, 0.95]"
+
+
+def test_settings_of_a_stranger_are_shown_as_far_as_can_be(client: TestClient, folder: Path) -> None:
+    (folder / "config.yaml").write_text(
+        "max_steps: 0x" + "f" * 5000 + "\na: {b: [0x" + "f" * 5000 + "], c: " + "x" * 9000 + "}\n"
+    )
+    assert facts(client)["max_steps"] is None
+    settings = dict(client.get("/data/about/0/0").json()["settings"])
+    assert settings["a.b"] == "a number of thousands of digits"
+    assert len(settings["a.c"]) < 2100
+
+
+def test_the_console_is_that_of_the_run_and_bounded(client: TestClient, folder: Path) -> None:
+    assert client.get("/data/about/0/0").json()["console"] == ""
+    with Progress(1, 0, enabled=False, transcript=folder / "console.txt") as progress:
+        progress.print("first")
+        before = facts(client)["console_bytes"]
+        progress.print("https://me:word@host/ \x1b[2J")
+    assert facts(client)["console_bytes"] > before  # type: ignore[operator]
+    shown = client.get("/data/about/0/0").json()["console"]
+    assert shown == "first\nhttps://***@host/ \N{REPLACEMENT CHARACTER}[2J\n"
+    with (folder / "console.txt").open("ab") as file:
+        file.write(b"\xff\x1b[1m\n" * MAX_CONSOLE_BYTES)
+    shown = client.get("/data/about/0/0").json()["console"]
+    assert len(shown) < MAX_CONSOLE_BYTES
+    assert "first" not in shown
+    assert "\x1b" not in shown
+
+
+def test_remarks_are_bounded(client: TestClient, folder: Path) -> None:
+    for number in range(MAX_HINTS + 1):
+        add_hint(folder, f"{number} " + "x" * 2 * MAX_HINT_CHARS)
+    hints = facts(client)["hints"]
+    assert isinstance(hints, list)
+    assert len(hints) == MAX_HINTS
+    assert hints[0].startswith(f"0 {'x' * (MAX_HINT_CHARS - 2)} ... (")
+
+
+def test_an_export_holds_all_of_it(folder: Path, tmp_path: Path) -> None:
+    write_answers_of(folder, "test-final", ["</script>"])
+    finish_run(folder, right=1, wrong=1)
+    export([ViewedRun(folder)], tmp_path / "out")
+    data = tmp_path / "out" / "data"
+    assert {"answers/0/0.js", "about/0/0.js", "totals/0/0.js", "totals/0/1.js"} <= {
+        str(path.relative_to(data)) for path in data.rglob("*.js")
+    }
+    assert "</script>" not in (data / "answers" / "0" / "0.js").read_text()
