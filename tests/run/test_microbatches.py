@@ -73,9 +73,9 @@ class BesideEngine(SmallMemoryPolicy):
 def test_a_rank_that_ran_out_of_memory_beside_the_engine_leaves_that_for_the_next_attempt(tmp_path: Path) -> None:
     with pytest.raises(MicrobatchMemoryError):
         train(run_with(BesideEngine(), tmp_path, train=TRAIN))
-    next_attempt = BesideEngine()
-    train(run_with(next_attempt, tmp_path, resume=True, train=TRAIN, max_steps=11))
-    assert next_attempt.limited
+    next_attempt = run_with(BesideEngine(), tmp_path, resume=True, train=TRAIN, max_steps=11)
+    train(next_attempt)
+    assert vars(next_attempt.policy)["limited"]
     assert sizes(tmp_path) == [SETTING] * 11
 
 
