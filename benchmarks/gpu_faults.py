@@ -10,6 +10,7 @@ Prints a table in Markdown. Tests of the kernel run in SGLang's environment, whi
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,24 @@ KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
 TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_twin"
-PREEMPTION = "tests/rollout/test_preemption.py"
+PAGED = "tests/rollout/test_paged_attention.py"
+PREEMPTION = "tests/rollout/test_preemption.py::test_preempted_completions_are_those_of_an_engine_with_room"
+SEGMENTS = "tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no_engine_opens_them"
+FORK = """
+import json, os, sys
+import numpy, pytest, torch, transformers
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if (child := os.fork()) == 0:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+        code = int(pytest.main(request["words"]))
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""The program of a process that forks for each fault; it imports nothing of the product, which the fault changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +63,7 @@ FAULTS = (
         file=TRIAL,
         before="return refusal or wrong[0]",
         after='return "torch wants both or neither"',
-        tests="tests/rollout/test_paged_attention.py::test_a_run_on_a_gpu_prints_how_it_decodes",
+        tests=f"{PAGED}::test_a_run_on_a_gpu_prints_how_it_decodes",
     ),
     Fault(
         name="paged decoding is refused: whole rollouts",
@@ -59,14 +77,14 @@ FAULTS = (
         file=TRIAL,
         before="TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))",
         after="TRIALS = ((1, 40),)",
-        tests="tests/rollout/test_paged_attention.py",
+        tests=f"{PAGED}::test_a_wrong_kernel_is_refused_with_where_it_is_wrong",
     ),
     Fault(
         name="the trial compares no values",
         file=TRIAL,
         before="if not relative <= TOLERANCE[shape.dtype]:",
         after="if relative < 0:",
-        tests="tests/rollout/test_paged_attention.py",
+        tests=f"{PAGED}::test_a_wrong_kernel_is_refused_with_where_it_is_wrong",
     ),
     Fault(
         name="the output goes into a copy: memory that nobody has written",
@@ -118,7 +136,7 @@ FAULTS = (
         file="fovea/rollout/embedded/engine.py",
         before="youngest = max(range(len(batch))",
         after="youngest = min(range(len(batch))",
-        tests=PREEMPTION,
+        tests="tests/rollout/test_preemption.py::test_the_youngest_is_preempted",
     ),
     Fault(
         name="a preempted completion draws with other random numbers",
@@ -132,7 +150,7 @@ FAULTS = (
         file="fovea/rollout/vllm/arguments.py",
         before='"device_ids": gpus,',
         after='"device_ids": None,',
-        tests="tests/rollout/vllm/test_arguments.py",
+        tests="tests/rollout/vllm/test_arguments.py::test_each_process_gives_vllm_its_own_gpu",
         environment=".venv-vllm",
     ),
     Fault(
@@ -154,35 +172,35 @@ FAULTS = (
         file="fovea/utils/checksum.py",
         before="awaited(torch.stack([hashes[place] for place in places])).tolist()",
         after="[int(awaited(hashes[place])) for place in places]",
-        tests="tests/cluster/test_push_waits.py",
+        tests="tests/cluster/test_push_waits.py::test_a_push_reads_the_device_once",
     ),
     Fault(
         name="a sync reads the lengths of no rows",
         file="fovea/rollout/embedded/batch.py",
         before="        if self._rows_with_stop:\n            lengths",
         after="        if True:\n            lengths",
-        tests="tests/rollout/test_decode_waits.py",
+        tests="tests/rollout/test_decode_waits.py::test_a_sync_reads_which_rows_have_finished_and_no_more",
     ),
     Fault(
         name="gradients of the head are rounded to 16 bits by chunk",
         file="fovea/models/head_gradients.py",
         before="torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)",
         after="sum_WE.add_(of_logits_WA @ hidden_AE)",
-        tests="tests/models/test_known_slopes.py",
+        tests="tests/models/test_known_slopes.py::test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself",
     ),
     Fault(
         name="segments of a GPU's memory do not grow",
         file="fovea/cli/main.py",
         before="        use_expandable_segments()",
         after="        pass",
-        tests="tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no_engine_opens_them",
+        tests=SEGMENTS,
     ),
     Fault(
         name="segments grow where CUDA IPC forbids it",
         file="fovea/cli/main.py",
         before="    if config.expands_segments:",
         after="    if True:",
-        tests="tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no_engine_opens_them",
+        tests=SEGMENTS,
     ),
     Fault(
         name="every process reads the model",
@@ -216,15 +234,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = [fault for fault in FAULTS if options.only in fault.name]
     copy = options.folder / ROOT.name
     copy_tree(ROOT, copy)
-    for suite in sorted({(fault.environment, fault.tests) for fault in faults}):
-        if failed := first_failure(copy, *suite):
+    processes = {name: Tests(copy, name) for name in sorted({fault.environment for fault in faults})}
+    for name, tests in sorted({(fault.environment, fault.tests) for fault in faults}):
+        if failed := processes[name].first_failure(tests):
             print(f"{failed} fails without a fault")
             return 1
-    print("| fault put back | in | noticed by |\n|---|---|---|")
+    print("| fault put back | in | noticed by |\n|---|---|---|", flush=True)
     unnoticed = 0
     for fault in faults:
         with put_back(copy, fault):
-            by = first_failure(copy, fault.environment, fault.tests)
+            by = processes[fault.environment].first_failure(fault.tests)
         unnoticed += not by
         print(f"| {fault.name} | `{fault.file}` | {f'`{by}`' if by else '**nothing**'} |", flush=True)
     return int(unnoticed > 0)
@@ -244,17 +263,32 @@ def put_back(copy: Path, fault: Fault) -> Iterator[None]:
         file.write_text(source, encoding="utf-8")
 
 
-def first_failure(copy: Path, virtual_environment: str, tests: str) -> str:
-    """The first test that fails; empty if all pass."""
-    python = str(copy / virtual_environment / "bin" / "python")
-    words = [*QUIET, "-n0", "-x", "--tb=no", "-rfE", "-m", "not gpu", tests]
-    done = subprocess.run(
-        [python, "-m", "pytest", *words], cwd=copy, env=environment(copy), capture_output=True, text=True, check=False
-    )
-    if done.returncode == 0:
-        return ""
-    failed = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].partition(" - ")[0] if failed else f"exit code {done.returncode}"
+class Tests:
+    """Runs tests of the copy in one virtual environment."""
+
+    def __init__(self, copy: Path, virtual_environment: str) -> None:
+        self._log = copy.parent / f"{virtual_environment.strip('.')}.log"
+        self._process = subprocess.Popen(
+            [str(copy / virtual_environment / "bin" / "python"), "-c", FORK],
+            cwd=copy,
+            env=environment(copy),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def first_failure(self, tests: str) -> str:
+        """The first test that fails; empty if all pass."""
+        words = [*QUIET, "-n0", "-x", "--tb=no", "-rfE", "-m", "not gpu", tests]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"words": words, "log": str(self._log)}) + "\n")
+        self._process.stdin.flush()
+        if (code := int(self._process.stdout.readline())) == 0:
+            return ""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return failed[0].partition(" - ")[0] if failed else f"exit code {code}"
 
 
 if __name__ == "__main__":

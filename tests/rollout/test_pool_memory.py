@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fovea.build.engine import free_first
+from fovea.config.run import Algorithm, Warmup
 from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
@@ -21,9 +22,11 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.pool_memory import default_bytes
 from fovea.rollout.embedded.tuning import Tuning
+from fovea.train.base import Pair
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from fovea.utils.event_loop import wait_for
-from tests.policies import make_batch, make_policy
+from tests.policies import make_batch, make_policy, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
@@ -155,6 +158,33 @@ def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplo
     assert sum("memory ran out beside the KV cache" in line for line in printed) == 1
     assert printed[-1].endswith("which is freed for the update")
     assert len(printed) == 3
+
+
+def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    policy = TorchPolicy(
+        VLM(parts.network, parts.processor.banned_ids),
+        train=train_settings(),
+        algorithm=Algorithm(),
+        temperature=0.9,
+        max_steps=10,
+        warmup=Warmup(),
+    )
+    free_first(policy, engine)
+    policy.vlm.register_forward_pre_hook(lambda *_: gpu.allocate(gpu.free))
+    pair = Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
+    for _ in range(2):
+        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+        assert gpu.pool_bytes
+        wait_for(engine.sleep())
+        policy.sft([pair])
+        assert not gpu.pool_bytes
+        wait_for(engine.wake())
+    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    wait_for(engine.sleep())
+    assert gpu.pool_bytes, "it stays in the first update"
 
 
 def test_a_sleeping_engine_that_gives_way_frees_its_copies_too(gpu: FakeGpu) -> None:

@@ -149,7 +149,7 @@ class MegatronPolicy:
         if self._sft is None:
             passes = Passes(self._model, temperature=1.0, chunk_tokens=self._chunk_tokens, training=self._training)
             self._sft = SupervisedTrainer(self._config, self._shape, self._training, passes, self._place)
-        self._limit.free_beside()
+        self._limit.free_beside()  # a step of the warm-up does not begin again
         return {"loss": self._sft.update(pairs)}
 
     def snapshot_reference(self) -> None:

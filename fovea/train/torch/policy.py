@@ -125,7 +125,7 @@ class TorchPolicy:
         if self._sft is None:
             offload = self._train.backend.cpu_offload
             self._sft = SupervisedTrainer(self._vlm, self._warmup, self._ranks, cpu_offload=offload)
-        self._limit.free_beside()
+        self._limit.free_beside()  # a step of the warm-up does not begin again
         self._engine_has_these_weights = False
         return {"loss": self._sft.update(pairs)}
 
