@@ -122,10 +122,10 @@ FAULTS = (
         file=CACHE,
         before="growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)",
         after="growth = 0",
-        tests=PREEMPTION,
+        tests="tests/rollout/test_caches.py::test_pages_are_admitted_by_use_and_room_to_grow",
     ),
     Fault(
-        name="a preempted completion loses its newest token but one",
+        name="a preempted completion is prefilled without its last token but one",
         file="fovea/rollout/embedded/requests.py",
         before="origin, fed_T = preempted.row.request, preempted.token_ids_T[:-1]",
         after="origin, fed_T = preempted.row.request, preempted.token_ids_T[:-2]",
@@ -139,7 +139,7 @@ FAULTS = (
         tests="tests/rollout/test_preemption.py::test_the_youngest_is_preempted",
     ),
     Fault(
-        name="a preempted completion draws with other random numbers",
+        name="a preempted completion goes on with the random numbers of another token",
         file="fovea/rollout/embedded/batch.py",
         before="new.length_B[index], new.token_B[index] = length,",
         after="new.length_B[index], new.token_B[index] = length + 1,",
@@ -278,8 +278,9 @@ class Tests:
         )
 
     def first_failure(self, tests: str) -> str:
-        """The first test that fails; empty if all pass."""
-        words = [*QUIET, "-n0", "-x", "--tb=no", "-rfE", "-m", "not gpu", tests]
+        """The first test that fails; empty if all pass. RuntimeError if pytest itself does not end as it should."""
+        patience = "faulthandler_timeout=1200"  # of a busy machine
+        words = [*QUIET, "-n0", "-x", "--tb=no", "-rfE", "-o", patience, "-m", "not gpu", tests]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"words": words, "log": str(self._log)}) + "\n")
@@ -288,7 +289,9 @@ class Tests:
             return ""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0].partition(" - ")[0] if failed else f"exit code {code}"
+        if not failed:
+            raise RuntimeError(f"pytest ended with code {code} and no failed test; {self._log} has its output")
+        return failed[0].partition(" - ")[0]
 
 
 if __name__ == "__main__":
