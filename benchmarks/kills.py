@@ -56,7 +56,16 @@ CASES = {
         "curriculum.level_weights=[{'2': 0, '3': 0}, {'3': 0}, {}]",
     ),
 }
-UNEQUAL = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/", "transfer/")
+UNEQUAL = (
+    "seconds/",
+    "tokens_per_second",
+    "samples_per_second",
+    "tflops_per_second",
+    "mfu",
+    "memory/",
+    "waits/",
+    "transfer/",
+)
 """Metrics of time, memory and traffic; a resumed run also sends what its parity gate needs."""
 REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7 / 7\n"
 """A model of random weights boxes no answer, and of equal rewards nothing but entropy would be learned."""

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fovea.models.transfer import to_device
+from fovea.utils.host_waits import host_waits
 
 META = torch.device("meta")
 MAKES_TENSORS, COPIES = (torch.tensor, torch.as_tensor), (Tensor.to, Tensor.copy_)
@@ -49,8 +50,8 @@ class NoPageableCopies(TorchFunctionMode):
 class PretendedDevice(NoPageableCopies):
     """The meta device as one whose tensors can be read: counts the reads, and answers each with ones.
 
-    `truths` answer the reads of boolean tensors instead. AssertionError at pageable copies, and at operators on tensors
-    of both devices.
+    `truths` answer the reads of boolean tensors instead. AssertionError at pageable copies, at operators on tensors of
+    both devices, and at its end if a read of Fovea's is not in the metric (`utils.host_waits`).
     """
 
     def __init__(self, truths: Iterator[bool] = repeat(True)) -> None:  # noqa: B008 (it is endless)
@@ -61,6 +62,7 @@ class PretendedDevice(NoPageableCopies):
         self._one_device = _OneDevice()
 
     def __enter__(self) -> PretendedDevice:
+        self._counted_before = host_waits()
         self._one_device.__enter__()
         super().__enter__()
         return self
@@ -68,6 +70,9 @@ class PretendedDevice(NoPageableCopies):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._one_device.__exit__(*error)
+        if error[0] is None:
+            counted = host_waits() - self._counted_before
+            assert counted == self.waits.total() - self.waits["outside"], f"{counted} counted of {self.waits}"
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

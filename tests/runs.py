@@ -35,7 +35,7 @@ QUICK = [
     *("warmup=null", "evaluate.image_controls=false", "parity.prompts=0", "log.tensorboard=false"),
 ]
 HASH_REWARD = "reward=tests/hash_reward.py:score"
-TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/")
+TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/", "waits/")
 
 
 def command(*arguments: str, python: str = sys.executable) -> list[str]:

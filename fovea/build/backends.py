@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fovea.build.engine import make_embedded, make_streamed, make_tape
+from fovea.build.engine import free_first, make_embedded, make_streamed, make_tape
 from fovea.build.interpreter import absolute
 from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import trains_with_megatron
@@ -67,7 +67,8 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     policy = make_policy(config, vlm, tape)
     settings = config.rollout.engine
     if isinstance(settings, EmbeddedSettings):
-        engine = make_embedded(settings, processor, vlm, tape)
+        engine = make_embedded(settings, processor, vlm, tape, can_give_way=True)
+        free_first(policy, engine)
         return Backends(
             policy=LocalPolicy(policy),
             engine=engine,

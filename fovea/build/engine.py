@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol, TypeAlias
 
+from fovea.build.megatron import PushedPolicy
 from fovea.cluster.engine_stream import StreamTarget
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.backends import SglangEngine as SglangSettings
@@ -82,10 +83,12 @@ def make_embedded(
     vlm: PolicyNetwork,
     tape: Tape | None = None,
     pushed: Collection[str] = (),
+    can_give_way: bool = False,
 ) -> EmbeddedEngine | PlainEngine:
     """Make the engine that samples with this network in this process: embedded, else plain.
 
     `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
+    `can_give_way`: an update that runs out of memory frees what the engine keeps, and goes on.
     """
     int8 = settings.decode_weights == "int8"
     device = vlm.device
@@ -108,7 +111,14 @@ def make_embedded(
         tape=tape,
         tuning=Tuning(int8_decoding=int8),
         pushed=pushed,
+        can_give_way=can_give_way,
     )
+
+
+def free_first(policy: PushedPolicy, engine: Engine) -> None:
+    """Have the policy free the memory of an engine in its process before its micro-batches become smaller."""
+    if isinstance(engine, EmbeddedEngine):
+        policy.free_first(engine.free_spare_memory)
 
 
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:

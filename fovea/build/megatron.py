@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,10 @@ class PushedPolicy(PolicyWorker, Protocol):
 
     def outgoing(self) -> Iterable[OutgoingWeight]:
         """The weights, adapters beside them."""
+        ...
+
+    def free_first(self, free_beside: Callable[[], bool]) -> None:
+        """Where memory runs out, call this before micro-batches become smaller."""
         ...
 
     def outgoing_merged(self) -> Iterable[OutgoingWeight]:

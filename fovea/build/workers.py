@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from fovea.build.engine import has_own_weights, make_embedded, make_streamed, takes_adapters
+from fovea.build.engine import free_first, has_own_weights, make_embedded, make_streamed, takes_adapters
 from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.build.model import open_vlm
@@ -35,6 +35,7 @@ from fovea.models.processor import Processor, load_processor
 from fovea.rollout.base import Engine
 from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
+from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.event_loop import wait_for
 
 
@@ -90,7 +91,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
             kernel_notes=() if network is None else kernel_notes(config, network),
         )
     if trains_with_megatron(config):
-        return make_megatron_worker(config, model, processor)
+        return make_megatron_worker(config, model, processor, role.everyone)
     # an engine with weights of its own reads them itself
     readers = role.learners if has_own_weights(config) else role.everyone
     vlm = open_vlm(config, model, processor.banned_ids, readers)
@@ -102,6 +103,8 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     pushed = [each.name for each in outgoing(vlm.network) if each.is_trained] if copied else []
     policy = make_policy(config, vlm, ranks=role.learners)
     beside = [_engine_and_taker(config, model, processor, engine_vlm, pushed)] if role.has_engine else []
+    for engine, _ in beside:
+        free_first(policy, engine)
     takers = [taker for _, taker in beside] + ([] if role.receivers is None else [Sender(role.receivers, role.pairs)])
     return Worker(
         policy=LocalPolicy(policy, call),
@@ -111,11 +114,17 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     )
 
 
-def make_megatron_worker(config: Config, model: Model, processor: Processor) -> Worker:
-    """Make this process's part of a policy under Megatron, and its engine, which has a network of its own."""
-    network = None if has_own_weights(config) else open_vlm(config, model, processor.banned_ids).requires_grad_(False)
+def make_megatron_worker(config: Config, model: Model, processor: Processor, everyone: Ranks = ALONE) -> Worker:
+    """Make this process's part of a policy under Megatron, and its engine, which has a network of its own.
+
+    `everyone` are the processes of the run, all of which make this call.
+    """
+    network = None
+    if not has_own_weights(config):
+        network = open_vlm(config, model, processor.banned_ids, everyone).requires_grad_(False)
     policy = make_megatron_policy(config, model, processor.banned_ids)
     engine, taker = _engine_and_taker(config, model, processor, network)
+    free_first(policy, engine)
     return Worker(
         policy=LocalPolicy(policy),
         engine=engine,

@@ -29,7 +29,10 @@ class WorkersPolicy:
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:
         images = (await self._images()).to_annotate(
-            batch, policy_passes=needs.old_logprobs or needs.values, reference_passes=needs.reference_logprobs
+            batch,
+            policy_passes=needs.old_logprobs or needs.values,
+            reference_passes=needs.reference_logprobs,
+            beside_engine=needs.beside_engine,
         )
         annotated: Batch = await self._call("annotate", batch, needs, images=images)
         return annotated

@@ -24,6 +24,7 @@ from fovea.metrics.tracker import TrackedSample
 from fovea.types import Metrics
 from fovea.utils.bounded import read_lines
 from fovea.utils.files import json_number, write_atomically
+from fovea.utils.host_waits import host_waits
 
 GIB = 2**30
 
@@ -151,18 +152,20 @@ class Phases:
 
     Seconds of a phase entered several times add up. There is no CUDA synchronisation: asynchronous kernels count for
     the phase that waits for them. Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident
-    memory at its end; for a phase that is nested around others, or entered again, the maximum of all.
+    memory at its end; for a phase that is nested around others, or entered again, the maximum of all. Waits are those
+    of this process for its device (`utils.host_waits`).
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: Metrics = {}
         self._gib: Metrics = {}
+        self._waits: Metrics = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         key, gib_key, start = f"seconds/{name}", f"memory/{name}_gib", self._clock()
-        before = set(self._gib)
+        before, waits = set(self._gib), host_waits()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -170,6 +173,7 @@ class Phases:
                 yield
         finally:
             self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
+            self._waits[f"waits/{name}"] = self._waits.get(f"waits/{name}", 0.0) + host_waits() - waits
             # entering an inner phase resets CUDA's peak counter, so that the outer phase has to take the inner maxima
             inside = [gib for phase, gib in self._gib.items() if phase not in before]
             self._gib[gib_key] = max(_phase_gib(), self._gib.get(gib_key, 0.0), *inside)
@@ -183,6 +187,11 @@ class Phases:
         """GiB per phase since the last call: `{"memory/rollout_gib": 0.9, ...}`."""
         gib, self._gib = self._gib, {}
         return gib
+
+    def waits(self) -> Metrics:
+        """Waits of the host per phase since the last call: `{"waits/update": 3.0, ...}`."""
+        waits, self._waits = self._waits, {}
+        return waits
 
 
 def peak_gib() -> float:

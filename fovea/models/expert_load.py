@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fovea.utils.host_waits import awaited
+
 
 class ExpertLoad:
     """Number of tokens that each expert has run since the last `restart`, by decoder layer.
@@ -34,7 +36,10 @@ class ExpertLoad:
 
     def counts(self) -> list[list[int]]:
         """The counts [Y, X]; empty without experts."""
-        return [self._counts[layer].tolist() for layer in sorted(self._counts)]
+        if not self._counts:
+            return []
+        counts: list[list[int]] = awaited(torch.stack([self._counts[layer] for layer in sorted(self._counts)])).tolist()
+        return counts
 
 
 def imbalance(counts_of_ranks: Sequence[Sequence[Sequence[int]]]) -> float | None:

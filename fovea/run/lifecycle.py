@@ -124,13 +124,14 @@ async def _resumed(run: Run) -> TrainState:
 
 async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     """Begin with the micro-batches that fitted the memory in an earlier process of this run."""
-    setting = run.config.train.max_tokens_per_microbatch
-    limit = limit_of(setting, saved, left_limit(run.folder))
-    if limit < setting:
+    setting, left = run.config.train.max_tokens_per_microbatch, left_limit(run.folder)
+    limit = limit_of(setting, saved, left)
+    # a limit that equals the setting was left by a rank whose memory ran out beside its engine's
+    if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
         run.progress.print(
-            f"micro-batches have {limit} tokens at most, since memory ran out with more before this resume; another "
-            f"value of train.max_tokens_per_microbatch={setting} counts from then on"
+            f"micro-batches have {limit} tokens at most and the KV cache is freed for updates, since memory ran out "
+            f"before this resume; another value of train.max_tokens_per_microbatch={setting} counts from then on"
         )
 
 
@@ -201,7 +202,7 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
         microbatches=_microbatches(run.config, metrics),
     )
     step, settings = state.step, run.config
-    metrics = metrics | seconds | run.phases.gib() | peak_memory()
+    metrics = metrics | seconds | run.phases.gib() | run.phases.waits() | peak_memory()
     metrics |= run.checkpoints.metrics()
     metrics |= rates(groups, metrics, run.peak_tflops)
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:

@@ -63,7 +63,7 @@ def _sampling(run: Run) -> Sampling:
 
 async def score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
     """The policy's log-probs [A] of each group."""
-    annotated = await run.policy.annotate(Batch(groups=tuple(groups)), Needs(old_logprobs=True))
+    annotated = await run.policy.annotate(Batch(groups=tuple(groups)), Needs(old_logprobs=True, beside_engine=True))
     found = []
     for group in annotated.groups:
         scored = [(sample.old_logprobs_T, sample.mask_T) for sample in group.samples]

@@ -19,6 +19,8 @@ class Needs:
     old_logprobs: bool = False
     reference_logprobs: bool = False
     values: bool = False
+    beside_engine: bool = False
+    """The engine is awake: passes are over one group at a time, and no limit is lowered where memory runs out."""
 
     @staticmethod
     def of(algorithm: Algorithm, *, dropout: bool = False) -> Needs:
@@ -105,7 +107,7 @@ class Policy(Protocol):
         ...
 
     async def limit_microbatches(self, max_tokens: int) -> None:
-        """Begin with micro-batches of so many tokens at most: with larger ones memory ran out before a resume."""
+        """Begin with micro-batches of so many tokens at most, as memory ran out before a resume, and nothing beside."""
         ...
 
     async def export(self, folder: Path) -> None:

@@ -87,6 +87,13 @@ def unsplittable_tokens(groups: Sequence[SampleGroup]) -> int:
     )
 
 
+def largest_group_tokens(groups: Sequence[SampleGroup]) -> int:
+    """Tokens of the group that has the most, its prompt counted once."""
+    return max(
+        (group.prompt.num_tokens + sum(len(s.token_ids_T) for s in group.samples) for group in groups), default=0
+    )
+
+
 def deal_in_turn(examples: Sequence[T], num_ranks: int) -> list[Sequence[T]]:
     """Examples of each rank in a step of supervised fine-tuning."""
     return [examples[rank::num_ranks] for rank in range(num_ranks)]
@@ -145,10 +152,13 @@ class ImagesByRank:
     shares: tuple[int, ...] = ()
     """The share of the micro-batches that each worker has a part in, by rank; empty where each has one of its own."""
 
-    def to_annotate(self, batch: Batch, *, policy_passes: bool, reference_passes: bool) -> list[ImageKeys]:
+    def to_annotate(
+        self, batch: Batch, *, policy_passes: bool, reference_passes: bool, beside_engine: bool
+    ) -> list[ImageKeys]:
         deals = [self.policy] if policy_passes else []
         deals += [self.reference or self.policy] if reference_passes else []
-        return self._union(deal.images_of_ranks(batch.groups, self.limit_tokens) for deal in deals)
+        limit = min(self.limit_tokens, largest_group_tokens(batch.groups)) if beside_engine else self.limit_tokens
+        return self._union(deal.images_of_ranks(batch.groups, limit) for deal in deals)
 
     def to_update(self, batch: Batch) -> list[ImageKeys]:
         passes = self.schedule.passes(batch)

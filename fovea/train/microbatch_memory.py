@@ -1,21 +1,27 @@
-"""Micro-batches that fit the memory: their largest size, which is halved when an allocation fails."""
+"""Micro-batches that fit the memory: their largest size, which is halved when an allocation fails.
+
+Before that, memory beside the passes is freed that the engine in this process keeps for its next rollout only.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
 from fovea.config.run import Train
-from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, is_out_of_memory
-from fovea.train.deal import unsplittable_tokens
+from fovea.errors import FoveaError, MicrobatchMemoryError, OutOfMemoryError, is_out_of_memory, memory_for
+from fovea.train.deal import largest_group_tokens, unsplittable_tokens
 from fovea.train.microbatching import Cost
 from fovea.train.ranks import Ranks
 from fovea.types import Metrics, SampleGroup
 from fovea.utils.malloc import return_freed_memory
 
+LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -26,9 +32,13 @@ class MicrobatchLimit:
 
     def __init__(self, train: Train, ranks: Ranks) -> None:
         self.max_tokens = train.max_tokens_per_microbatch
+        self.free_beside: Callable[[], bool] = lambda: False
+        """Frees what the engine in this process keeps for its next rollout; returns False where that is nothing."""
         self._train = train
         self._ranks = ranks
         self._halvings = 0
+        self._ran_out = False
+        """Memory has run out in this run: passes begin without what can be freed beside them."""
 
     def fit(self, passes: Callable[[], Result], groups: Sequence[SampleGroup], cost: Cost) -> Result:
         """Run passes over micro-batches of these groups; as long as memory runs out, halve the limit and begin again.
@@ -38,25 +48,70 @@ class MicrobatchLimit:
         """
         while True:
             try:
-                return passes()
+                return self.with_all_memory(passes)
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
+                if isinstance(error, FoveaError) or not is_out_of_memory(error):
                     raise
                 self._halve(groups, cost, error)
-            # behind the handler: the error's traceback held the tensors of the passes
-            gc.collect()
-            return_freed_memory()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            _free_unreachable()
+
+    def with_all_memory(self, passes: Callable[[], Result]) -> Result:
+        """Run passes; if memory runs out, free what is beside them, for the rest of the run, and begin again.
+
+        Among several ranks MicrobatchMemoryError, as in `fit`, with the same limit.
+        """
+        if self._ran_out:
+            self.free_beside()
+        try:
+            return passes()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, FoveaError) or not is_out_of_memory(error) or not self.free_beside():
+                raise
+            self._note_freed(error)
+        _free_unreachable()
+        return passes()
+
+    def beside_engine(self, passes: Callable[[], Result], groups: Sequence[SampleGroup]) -> Result:
+        """Run passes without gradients while the engine is awake, over one group at a time.
+
+        OutOfMemoryError if memory runs out nevertheless. The limit stays: an update, whose engine sleeps, has more.
+        """
+        fix = "lower the memory of the engine (rollout.engine), parity.max_new_tokens or model.max_pixels"
+        with self._at_most(largest_group_tokens(groups)), memory_for("scoring beside an engine that is awake", fix):
+            return self.with_all_memory(passes)
 
     def lower(self, max_tokens: int) -> None:
-        """Begin with a limit with which an earlier process of the run ended."""
+        """Begin with the limit with which an earlier process of the run ended, since memory ran out there."""
         self.max_tokens = min(self.max_tokens, max_tokens)
+        self._ran_out = True
 
     def metrics(self) -> Metrics:
         """The limit in effect, and how often it was halved since the last call."""
         halvings, self._halvings = self._halvings, 0
         return {"microbatch/max_tokens": float(self.max_tokens), "microbatch/out_of_memory": float(halvings)}
+
+    @contextmanager
+    def _at_most(self, max_tokens: int) -> Iterator[None]:
+        before = self.max_tokens
+        self.max_tokens = min(before, max_tokens)
+        try:
+            yield
+        finally:
+            self.max_tokens = before
+
+    def _note_freed(self, error: BaseException) -> None:
+        """Print once that the engine's memory is freed from here on."""
+        freed = "the KV cache that the engine kept for its next rollout"
+        fix = "lower rollout.engine.max_batch_tokens to keep it and its CUDA graphs"
+        if self._ranks.size > 1:
+            raise MicrobatchMemoryError(
+                f"memory ran out on rank {self._ranks.rank} beside {freed}, and the other ranks wait for this one; "
+                f"resume=auto frees it before every update (max_restarts does so by itself); {fix}",
+                self.max_tokens,
+            ) from error
+        if not self._ran_out:
+            LOG.warning("memory ran out beside %s, which is freed before every update from here on; %s", freed, fix)
+        self._ran_out = True
 
     def _halve(self, groups: Sequence[SampleGroup], cost: Cost, error: BaseException) -> None:
         train, ranks, before = self._train, self._ranks, self.max_tokens
@@ -85,3 +140,11 @@ class MicrobatchLimit:
             ) from error
         self.max_tokens = smaller
         self._halvings += 1
+
+
+def _free_unreachable() -> None:
+    """Free the tensors of passes that failed; called behind the handler, whose traceback holds them."""
+    gc.collect()
+    return_freed_memory()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from fovea.models.token_logprobs import TokenScores
 from fovea.train.objective import policy_terms, value_terms
 from fovea.train.packing import MicroBatch
 from fovea.train.ranks import Ranks
+from fovea.utils.host_waits import awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class PassResult:
     def read(self) -> None:
         """Copy what all micro-batches have measured to the host, all at once: the host waits for a GPU at each copy."""
         on_device = [number.double() for each in self._measured for number in (each.finite, *each.sums.values())]
-        numbers = iter(torch.stack(on_device).tolist() if on_device else ())
+        numbers = iter(awaited(torch.stack(on_device)).tolist() if on_device else ())
         for each in self._measured:
             finite = bool(next(numbers))
             sums = {key: next(numbers) for key in each.sums}
@@ -89,7 +90,7 @@ class PassResult:
         given = (*micro.given_logprobs, micro.values_A, micro.returns_A, *values_A)
         finite_A = torch.stack([value.isfinite() for value in given if value is not None]).all(0)
         tasks = [group.task_id for group in micro.groups for _ in group.samples]
-        bad = [not bool(part.all()) for part in finite_A.cpu().split(micro.lengths)]
+        bad = [not bool(part.all()) for part in awaited(finite_A).cpu().split(micro.lengths)]
         self.not_finite += dict.fromkeys(task for task, is_bad in zip(tasks, bad, strict=True) if is_bad)
         self.in_bad_micro_batches += dict.fromkeys(tasks)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.errors import ConfigError, TrainError
+from fovea.utils.host_waits import awaited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class Ranks:
         # adding zeros is exact, so that an all-reduce is a merge
         summed = torch.from_numpy(values).to(self.mesh.device_type)
         dist.all_reduce(summed, group=self.mesh.get_group())
-        return summed.cpu().numpy()
+        return awaited(summed).cpu().numpy()
 
     def run_on_first(self, action: Callable[[], None]) -> None:
         """Run an action on the first rank while the others wait; if it fails, all ranks raise."""
@@ -110,7 +111,7 @@ class Ranks:
         mine = mine.to(self.mesh.device_type)
         out = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(out, mine, group=self.mesh.get_group())
-        return [x.cpu() for x in out]
+        return [awaited(x).cpu() for x in out]
 
 
 def check_replicas(replicas: int, num_ranks: int) -> None:

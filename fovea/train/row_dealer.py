@@ -24,6 +24,7 @@ from fovea.train.microbatching import Cost, check_padding
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.train.ranks import Ranks
 from fovea.types import Metrics, SampleGroup
+from fovea.utils.host_waits import awaited
 
 
 class RowDealer:
@@ -97,7 +98,7 @@ def in_batch_order(
     found = list(scored)
     numbers = [number for micro, _ in found for number in micro.sample_numbers]
     # all of them in one copy: the host waits for a GPU at each
-    joined = torch.cat([values_A for _, values_A in found]).cpu() if found else torch.zeros(0)
+    joined = awaited(torch.cat([values_A for _, values_A in found])).cpu() if found else torch.zeros(0)
     parts = joined.split([length for micro, _ in found for length in micro.lengths])
     for number, part in zip(numbers, parts, strict=True):
         values[ends[number] - lengths[number] : ends[number]][samples[number].mask_T] = part.numpy()

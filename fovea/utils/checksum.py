@@ -10,6 +10,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from fovea.utils.host_waits import awaited
+
 WORD_BYTES = 8
 ROW = 1 << 16
 """Words per row of multipliers: half a megabyte, which a CPU's cache holds."""
@@ -51,7 +53,7 @@ def read_hashes(*groups: Sequence[Tensor]) -> list[list[int]]:
     found: dict[int, int] = {}
     for device in dict.fromkeys(each.device for each in hashes):
         places = [place for place, each in enumerate(hashes) if each.device == device]
-        found |= zip(places, torch.stack([hashes[place] for place in places]).tolist(), strict=True)
+        found |= zip(places, awaited(torch.stack([hashes[place] for place in places])).tolist(), strict=True)
     numbers = iter([found[place] for place in range(len(hashes))])
     return [list(islice(numbers, len(group))) for group in groups]
 

@@ -29,7 +29,16 @@ from tests.saved import saved_bytes
 from tests.tables import table
 
 SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
-TIMING = ("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second", "mfu", "memory/", "gib/")
+TIMING = (
+    "seconds/",
+    "tokens_per_second",
+    "samples_per_second",
+    "tflops_per_second",
+    "mfu",
+    "memory/",
+    "waits/",
+    "gib/",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ ALONE = ("reused", "transfer/", "balance/")
 """Metrics that depend on the number of processes: what a rollout leaves for the update, what is sent, and to whom."""
 ROUNDING = ("rollout_train", "kl/", "importance", "weights_checksum")
 """Differences between two passes over the same tokens, which are rounding, and the bits of the weights."""
-TIMED = ("seconds/", "tokens_per", "samples_per", "tflops_per", "mfu", "memory/", *ALONE, *ROUNDING)
+TIMED = ("seconds/", "tokens_per", "samples_per", "tflops_per", "mfu", "memory/", "waits/", *ALONE, *ROUNDING)
 STEPS = 3
 
 

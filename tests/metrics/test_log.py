@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fovea.errors import DataError
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, peak_memory, peak_rss_gib, read_metrics
 from fovea.utils.files import write_atomically
+from fovea.utils.host_waits import awaited
 
 
 def log_steps(sink, steps) -> None:
@@ -111,6 +113,18 @@ def test_phases_add_up_and_reset() -> None:
             pass
     assert phases.seconds() == {"seconds/rollout": 3.0, "seconds/update": 0.5}
     assert phases.seconds() == {}
+
+
+def test_waits_are_those_within_the_phase() -> None:
+    phases, number = Phases(), torch.ones(2)
+    awaited(number)
+    with phases("step"):
+        for name in ("rollout", "update", "rollout"):
+            with phases(name):
+                awaited(number)
+        awaited(number)
+    assert phases.waits() == {"waits/rollout": 2, "waits/update": 1, "waits/step": 4}
+    assert phases.waits() == {}
 
 
 def test_a_phase_that_fails_still_counts() -> None:

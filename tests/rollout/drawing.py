@@ -18,13 +18,16 @@ from fovea.utils.event_loop import wait_for
 LOGPROB_TOLERANCE = 1e-5
 
 
-def make_engine(parts: TinyParts, max_batch_tokens: int = 10_000, **tuning: object) -> EmbeddedEngine:
+def make_engine(
+    parts: TinyParts, max_batch_tokens: int = 10_000, *, can_give_way: bool = False, **tuning: object
+) -> EmbeddedEngine:
     options = Tuning(**tuning)  # type: ignore[arg-type]
     engine = EmbeddedEngine(
         VLM(parts.network, parts.processor.banned_ids),
         parts.processor,
         max_batch_tokens=max_batch_tokens,
         tuning=options,
+        can_give_way=can_give_way,
     )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine

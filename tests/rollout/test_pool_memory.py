@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from fovea.build.engine import free_first
+from fovea.config.run import Algorithm, Warmup
 from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
@@ -20,8 +22,11 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.pool_memory import default_bytes
 from fovea.rollout.embedded.tuning import Tuning
+from fovea.train.base import Pair
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from fovea.utils.event_loop import wait_for
+from tests.policies import make_batch, make_policy, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
@@ -44,6 +49,11 @@ class FakeGpu:
 
     def memory(self, device: torch.device | None) -> tuple[int, int] | None:
         return None if device is None else (self.free - self.pool_bytes, self.total)
+
+    def allocate(self, num_bytes: int) -> None:
+        """As torch's allocator, for tensors that are freed at once."""
+        if num_bytes > self.free - self.pool_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.fixture
@@ -74,10 +84,12 @@ def no_gc() -> Iterator[None]:
     gc.enable()
 
 
-def captures_of_steps(gpu: FakeGpu, engine: EmbeddedEngine, parts: Any, update_bytes: int) -> list[int]:
-    """Captures of the rollouts of four steps, whose updates take so many bytes and change the weights in place."""
+def captures_of_steps(
+    gpu: FakeGpu, engine: EmbeddedEngine, parts: Any, update_bytes: int, counts: Sequence[int] = (5, 6, 4, 1)
+) -> list[int]:
+    """Captures of the rollouts of steps, whose updates take so many bytes and change the weights in place."""
     captures = []
-    for n in (5, 6, 4, 1):
+    for n in counts:
         before = gpu.captures
         together = generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n)
         captures.append(gpu.captures - before)
@@ -106,6 +118,96 @@ def test_graphs_are_captured_once_where_the_pool_fits_beside_the_update(
         "which is freed for the update",
         "which stays during updates, with the CUDA graphs",
     ]
+
+
+def test_no_graph_is_captured_after_the_first_rollout_where_an_update_can_free_the_pool(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    assert captures_of_steps(gpu, engine, parts, update_bytes=5 * 10**8, counts=(6, 5, 4, 6)) == [3, 0, 0, 0]
+    assert gpu.pool_bytes
+
+
+def test_a_pool_beside_which_the_first_update_leaves_too_little_is_freed_from_then_on(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    assert captures_of_steps(gpu, engine, parts, update_bytes=95 * 10**7, counts=(6, 6, 6, 6)) == [3, 0, 3, 3]
+
+
+def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """With the same micro-batches, to the same weights as with plenty of memory; it is printed once."""
+    found, captures = [], []
+    for update_bytes in (0, gpu.free):
+        parts = tiny("qwen3_vl")
+        engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+        policy = make_policy(parts)
+        free_first(policy, engine)
+        policy.vlm.register_forward_pre_hook(lambda *_, num_bytes=update_bytes: gpu.allocate(num_bytes))
+        caplog.clear()
+        for step in range(3):
+            before = gpu.captures
+            generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=5)
+            captures.append(gpu.captures - before)
+            wait_for(engine.sleep())
+            found.append(policy.update(make_batch(parts, step)))
+            engine.load_weights(dict(merged_weights(parts.network)), version=8 + step)
+            wait_for(engine.wake())
+    assert captures == [2, 0, 0, 2, 2, 2]
+    assert found[3:] == found[:3]
+    assert found[5]["microbatch/out_of_memory"] == 0
+    printed = [record.getMessage() for record in caplog.records]
+    assert sum("memory ran out beside the KV cache" in line for line in printed) == 1
+    assert printed[-1].endswith("which is freed for the update")
+    assert len(printed) == 3
+
+
+def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    policy = TorchPolicy(
+        VLM(parts.network, parts.processor.banned_ids),
+        train=train_settings(),
+        algorithm=Algorithm(),
+        temperature=0.9,
+        max_steps=10,
+        warmup=Warmup(),
+    )
+    free_first(policy, engine)
+    policy.vlm.register_forward_pre_hook(lambda *_: gpu.allocate(gpu.free))
+    pair = Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
+    for _ in range(2):
+        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+        assert gpu.pool_bytes
+        wait_for(engine.sleep())
+        policy.sft([pair])
+        assert not gpu.pool_bytes
+        wait_for(engine.wake())
+    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    wait_for(engine.sleep())
+    assert gpu.pool_bytes, "it stays in the first update"
+
+
+def test_a_sleeping_engine_that_gives_way_frees_its_copies_too(gpu: FakeGpu) -> None:
+    parts = tiny("qwen3_vl")
+    own = dict(merged_weights(parts.network))
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    engine = EmbeddedEngine(
+        vlm, parts.processor, max_batch_tokens=TOKENS, tuning=Tuning(**PAGED), pushed=own, can_give_way=True
+    )
+    engine.load_weights(own, version=1)
+    assert not engine.free_spare_memory(), "nothing is held yet"
+    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    assert engine.free_spare_memory()
+    assert not gpu.pool_bytes
+    assert all(weight.untyped_storage().nbytes() for weight in own.values()), "it is awake and draws with them"
+    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    wait_for(engine.sleep())
+    assert gpu.pool_bytes
+    assert engine.free_spare_memory()
+    assert not gpu.pool_bytes
+    assert not any(weight.untyped_storage().nbytes() for weight in own.values())
+    with pytest.raises(EngineError, match="were pushed; push them first"):
+        wait_for(engine.wake())
 
 
 def test_the_pool_is_freed_for_an_update_that_needs_its_memory(gpu: FakeGpu, no_gc: None) -> None:

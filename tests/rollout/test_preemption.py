@@ -13,12 +13,14 @@ from fovea.models.activation_tape import Tape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded import engine as engine_module
-from fovea.rollout.embedded import paged_cache
+from fovea.rollout.embedded import paged_cache, prefill
 from fovea.rollout.embedded.batch import DecodeBatch
+from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.requests import QueuedRequest, RemovedRow
+from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Prompt, Sampling
+from fovea.utils.lru_cache import LRUCache
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
 from tests.rollout.two_turns import drawn
 from tests.tiny_models import mixed_prompts, tiny
@@ -104,7 +106,18 @@ def test_the_youngest_is_preempted(preempted: list[RemovedRow], monkeypatch: pyt
     assert [(row.row.request.request.id, row.row.index) for row in preempted] == before
 
 
-def test_later_turns_are_preempted_with_their_kept_keys(preempted: list[RemovedRow]) -> None:
+@pytest.mark.parametrize("evicted", [True, False])
+def test_later_turns_are_preempted_and_find_their_kept_keys_again(
+    preempted: list[RemovedRow], monkeypatch: pytest.MonkeyPatch, evicted: bool
+) -> None:
+    restored: list[KeptKeys] = []
+    real = prefill.restore
+
+    def noted(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
+        restored.extend([] if kept is None else [kept])
+        real(cache, prompt, kept)
+
+    monkeypatch.setattr(prefill, "restore", noted)
     roomy = drawn(PARTS, make_engine(PARTS, **PAGED))
     longest = max(
         group.prompt.num_tokens
@@ -112,8 +125,13 @@ def test_later_turns_are_preempted_with_their_kept_keys(preempted: list[RemovedR
         for group in roomy
         for e in group.episodes
     )
-    tight = drawn(PARTS, make_engine(PARTS, 2 * longest, **PAGED))
-    assert any(row.row.request.kept is not None for row in preempted)
+    engine = make_engine(PARTS, 2 * longest, **PAGED)
+    if not evicted:
+        monkeypatch.setattr(engine, "_forget_turns", lambda: setattr(engine, "_kept", LRUCache(10**6)))
+    tight = drawn(PARTS, engine)
+    assert any(row.row.request.request.continues is not None for row in preempted)
+    twice = len(restored) - len({id(kept) for kept in restored})
+    assert (twice == 0) == evicted, "before a preemption and after it"
     for one, other in zip(roomy, tight, strict=True):
         for first, second in zip(one.episodes, other.episodes, strict=True):
             for a, b in zip(first.tokens, second.tokens, strict=True):

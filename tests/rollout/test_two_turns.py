@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,10 @@ from fovea.config.run import Algorithm
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
+from fovea.rollout.embedded.batch import DecodeBatch
+from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.prefill import PrefillRow
+from fovea.rollout.embedded.requests import RemovedRow
 from fovea.rollout.multi_turn import extended
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
@@ -93,6 +97,37 @@ def test_kept_keys_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> N
     turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens[1:]]
     prompts = sum(group.prompt.num_tokens for group in groups)
     assert sum(prefilled) == prompts + sum(turn.observation.num_tokens + 1 for turn in turns)
+
+
+def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an evicted turn are freed, though a request that continues it waits."""
+    parts = tiny("qwen3_vl")
+    roomy = drawn(parts, make_engine(parts))
+    longest = max(
+        g.prompt.num_tokens + sum(t.observation.num_tokens + len(t.completion.token_ids_T) for t in e.tokens)
+        for g in roomy
+        for e in g.episodes
+    )
+    engine = make_engine(parts, 2 * longest, cache="paged", page_tokens=16)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    keep, decode = engine._keep, engine._decode
+
+    def noted(finished: RemovedRow, layers: Sequence[torch.Tensor] | None) -> None:
+        kept.extend(weakref.ref(layer) for layer in layers[:1]) if layers else None
+        keep(finished, layers)
+
+    def decoded(batch: DecodeBatch, cache: Cache) -> None:
+        held.append(sum(layer.shape[2] for ref in kept if (layer := ref()) is not None))
+        decode(batch, cache)
+
+    monkeypatch.setattr(engine, "_keep", noted)
+    monkeypatch.setattr(engine, "_decode", decoded)
+    for one, other in zip(roomy, drawn(parts, engine), strict=True):
+        for first, second in zip(one.episodes, other.episodes, strict=True):
+            for a, b in zip(first.tokens, second.tokens, strict=True):
+                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+    assert 0 < max(held) <= 2 * longest
 
 
 def test_without_kept_keys_the_same_is_drawn() -> None:

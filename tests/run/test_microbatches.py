@@ -59,6 +59,26 @@ def test_a_rank_that_ran_out_of_memory_leaves_a_smaller_size_for_the_next_attemp
     assert sizes(tmp_path) == [SETTING] * 10 + [SETTING / 2] * 10
 
 
+class BesideEngine(SmallMemoryPolicy):
+    """One of several ranks, whose memory ran out beside the engine's: the same limit will do."""
+
+    async def run_out(self) -> None:
+        raise MicrobatchMemoryError("memory ran out on rank 1 beside the engine's", SETTING)
+
+    async def limit_microbatches(self, max_tokens: int) -> None:
+        await super().limit_microbatches(max_tokens)
+        self.limited = True
+
+
+def test_a_rank_that_ran_out_of_memory_beside_the_engine_leaves_that_for_the_next_attempt(tmp_path: Path) -> None:
+    with pytest.raises(MicrobatchMemoryError):
+        train(run_with(BesideEngine(), tmp_path, train=TRAIN))
+    next_attempt = run_with(BesideEngine(), tmp_path, resume=True, train=TRAIN, max_steps=11)
+    train(next_attempt)
+    assert vars(next_attempt.policy)["limited"]
+    assert sizes(tmp_path) == [SETTING] * 11
+
+
 def test_another_setting_is_a_new_beginning(tmp_path: Path) -> None:
     with pytest.raises(MicrobatchMemoryError):
         train(run_with(OneOfSeveral(), tmp_path, train=TRAIN))

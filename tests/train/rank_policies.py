@@ -97,7 +97,10 @@ class Driver:
     def annotate(self, batch: Batch) -> Batch:
         needs = Needs.of(self.policy._algorithm)
         images = self.policy.images_by_rank().to_annotate(
-            batch, policy_passes=needs.old_logprobs or needs.values, reference_passes=needs.reference_logprobs
+            batch,
+            policy_passes=needs.old_logprobs or needs.values,
+            reference_passes=needs.reference_logprobs,
+            beside_engine=needs.beside_engine,
         )
         annotated = self.policy.annotate(self._arrived(batch, images), needs)
         answer: Batch = self.here.unpack(self.there.pack(annotated))

@@ -149,3 +149,19 @@ def test_moments_of_another_model_are_no_silent_mix_up(tmp_path: Path) -> None:
     StagedShards.of(tensors, ALONE).write(tmp_path / "policy_optimizer", 0)
     with pytest.raises(TrainError, match=r"exp_avg/other is of another model|step/other is of another model"):
         optimizer_of(two_parameters()).load(tmp_path, "policy")
+
+
+def test_moments_that_are_made_before_the_first_step_are_those_of_torch() -> None:
+    """Bit for bit, and of the same kinds: a torch with other state would make its own."""
+    plain, early = (optimizer_of(two_parameters()) for _ in range(2))
+    early.make_moments()
+    for number in range(2):
+        step(plain, number)
+        step(early, number)
+        early.make_moments()
+    assert all(torch.equal(a, b) for a, b in zip(values(plain), values(early), strict=True))
+    made, own = (optimizer.tensors("policy")["policy_optimizer"] for optimizer in (early, plain))
+    assert list(made) == list(own)
+    for name, tensor in own.items():
+        assert torch.equal(made[name], tensor)
+        assert made[name].dtype == tensor.dtype

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ import torch
 
 from fovea.config.run import Train
 from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is_out_of_memory, memory_for
+from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.vlm import VLM
+from fovea.train.base import Needs
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.update_metrics import ActivationMeter
@@ -114,6 +118,102 @@ def test_among_several_ranks_the_halving_ends_at_the_longest_completion() -> Non
     assert "of one completion and its prompt" in str(raised.value)
     assert "lower rollout.max_new_tokens or model.max_pixels" in str(raised.value)
     assert limit.max_tokens == longest(batch)
+
+
+class Beside:
+    """Memory beside the passes, which have room without it only."""
+
+    def __init__(self) -> None:
+        self.is_held = True
+        self.tries = 0
+
+    def free(self) -> bool:
+        was_held, self.is_held = self.is_held, False
+        return was_held
+
+    def passes(self) -> str:
+        self.tries += 1
+        if self.is_held:
+            too_much()
+        return "done"
+
+
+def fit(limit: MicrobatchLimit, beside: Beside) -> str:
+    batch = make_batch(tiny("qwen3_vl"))
+    return limit.fit(beside.passes, batch.groups, make_policy(tiny("qwen3_vl"))._scorer.deal.cost)
+
+
+def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), ALONE), Beside()
+    limit.free_beside = beside.free
+    assert fit(limit, beside) == "done"
+    assert beside.tries == 2
+    assert limit.metrics() == {"microbatch/max_tokens": 512, "microbatch/out_of_memory": 0}
+    beside.is_held = True  # by the next rollout
+    assert fit(limit, beside) == "done"
+    assert beside.tries == 3, "it is freed before the passes from then on"
+    assert ["before every update from here on" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limit() -> None:
+    limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2)), Beside()
+    limit.free_beside = beside.free
+    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 beside the KV cache") as raised:
+        fit(limit, beside)
+    assert raised.value.next_max_tokens == 512
+    limit.lower(raised.value.next_max_tokens)  # the next attempt
+    beside.is_held = True
+    assert fit(limit, beside) == "done"
+
+
+def test_scoring_beside_an_engine_lowers_no_limit() -> None:
+    limit, beside, batch = MicrobatchLimit(train_settings(), ALONE), Beside(), make_batch(tiny("qwen3_vl"))
+    limit.free_beside = beside.free
+    before = limit.max_tokens
+    of_passes = limit.beside_engine(lambda: (beside.passes(), limit.max_tokens)[1], batch.groups)
+    assert beside.tries == 2
+    assert longest(batch) < of_passes < before, "one group at a time"
+    with pytest.raises(OutOfMemoryError, match=r"scoring beside an engine that is awake; lower the memory"):
+        limit.beside_engine(too_much, batch.groups)
+    assert limit.metrics() == {"microbatch/max_tokens": before, "microbatch/out_of_memory": 0}
+
+
+def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, batch, rows = make_policy(tiny("qwen3_vl")), make_batch(tiny("qwen3_vl")), list[int]()
+    forward = type(policy.vlm).forward
+
+    def counted(vlm: VLM, row: PackedRow, **more: Any) -> Any:
+        rows[-1] += 1
+        return forward(vlm, row, **more)
+
+    monkeypatch.setattr(type(policy.vlm), "forward", counted)
+    found = []
+    for beside_engine in (False, True):
+        rows.append(0)
+        needs = Needs(old_logprobs=True, beside_engine=beside_engine)
+        found.append([sample.old_logprobs_T for sample in policy.annotate(batch, needs).samples])
+    assert rows == [1, len(batch.groups)]
+    for together, apart in zip(*found, strict=True):
+        np.testing.assert_allclose(together, apart, atol=1e-5)
+
+
+def test_moments_are_there_before_the_first_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that runs out of memory half way could not begin again."""
+    policy = make_policy(tiny("qwen3_vl"))
+    found: list[int] = []
+    scorer = policy._scorer.micro_batches
+
+    def noted(*arguments: Any) -> Any:
+        found.append(len(policy._optimizer.adamw.state))
+        return scorer(*arguments)
+
+    monkeypatch.setattr(policy._scorer, "micro_batches", noted)
+    policy.update(Batch(groups=()))
+    assert not policy._optimizer.adamw.state, "an update without groups needs none"
+    policy.update(make_batch(tiny("qwen3_vl")))
+    assert found[-1] == len(policy._optimizer.masters.by_name)
 
 
 def too_large_for_torch() -> object:

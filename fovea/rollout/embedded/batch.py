@@ -25,6 +25,7 @@ from fovea.rollout.embedded.compaction import Moves, fill_holes
 from fovea.rollout.embedded.requests import DecodeRow, QueuedRequest, RemovedRow
 from fovea.rollout.embedded.sampler import Draw, RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.types import Completion
+from fovea.utils.host_waits import awaited
 from fovea.utils.tensor_records import map_tensors
 
 
@@ -153,15 +154,15 @@ class DecodeBatch:
     def sync_finished(self) -> list[int]:
         """Indices of the finished rows; waits for the device, which the steps between two calls do not."""
         if self._rows_with_stop:
-            lengths = self._live_state().length_B[self._rows_with_stop].tolist()
+            lengths = awaited(self._live_state().length_B[self._rows_with_stop]).tolist()
             for index, length in zip(self._rows_with_stop, lengths, strict=True):
                 self._cut_at_string(index, length)
-        running: list[bool] = self._live_state().running_B.tolist()
+        running: list[bool] = awaited(self._live_state().running_B).tolist()
         return [index for index, is_running in enumerate(running) if not is_running]
 
     def num_stored(self, indices: Sequence[int]) -> list[int]:
         """Tokens of these rows in the KV cache: all but the last, which was never fed back."""
-        lengths: list[int] = self._live_state().length_B.tolist()
+        lengths: list[int] = awaited(self._live_state().length_B).tolist()
         return [lengths[index] - 1 for index in indices]
 
     def remove(self, indices: Sequence[int]) -> list[RemovedRow]:
@@ -218,7 +219,7 @@ class DecodeBatch:
         stop = row.request.sampling.stop
         # a stop string may have begun in tokens that were searched before
         start = max(0, row.searched_tokens - self._text.tail_tokens(stop))
-        tokens = state.tokens_BT[index, start:length].tolist()
+        tokens = awaited(state.tokens_BT[index, start:length]).tolist()
         # token by token, since several decode steps may lie between two syncs
         for end in range(row.searched_tokens + 1, length + 1):
             if self._text.holds_stop(tokens[: end - start], stop):
@@ -286,7 +287,7 @@ def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int])
     index = to_device(torch.tensor(indices), state.length_B.device)
     of_rows = map_tensors(lambda x: x[index], state)
     columns = (of_rows.length_B[:, None], of_rows.stopped_B[:, None], of_rows.tokens_BT, of_rows.places_BT)
-    numbers, logprobs = torch.cat(columns, dim=1).cpu().numpy(), of_rows.logprobs_BT.cpu().numpy()
+    numbers, logprobs = awaited(torch.cat(columns, dim=1)).cpu().numpy(), awaited(of_rows.logprobs_BT).cpu().numpy()
     lengths, stopped = numbers[:, 0].tolist(), (numbers[:, 1] > 0).tolist()
     tokens, places = np.split(numbers[:, 2:], 2, axis=1)
     return [

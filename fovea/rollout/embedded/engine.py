@@ -59,11 +59,13 @@ class EmbeddedEngine:
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
         pushed: Collection[str] = (),
+        can_give_way: bool = False,
     ) -> None:
         """`max_batch_tokens` None: by free memory on a GPU.
 
         `tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
         `pushed` are the weights whose memory `sleep` may free: copies of the policy's, which every push brings.
+        `can_give_way`: an update that runs out of memory calls `free_spare_memory` and goes on.
         """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
@@ -81,7 +83,9 @@ class EmbeddedEngine:
         self._device = vlm.device
         has_pool = uses_pages(tuning, self._shape, vlm.device, vlm.dtype)
         copied_bytes = sum(weight.nbytes for weight in self._pushed)
-        self._memory = PoolMemory(vlm.device if has_pool else None, max_batch_tokens, copied_bytes)
+        self._memory = PoolMemory(
+            vlm.device if has_pool else None, max_batch_tokens, copied_bytes, can_give_way=can_give_way
+        )
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
@@ -117,7 +121,6 @@ class EmbeddedEngine:
             done=asyncio.get_running_loop().create_future(),
             positions_3L=positions_3L,
             first_position=first_position,
-            kept=None if request.continues is None else self._kept.get(request.continues),
         )
         with memory_for_rollout(self._max_batch_tokens):
             return await self._answer(queued)
@@ -153,14 +156,24 @@ class EmbeddedEngine:
             raise EngineError("sleep was called while the engine is generating completions; await them first")
         if not self._memory.stays:
             self._free_memory()
-            for weight in self._pushed:
-                # all tensors that share the storage stay valid, and a push fills it again
-                weight.untyped_storage().resize_(0)
+            self._free_copies()
         self._forget_turns()
         self._free_decode_copies()
         # to the driver, whose free memory tells how much an update takes
         torch.cuda.empty_cache()
         self._asleep = True
+
+    def free_spare_memory(self) -> bool:
+        """Free what is kept for the next rollout only: pool and graphs, and the copied weights while asleep.
+
+        False where that is nothing, or requests run.
+        """
+        if self._cache is None or self._busy:
+            return False
+        self._free_memory()
+        if self._asleep:
+            self._free_copies()
+        return True
 
     async def wake(self) -> None:
         """Accept requests again; EngineError if weights were freed and not pushed since."""
@@ -226,6 +239,11 @@ class EmbeddedEngine:
         self._addresses = addresses
         return named
 
+    def _free_copies(self) -> None:
+        for weight in self._pushed:
+            # all tensors that share the storage stay valid, and a push fills it again
+            weight.untyped_storage().resize_(0)
+
     def _free_memory(self) -> None:
         """Free the KV cache, captured graphs and decode copies."""
         self._cache = self._stepper = None
@@ -290,13 +308,17 @@ class EmbeddedEngine:
         fitting: list[QueuedRequest] = []
         new_tokens = 0
         while self._queue and not self._full:
+            request = self._queue[0].request
+            # not before: a request that waits must not hold what is evicted meanwhile
+            kept = None if request.continues is None else self._kept.get(request.continues)
             # features and states of all these prompts are in memory together
-            new_tokens += self._queue[0].request.prompt.num_tokens - self._queue[0].first_new_token
+            new_tokens += request.prompt.num_tokens - (0 if kept is None else kept.num_tokens)
             if fitting and new_tokens > PREFILL_PASSES * self._tuning.pass_tokens:
                 break
             # strictly first come, first served: a smaller request does not overtake, or a large one might wait forever
             self._full = not cache.fits([*fitting, self._queue[0]])
             if not self._full:
+                self._queue[0].kept = kept
                 fitting.append(self._queue.popleft())
         return fitting
 
@@ -305,6 +327,8 @@ class EmbeddedEngine:
         weights = self._loaded_weights()
         row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
         hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
+        for request in requests:
+            request.kept = None
         return weights.logits(hidden_PE)
 
     def _make_room(self, batch: DecodeBatch, cache: Cache, steps: int) -> None:

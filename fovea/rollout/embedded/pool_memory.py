@@ -3,7 +3,8 @@
 A pool that stays keeps its address, and with it the captured graphs; so do the engine's own copies of trained weights,
 whose addresses are in the graphs too, so that both stay or neither. What an update needs is measured: when the engine
 wakes, the driver's free memory is what the update had no use for even at its peak, since torch's allocator holds on to
-what it has taken.
+what it has taken. Where an update that runs out of memory can free the pool and go on, one of a set size stays from the
+first update on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ POOL_FRAC = 0.8
 SPARE_FRAC = 0.1
 """Share of the GPU that an update leaves free beside a pool that stays, since the next one may take more."""
 MEASURED_UPDATES = 2
-"""Updates that are measured before a pool stays: one may have had no signal, and so no states of the optimizer yet."""
+"""Updates that are measured before a pool stays, where none may fail: one may have had no signal, and so no passes."""
 KEPT_PART = 8
 """A pool of the default size leaves kept turns an eighth of its tokens."""
 
@@ -41,11 +42,21 @@ def default_bytes(free: int, beside_update: int = 0) -> int:
 class PoolMemory:
     """Sizes the pool of one engine, and decides whether it stays."""
 
-    def __init__(self, device: torch.device | None, max_batch_tokens: int | None, copied_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device | None,
+        max_batch_tokens: int | None,
+        copied_bytes: int = 0,
+        *,
+        can_give_way: bool = False,
+    ) -> None:
         """`device` None: the engine has no pool; `max_batch_tokens` None: by free memory on a GPU.
 
-        `copied_bytes` is the size of the weights that stay with the pool, and are freed with it.
+        `copied_bytes` is the size of the weights that stay with the pool, and are freed with it. `can_give_way`: an
+        update that runs out of memory frees the pool and goes on.
         """
+        # a pool of the default size leaves little, and how much an update takes is not known before
+        self._min_updates = 0 if can_give_way and max_batch_tokens is not None else MEASURED_UPDATES
         self._device, self._max_batch_tokens, self._copied_bytes = device, max_batch_tokens, copied_bytes
         self.tokens = self.kept_tokens = 0
         """Tokens of the KV cache, and most tokens of the turns that are kept beside it; 0 before `size`."""
@@ -68,22 +79,28 @@ class PoolMemory:
             self._tell()
 
     def measure_update(self, *, stayed: bool) -> None:
-        """Note what memory an update has left; `stayed`: beside the pool."""
+        """Note what memory an update has left; `stayed`: beside the pool.
+
+        An update that has freed a pool which was to stay had no memory for any beside it.
+        """
         memory = device_memory(self._device)
         if memory is not None:
             free, total = memory
             held = (self._pool_bytes + self._copied_bytes) * stayed
             # less where it stayed, so that the memory of its graphs does not change the decision back and forth
             spare = int(SPARE_FRAC * total) // (2 if stayed else 1)
-            beside = free - spare + held - self._copied_bytes
+            was_freed = self.stays and not stayed
+            beside = 0 if was_freed else free - spare + held - self._copied_bytes
             # an update without signal takes next to nothing, and the one after it what it always did
             self._beside_update = min(beside, self._beside_update) if self._num_updates else beside
             self._num_updates += 1
 
     @property
     def stays(self) -> bool:
-        """Whether the pool stays during the next update; not before some have been measured."""
-        return self._num_updates >= MEASURED_UPDATES and 0 < self._pool_bytes <= self._beside_update
+        """Whether the pool stays during the next update."""
+        if self._num_updates < self._min_updates or not self._pool_bytes:
+            return False
+        return not self._num_updates or self._pool_bytes <= self._beside_update
 
     def _tell(self) -> None:
         if self._told != self.stays:

@@ -30,7 +30,7 @@ class KeptKeys:
         return sum(layer.numel() * layer.element_size() for layer in self.layers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class QueuedRequest:
     """A waiting or running request, with the future that its caller awaits."""
 
@@ -41,7 +41,7 @@ class QueuedRequest:
     first_position: int
     """Position of the completions' first token, on all axes."""
     kept: KeptKeys | None = None
-    """KV cache of the earlier turns, which are the beginning of the prompt."""
+    """KV cache of the earlier turns, which are the beginning of the prompt; from admission until it is prefilled."""
     preempted: RemovedRow | None = None
     """The completion that goes on with this request (`resumption`)."""
 

@@ -8,7 +8,7 @@ Axes: `T` tokens of a completion.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class MegatronPolicy:
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
         """Add the old and reference log-probs and values that are needed to the samples of a batch."""
         if needs.old_logprobs or needs.values:
-            scores = self._scores(batch, self._passes)
+            scores = self._scores(batch, self._passes, beside_engine=needs.beside_engine)
             if needs.values:
                 batch = with_values(batch, scores.values)
             # the engine's, where they are the old ones, are there already
@@ -149,6 +149,7 @@ class MegatronPolicy:
         if self._sft is None:
             passes = Passes(self._model, temperature=1.0, chunk_tokens=self._chunk_tokens, training=self._training)
             self._sft = SupervisedTrainer(self._config, self._shape, self._training, passes, self._place)
+        self._limit.free_beside()  # a step of the warm-up does not begin again
         return {"loss": self._sft.update(pairs)}
 
     def snapshot_reference(self) -> None:
@@ -191,6 +192,10 @@ class MegatronPolicy:
         counts = self._checkpoints.load(folder, reference)
         self._steps, self._skipped.in_a_row = counts["steps"], counts["skipped_in_a_row"]
         self._reference_is_loaded_model = not counts[HAS_REFERENCE]
+
+    def free_first(self, free_beside: Callable[[], bool]) -> None:
+        """Where memory runs out, call this before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
+        self._limit.free_beside = free_beside
 
     def limit_microbatches(self, max_tokens: int) -> None:
         """Pack micro-batches of so many tokens at most, where that is less than the setting."""
@@ -263,7 +268,7 @@ class MegatronPolicy:
         rates = {"learning_rate": self._optimizer.set_rate(self._steps)}
         return rates if self._critic is None else rates | {"learning_rate/value": self._critic.set_rate(self._steps)}
 
-    def _scores(self, batch: Batch, passes: Passes) -> _Scores:
+    def _scores(self, batch: Batch, passes: Passes, *, beside_engine: bool = False) -> _Scores:
         """Log-probs and values of every sample, on all processes."""
 
         def score() -> _Scores:
@@ -275,6 +280,8 @@ class MegatronPolicy:
                 values=in_batch_order(values, batch.groups, self._place.results) if passes.has_values else [],
             )
 
+        if beside_engine:
+            return self._limit.beside_engine(score, batch.groups)
         return self._limit.fit(score, batch.groups, self._dealer.deal.cost)
 
     @property

@@ -17,6 +17,7 @@ from fovea.train.adamw import make_adamw, set_learning_rate
 from fovea.train.lr_schedule import rate_of_run
 from fovea.train.torch.checkpoint import load_optimizer, load_weights, optimizer_folder, optimizer_tensors
 from fovea.train.torch.sharding import full
+from fovea.utils.host_waits import awaited
 
 
 class Optimizer:
@@ -56,7 +57,20 @@ class Optimizer:
 
     def clip(self) -> float:
         """Clip the gradients to a norm of `max_grad_norm`; returns the norm before clipping."""
-        return float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._train.max_grad_norm)))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._train.max_grad_norm)
+        return float(awaited(full(norm)))
+
+    def make_moments(self) -> None:
+        """Allocate the moments that AdamW would make in its first step; those that are there stay."""
+        for master in self.masters.by_name.values():
+            state = self.adamw.state[master]
+            if not state:
+                # all or none, also if an allocation fails
+                state.update(
+                    step=torch.zeros((), device=master.device),
+                    exp_avg=torch.zeros_like(master),
+                    exp_avg_sq=torch.zeros_like(master),
+                )
 
     def step(self) -> None:
         """Take an optimizer step on the master weights and round them into the model."""

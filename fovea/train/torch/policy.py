@@ -9,7 +9,7 @@ Axes: `T` tokens of a completion.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +52,8 @@ from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.torch.sharding import copy_weights, full
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
+
+FEWER_WEIGHTS = "train fewer weights (model.lora, model.freeze_vision_tower), or on more processes"
 
 
 class TorchPolicy:
@@ -108,7 +110,13 @@ class TorchPolicy:
 
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
         """Add old and reference log-probs and values; a value head on the policy's trunk gives both in one pass."""
-        return self._limit.fit(lambda: self.annotator.annotate(batch, needs), batch.groups, self._scorer.deal.cost)
+
+        def passes() -> Batch:
+            return self.annotator.annotate(batch, needs)
+
+        if needs.beside_engine:
+            return self._limit.beside_engine(passes, batch.groups)
+        return self._limit.fit(passes, batch.groups, self._scorer.deal.cost)
 
     @memory_for("a step of the warm-up", "lower warmup.batch_size")
     def sft(self, pairs: Sequence[Pair]) -> Metrics:
@@ -117,6 +125,7 @@ class TorchPolicy:
         if self._sft is None:
             offload = self._train.backend.cpu_offload
             self._sft = SupervisedTrainer(self._vlm, self._warmup, self._ranks, cpu_offload=offload)
+        self._limit.free_beside()  # a step of the warm-up does not begin again
         self._engine_has_these_weights = False
         return {"loss": self._sft.update(pairs)}
 
@@ -142,6 +151,8 @@ class TorchPolicy:
         assert one_step or has_old_logprobs(batch), "from the second step on it is off-policy"
         # groups that the update leaves out need log-probs for the comparison with the engine only
         left_out = self._logprobs_of_left_out(batch) if self._schedule.is_plain else None
+        if batch.groups:
+            self._make_moments()
         self._train_mode(True)
         self._vlm.expert_load.restart()
         with dropout_seed(self._steps, self._ranks, self._vlm.device):
@@ -217,6 +228,10 @@ class TorchPolicy:
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
+    def free_first(self, free_beside: Callable[[], bool]) -> None:
+        """Where memory runs out, call this before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
+        self._limit.free_beside = free_beside
+
     def limit_microbatches(self, max_tokens: int) -> None:
         """Pack micro-batches of so many tokens at most, where that is less than the setting."""
         self._limit.lower(max_tokens)
@@ -272,9 +287,13 @@ class TorchPolicy:
         left_out = Batch(groups=batch.left_out)
         return self._limit.fit(lambda: self.annotator.logprobs(left_out), left_out.groups, self._scorer.deal.cost)
 
-    @memory_for(
-        "the optimizer step", "train fewer weights (model.lora, model.freeze_vision_tower), or on more processes"
-    )
+    @memory_for("the moments of the optimizer", FEWER_WEIGHTS)
+    def _make_moments(self) -> None:
+        """Allocate all moments before the passes of the first update: a step that fails midway cannot begin again."""
+        for optimizer in self._optimizers:
+            self._limit.with_all_memory(optimizer.make_moments)
+
+    @memory_for("the optimizer step", FEWER_WEIGHTS)
     def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
         """Take an optimizer step unless a gradient is non-finite; returns whether it was taken."""
         taken = take_step(

@@ -25,6 +25,7 @@ from fovea.train.supervised import (
 from fovea.train.torch.dropout import dropout_seed
 from fovea.train.torch.optimizer import MasterWeights
 from fovea.train.torch.sharding import shards_tower
+from fovea.utils.host_waits import awaited
 
 
 class SupervisedTrainer(SupervisedSteps):
@@ -51,7 +52,7 @@ class SupervisedTrainer(SupervisedSteps):
             part = self._loss(pairs)
         torch.autograd.backward(part)
         self._vlm.eval()
-        total: float = sum(self._ranks.gather(float(part.detach())))
+        total: float = sum(self._ranks.gather(float(awaited(part.detach()))))
         return total
 
     def _take_step(self) -> None:

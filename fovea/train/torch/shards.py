@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from fovea.errors import TrainError, broken_checkpoint, named
 from fovea.train.ranks import Ranks
 from fovea.utils.files import flush, os_errors
+from fovea.utils.host_waits import awaited
 
 OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of DCP's entry in the header of a file."""
@@ -74,7 +75,7 @@ def _is_written_here(tensor: Tensor, ranks: Ranks) -> bool:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return awaited(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _offset(tensor: Tensor) -> Sequence[int]:

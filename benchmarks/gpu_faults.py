@@ -1,0 +1,298 @@
+"""Put faults of earlier versions on GPUs back into a copy of the tree, one by one, and see which test on a CPU fails.
+
+    python -m benchmarks.gpu_faults
+    python -m benchmarks.gpu_faults --only "vLLM"
+
+Prints a table in Markdown. Tests of the kernel run in SGLang's environment, which has Triton, those of vLLM in its own
+(`.venv-sglang`, `.venv-vllm`). Exits with 1 if a fault is not noticed, or a test fails without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.mutations import QUIET, ROOT, copy_tree, environment
+
+KERNEL = "fovea/rollout/embedded/paged_triton.py"
+TRIAL = "fovea/rollout/embedded/paged_attention.py"
+CACHE = "fovea/rollout/embedded/paged_cache.py"
+TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_twin"
+PAGED = "tests/rollout/test_paged_attention.py"
+PREEMPTION = "tests/rollout/test_preemption.py::test_preempted_completions_are_those_of_an_engine_with_room"
+SEGMENTS = "tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no_engine_opens_them"
+FORK = """
+import json, os, sys
+import numpy, pytest, torch, transformers
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if (child := os.fork()) == 0:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+        code = int(pytest.main(request["words"]))
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""The program of a process that forks for each fault; it imports nothing of the product, which the fault changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A change of one place in the product that brings a fault back."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+    """A file of tests, or one test."""
+    environment: str = ".venv"
+
+
+FAULTS = (
+    Fault(
+        name="paged decoding is refused: dense cache, no graphs",
+        file=TRIAL,
+        before="return refusal or wrong[0]",
+        after='return "torch wants both or neither"',
+        tests=f"{PAGED}::test_a_run_on_a_gpu_prints_how_it_decodes",
+    ),
+    Fault(
+        name="paged decoding is refused: whole rollouts",
+        file="fovea/rollout/embedded/tuning.py",
+        before="return paged_refusal(heads_of(shape, device, dtype), page_tokens)",
+        after='return "torch wants both or neither"',
+        tests="tests/rollout/test_device_waits.py",
+    ),
+    Fault(
+        name="the trial has one row, which hides what is wrong beyond",
+        file=TRIAL,
+        before="TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))",
+        after="TRIALS = ((1, 40),)",
+        tests=f"{PAGED}::test_a_wrong_kernel_is_refused_with_where_it_is_wrong",
+    ),
+    Fault(
+        name="the trial compares no values",
+        file=TRIAL,
+        before="if not relative <= TOLERANCE[shape.dtype]:",
+        after="if relative < 0:",
+        tests=f"{PAGED}::test_a_wrong_kernel_is_refused_with_where_it_is_wrong",
+    ),
+    Fault(
+        name="the output goes into a copy: memory that nobody has written",
+        file=KERNEL,
+        before="merge_splits[(rows * heads,)](parts, logs, out,",
+        after="merge_splits[(rows * heads,)](parts, logs, out.clone(),",
+        tests=TWIN,
+        environment=".venv-sglang",
+    ),
+    Fault(
+        name="split keys: some rows are not written",
+        file=KERNEL,
+        before="merge_splits[(rows * heads,)]",
+        after="merge_splits[(rows * heads // splits,)]",
+        tests=TWIN,
+        environment=".venv-sglang",
+    ),
+    Fault(
+        name="split keys: only the first part counts",
+        file=KERNEL,
+        before="weight = tl.exp(log - tl.max(log, 0))",
+        after="weight = tl.where(split == 0, 1.0, 0.0)",
+        tests=TWIN,
+        environment=".venv-sglang",
+    ),
+    Fault(
+        name="a completion reserves pages for max_new_tokens",
+        file=CACHE,
+        before="self._new_pages(each, each.drawn_tokens + GROWTH_TOKENS) for each",
+        after="self._new_pages(each, each.limit_tokens) for each",
+        tests=PREEMPTION,
+    ),
+    Fault(
+        name="running rows are given no room to grow",
+        file=CACHE,
+        before="growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)",
+        after="growth = 0",
+        tests="tests/rollout/test_caches.py::test_pages_are_admitted_by_use_and_room_to_grow",
+    ),
+    Fault(
+        name="a preempted completion is prefilled without its last token but one",
+        file="fovea/rollout/embedded/requests.py",
+        before="origin, fed_T = preempted.row.request, preempted.token_ids_T[:-1]",
+        after="origin, fed_T = preempted.row.request, preempted.token_ids_T[:-2]",
+        tests=PREEMPTION,
+    ),
+    Fault(
+        name="the oldest completion is preempted",
+        file="fovea/rollout/embedded/engine.py",
+        before="youngest = max(range(len(batch))",
+        after="youngest = min(range(len(batch))",
+        tests="tests/rollout/test_preemption.py::test_the_youngest_is_preempted",
+    ),
+    Fault(
+        name="a preempted completion goes on with the random numbers of another token",
+        file="fovea/rollout/embedded/batch.py",
+        before="new.length_B[index], new.token_B[index] = length,",
+        after="new.length_B[index], new.token_B[index] = length + 1,",
+        tests=PREEMPTION,
+    ),
+    Fault(
+        name="vLLM under torchrun: every rank on GPU 0",
+        file="fovea/rollout/vllm/arguments.py",
+        before='"device_ids": gpus,',
+        after='"device_ids": None,',
+        tests="tests/rollout/vllm/test_arguments.py::test_each_process_gives_vllm_its_own_gpu",
+        environment=".venv-vllm",
+    ),
+    Fault(
+        name="vLLM under torchrun: the GPUs begin at 0",
+        file="fovea/rollout/checks.py",
+        before="return list(range(own, own + number))",
+        after="return list(range(number))",
+        tests="tests/rollout/test_checks.py",
+    ),
+    Fault(
+        name="an engine's start leaves the trainer on another GPU",
+        file="fovea/rollout/checks.py",
+        before="            cuda.set_device(own)",
+        after="            pass",
+        tests="tests/rollout/test_checks.py",
+    ),
+    Fault(
+        name="a push reads every sum by itself",
+        file="fovea/utils/checksum.py",
+        before="awaited(torch.stack([hashes[place] for place in places])).tolist()",
+        after="[int(awaited(hashes[place])) for place in places]",
+        tests="tests/cluster/test_push_waits.py::test_a_push_reads_the_device_once",
+    ),
+    Fault(
+        name="a sync reads the lengths of no rows",
+        file="fovea/rollout/embedded/batch.py",
+        before="        if self._rows_with_stop:\n            lengths",
+        after="        if True:\n            lengths",
+        tests="tests/rollout/test_decode_waits.py::test_a_sync_reads_which_rows_have_finished_and_no_more",
+    ),
+    Fault(
+        name="gradients of the head are rounded to 16 bits by chunk",
+        file="fovea/models/head_gradients.py",
+        before="torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)",
+        after="sum_WE.add_(of_logits_WA @ hidden_AE)",
+        tests="tests/models/test_known_slopes.py::test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself",
+    ),
+    Fault(
+        name="segments of a GPU's memory do not grow",
+        file="fovea/cli/main.py",
+        before="        use_expandable_segments()",
+        after="        pass",
+        tests=SEGMENTS,
+    ),
+    Fault(
+        name="segments grow where CUDA IPC forbids it",
+        file="fovea/cli/main.py",
+        before="    if config.expands_segments:",
+        after="    if True:",
+        tests=SEGMENTS,
+    ),
+    Fault(
+        name="every process reads the model",
+        file="fovea/cluster/loading.py",
+        before="(load_network if ranks.is_first else empty_network)(settings)",
+        after="load_network(settings)",
+        tests="tests/cluster/test_loading.py",
+    ),
+    Fault(
+        name="pydantic's refusal loses its reason",
+        file="fovea/errors.py",
+        before="lines = faults or str(error)",
+        after="lines = str(error)",
+        tests="tests/test_errors.py",
+    ),
+    Fault(
+        name="max_model_len is not capped at the model's positions",
+        file="fovea/rollout/checks.py",
+        before="return chosen or min(default, positions)",
+        after="return chosen or default",
+        tests="tests/rollout/test_checks.py",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose names hold this text")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_faults", help="where the copy is made")
+    options = parser.parse_args(arguments)
+    faults = [fault for fault in FAULTS if options.only in fault.name]
+    copy = options.folder / ROOT.name
+    copy_tree(ROOT, copy)
+    processes = {name: Tests(copy, name) for name in sorted({fault.environment for fault in faults})}
+    for name, tests in sorted({(fault.environment, fault.tests) for fault in faults}):
+        if failed := processes[name].first_failure(tests):
+            print(f"{failed} fails without a fault")
+            return 1
+    print("| fault put back | in | noticed by |\n|---|---|---|", flush=True)
+    unnoticed = 0
+    for fault in faults:
+        with put_back(copy, fault):
+            by = processes[fault.environment].first_failure(fault.tests)
+        unnoticed += not by
+        print(f"| {fault.name} | `{fault.file}` | {f'`{by}`' if by else '**nothing**'} |", flush=True)
+    return int(unnoticed > 0)
+
+
+@contextmanager
+def put_back(copy: Path, fault: Fault) -> Iterator[None]:
+    """A block with the fault in the copy; ValueError where the place is not there, or twice."""
+    file = copy / fault.file
+    source = file.read_text(encoding="utf-8")
+    if source.count(fault.before) != 1:
+        raise ValueError(f"{fault.file} has {source.count(fault.before)} times: {fault.before}")
+    file.write_text(source.replace(fault.before, fault.after), encoding="utf-8")
+    try:
+        yield
+    finally:
+        file.write_text(source, encoding="utf-8")
+
+
+class Tests:
+    """Runs tests of the copy in one virtual environment."""
+
+    def __init__(self, copy: Path, virtual_environment: str) -> None:
+        self._log = copy.parent / f"{virtual_environment.strip('.')}.log"
+        self._process = subprocess.Popen(
+            [str(copy / virtual_environment / "bin" / "python"), "-c", FORK],
+            cwd=copy,
+            env=environment(copy),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def first_failure(self, tests: str) -> str:
+        """The first test that fails; empty if all pass. RuntimeError if pytest itself does not end as it should."""
+        patience = "faulthandler_timeout=1200"  # of a busy machine
+        words = [*QUIET, "-n0", "-x", "--tb=no", "-rfE", "-o", patience, "-m", "not gpu", tests]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"words": words, "log": str(self._log)}) + "\n")
+        self._process.stdin.flush()
+        if (code := int(self._process.stdout.readline())) == 0:
+            return ""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        if not failed:
+            raise RuntimeError(f"pytest ended with code {code} and no failed test; {self._log} has its output")
+        return failed[0].partition(" - ")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
