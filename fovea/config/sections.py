@@ -32,9 +32,9 @@ class Data(Section):
     """Largest image file, and most that is read from a URL."""
     max_image_megapixels: PositiveFloat = 64.0
     """Most pixels of an image, checked before it is decoded."""
-    convert_images: tuple[Conversion, ...] = ()
-    """Conversions of images that are refused otherwise: cmyk to RGB, 16_bit channels to 8, the first of several
-    frames or pages, rotated ones upright as their EXIF tag says."""
+    convert_images: tuple[Conversion, ...] = ("rotated",)
+    """Conversions of images that are refused otherwise: rotated ones upright as their EXIF orientation says, cmyk to
+    RGB, 16_bit channels to 8, the first of several frames or pages."""
     image_root: str | None = None
     """Folder that relative image paths start from; default: the data file's. Paths that lead out of it are refused."""
     url_timeout_seconds: MayChange[PositiveFloat] = 20.0
@@ -91,6 +91,10 @@ class Train(Section):
     backend: BackendConfig = Field(default_factory=TorchBackend)
     learning_rate: MayChange[PositiveFloat] = 1e-6
     """Peak learning rate of AdamW."""
+    vision_tower_learning_rate: MayChange[PositiveFloat | None] = None
+    """Peak learning rate of the vision tower's weights; default: learning_rate."""
+    projector_learning_rate: MayChange[PositiveFloat | None] = None
+    """Peak learning rate of the layers that make visual tokens of the tower's output; default: learning_rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     adam_eps: PositiveFloat = 1e-8

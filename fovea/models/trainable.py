@@ -29,6 +29,8 @@ from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash, read_hashes
 
 ADAPTER = "default"
+VISION_TOWER, PROJECTOR = "vision tower", "projector"
+"""Parts of a model."""
 VALUE_HEAD = "value_head."
 """Prefix of the names of a value head's parameters in a `models.policy_network.PolicyNetwork`."""
 
@@ -188,7 +190,7 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     counts: dict[str, list[int]] = {}
     family = family_of_network(network)
     for name, parameter in network.named_parameters():
-        row = counts.setdefault(_part_of(name, family), [0, 0])
+        row = counts.setdefault(part_of(name, family), [0, 0])
         row[0] += parameter.numel() * parameter.requires_grad
         row[1] += parameter.numel()
     rows = [ParameterCount(part=part, trainable=n[0], total=n[1]) for part, n in counts.items()]
@@ -198,13 +200,14 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     ]
 
 
-def _part_of(name: str, family: ModelFamily) -> str:
+def part_of(name: str, family: ModelFamily) -> str:
+    """The part of the model that a parameter of the network belongs to, as in `count_parameters`."""
     if ".lora_" in name:
         return "LoRA adapters"
     if name.startswith(tuple(f"{path}." for path in family.projector_paths)):
-        return "projector"
+        return PROJECTOR
     if name.startswith(tuple(f"{path}." for path in family.vision_paths)):
-        return "vision tower"
+        return VISION_TOWER
     return "head" if name.startswith("lm_head") else "language model"
 
 

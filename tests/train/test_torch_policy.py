@@ -13,8 +13,9 @@ import torch
 from fovea.config.algorithm_parts import ClippedLoss, KlInLoss
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
+from fovea.models.modules import family_of_network
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
+from fovea.models.trainable import FrozenGuard, choose_trainable, part_of, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
@@ -246,16 +247,44 @@ def test_the_guard_notices_a_frozen_parameter_that_moved(tmp_path: Path) -> None
         save_policy(policy, tmp_path)
 
 
+RATES = {"language model": 2.0**-10, "vision tower": 2.0**-8, "projector": 2.0**-9}
+"""Learning rates whose ratios are exact."""
+APART: dict[str, object] = {
+    "learning_rate": RATES["language model"],
+    "vision_tower_learning_rate": RATES["vision tower"],
+    "projector_learning_rate": RATES["projector"],
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_policy_goes_on_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_tower_and_projector_move_as_in_runs_with_their_learning_rates(family: str) -> None:
+    """In the first update, where the gradient is the same."""
+
+    def updated(**train: object) -> dict[str, torch.Tensor]:
+        policy = make_policy(tiny(family), **train)
+        policy.update(make_batch(tiny(family)))
+        return dict(trainable_parameters(policy.vlm))
+
+    by_rate = {rate: updated(learning_rate=rate) for rate in RATES.values()}
+    apart, seen, network = updated(**APART), set[str](), tiny(family).network
+    for name, weight in apart.items():
+        part = part_of(name.removeprefix("network."), family_of_network(network))
+        seen.add(part)
+        assert torch.equal(weight, by_rate[RATES.get(part, RATES["language model"])][name]), name
+    assert seen >= RATES.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("train", [{}, APART], ids=["one rate", "three rates"])
+def test_a_loaded_policy_goes_on_bit_for_bit(train: dict[str, object], family: str, tmp_path: Path) -> None:
     batches = [make_batch(tiny(family), seed) for seed in range(4)]
-    whole = make_policy(tiny(family))
+    whole = make_policy(tiny(family), **train)
     expected = [whole.update(batch) for batch in batches]
-    first = make_policy(tiny(family))
+    first = make_policy(tiny(family), **train)
     for batch in batches[:2]:
         first.update(batch)
     save_policy(first, tmp_path)
-    second = make_policy(tiny(family, seed=9))
+    second = make_policy(tiny(family, seed=9), **train)
     second.load(tmp_path)
     assert [second.update(batch) for batch in batches[2:]] == expected[2:]
     for (name, a), (_, b) in zip(
