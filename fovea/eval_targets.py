@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fovea import __version__
-from fovea.build.data import make_opener
+from fovea.build.data import make_opener, make_renderer
 from fovea.build.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
@@ -255,10 +255,8 @@ def _engine_settings(config: Config) -> EmbeddedEngine:
 
 
 def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:
-    settings = model.config.model
-    return Renderer(
-        model.processor, eval_set.open_image, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
-    )
+    tokens = eval_set.config.rollout.max_new_tokens
+    return make_renderer(model.config.model, model.processor, eval_set.open_image, max_new_tokens=tokens)
 
 
 def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
@@ -384,6 +382,8 @@ def _constant(text: str, _task: Task) -> str:
 
 class _NoRenderer:
     """Stands in for a renderer with baselines, which need no token ids."""
+
+    most_tokens: int | None = None
 
     def fewest_tokens(self, messages: Sequence[Message], where: str = "") -> int:
         raise AssertionError(
