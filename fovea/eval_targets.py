@@ -51,7 +51,7 @@ from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.run.inputs import GivenCode
-from fovea.run.rollout_step import rollout_sampling
+from fovea.run.rollout_step import evaluation_sampling
 from fovea.types import Message, Prompt, Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
@@ -305,8 +305,8 @@ async def _ask_model(
     greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
     samples: Mapping[str, AnsweredRow] = {}
     if n := config.evaluate.samples_per_prompt:
-        say(f"{eval_set.size} rows, {n} answers each at temperature {config.rollout.temperature:g}")
-        sampling = rollout_sampling(config)
+        sampling = evaluation_sampling(config)
+        say(f"{eval_set.size} rows, {n} answers each at temperature {sampling.temperature:g}")
         answered = await evaluator.answers(
             source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later
         )

@@ -172,7 +172,7 @@ class EvaluatedServer(Section):
 
 
 class Evaluate(Section):
-    """Greedy accuracy on held-out rows."""
+    """Accuracy on held-out rows: greedy, and of sampled answers beside it."""
 
     every_steps: NonNegativeInt = 0
     """Interval of dev evaluations during training; 0: never."""
@@ -192,6 +192,12 @@ class Evaluate(Section):
     """Image ablation: answer every question also with a shuffled and with a blank image, as text alone would be."""
     samples_per_prompt: NonNegativeInt = 0
     """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
+    dev_samples_per_prompt: NonNegativeInt = 0
+    """Sampled answers per row in every dev evaluation during training, beside the greedy one; 0: none."""
+    temperature: Annotated[float, Field(ge=1e-6)] | None = None
+    """Temperature of sampled answers; default: rollout.temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Nucleus sampling of sampled answers; default: rollout.top_p."""
     image_type_key: str | None = None
     """Column of the image type, by which accuracies are broken down."""
     server: EvaluatedServer = Field(default_factory=EvaluatedServer)
