@@ -30,6 +30,9 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
         )
     refused = {
         "model.lora.dropout": lora is not None and lora.dropout > 0 and "it has one draw for each copy of a prompt",
+        "model.lora.parts": lora is not None
+        and lora.parts != ("language_model",)
+        and "its adapters are on the language model",
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
         and algorithm.critic.trunk == "separate"
         and "its value function is a head on the policy's states",

@@ -272,7 +272,7 @@ def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
         if rate is not None and not is_trained:
             yield (
                 f"train.{part}_learning_rate={rate:g}, but the {part.replace('_', ' ')} is frozen; leave it out, or "
-                f"set model.freeze_{part}=false without model.lora"
+                f"set model.freeze_{part}=false, or model.lora.parts=[language_model, {part}] with model.lora"
             )
 
 

@@ -45,6 +45,18 @@ def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
     assert largest_relative_difference(expected, update_gradients(make_policy(parts), batch)) < GRADIENT_TOLERANCE
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_adapters_on_all_parts_are_those_of_the_written_out_loss(family: str) -> None:
+    parts = tiny(family)
+    lora = Lora(rank=4, parts=("language_model", "vision_tower", "projector"))
+    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
+    with torch.no_grad():
+        for name, parameter in parts.network.named_parameters():
+            if "lora_B" in name:  # zero at the start, and the gradients of A with it
+                parameter.normal_(std=0.03, generator=torch.Generator().manual_seed(len(name)))
+    test_gradient_is_that_of_the_written_out_loss(parts)
+
+
 @pytest.mark.parametrize(
     ("settings", "num_rows"),
     [

@@ -354,5 +354,7 @@ class TorchPolicy:
 def _rate_ratios(vlm: PolicyNetwork, train: Train) -> dict[str, float]:
     """Learning rates of the parameters that have one apart, relative to `train.learning_rate`."""
     apart = {VISION_TOWER: train.vision_tower_learning_rate, PROJECTOR: train.projector_learning_rate}
-    parts = {name: part_of(name.removeprefix("network."), vlm.family) for name in policy_parameters(vlm)}
+    # an adapter has the rate of the part that it is on
+    paths = {name: name.removeprefix("network.").partition(".lora_")[0] for name in policy_parameters(vlm)}
+    parts = {name: part_of(path, vlm.family) for name, path in paths.items()}
     return {name: rate / train.learning_rate for name, part in parts.items() if (rate := apart.get(part)) is not None}
