@@ -13,48 +13,33 @@ import torch
 from fovea.config.algorithm_parts import ClippedLoss, KlInLoss
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
-from fovea.models.modules import family_of_network
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import FrozenGuard, choose_trainable, part_of, trainable_parameters
+from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
 from fovea.train.lr_schedule import learning_rate
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import NUM_TOKENS, make_batch, make_policy, stepped_gradients, update_gradients
+from tests.policies import (
+    APART,
+    GRADIENT_TOLERANCE,
+    NUM_TOKENS,
+    make_batch,
+    make_policy,
+    stepped_gradients,
+    update_gradients,
+    written_out_gradients,
+)
 from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs
 from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
 
-GRADIENT_TOLERANCE = 1e-5
-
 
 def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
-    """Token mean over the batch of -A exp(lp - sg(lp)), one row at a time through transformers."""
     batch = make_batch(parts)
-    loss = torch.zeros(())
-    for group in batch.groups:
-        for sample in group.samples:
-            logprobs = reference_logprobs(parts, group.prompt, sample.token_ids_T, temperature=0.9)
-            ratio = (logprobs - logprobs.detach()).exp()
-            loss = loss - (ratio * torch.from_numpy(sample.advantages_T)).sum()
-    (loss / NUM_TOKENS).backward()
-    expected = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
-    parts.network.zero_grad()
+    expected = written_out_gradients(parts, batch)
     assert largest_relative_difference(expected, update_gradients(make_policy(parts), batch)) < GRADIENT_TOLERANCE
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_adapters_on_all_parts_are_those_of_the_written_out_loss(family: str) -> None:
-    parts = tiny(family)
-    lora = Lora(rank=4, parts=("language_model", "vision_tower", "projector"))
-    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
-    with torch.no_grad():
-        for name, parameter in parts.network.named_parameters():
-            if "lora_B" in name:  # zero at the start, and the gradients of A with it
-                parameter.normal_(std=0.03, generator=torch.Generator().manual_seed(len(name)))
-    test_gradient_is_that_of_the_written_out_loss(parts)
 
 
 @pytest.mark.parametrize(
@@ -257,33 +242,6 @@ def test_the_guard_notices_a_frozen_parameter_that_moved(tmp_path: Path) -> None
         next(parts.network.get_submodule("model.visual").parameters()).add_(1e-7)
     with pytest.raises(TrainError, match=r"frozen parameters changed, first network\.model\.visual"):
         save_policy(policy, tmp_path)
-
-
-RATES = {"language model": 2.0**-10, "vision tower": 2.0**-8, "projector": 2.0**-9}
-"""Learning rates whose ratios are exact."""
-APART: dict[str, object] = {
-    "learning_rate": RATES["language model"],
-    "vision_tower_learning_rate": RATES["vision tower"],
-    "projector_learning_rate": RATES["projector"],
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tower_and_projector_move_as_in_runs_with_their_learning_rates(family: str) -> None:
-    """In the first update, where the gradient is the same."""
-
-    def updated(**train: object) -> dict[str, torch.Tensor]:
-        policy = make_policy(tiny(family), **train)
-        policy.update(make_batch(tiny(family)))
-        return dict(trainable_parameters(policy.vlm))
-
-    by_rate = {rate: updated(learning_rate=rate) for rate in RATES.values()}
-    apart, seen, network = updated(**APART), set[str](), tiny(family).network
-    for name, weight in apart.items():
-        part = part_of(name.removeprefix("network."), family_of_network(network))
-        seen.add(part)
-        assert torch.equal(weight, by_rate[RATES.get(part, RATES["language model"])][name]), name
-    assert seen >= RATES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
