@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fovea import __version__
-from fovea.build.data import make_opener
+from fovea.build.data import make_opener, make_renderer
 from fovea.build.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
@@ -51,7 +51,7 @@ from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.run.inputs import GivenCode
-from fovea.run.rollout_step import rollout_sampling
+from fovea.run.rollout_step import evaluation_sampling
 from fovea.types import Message, Prompt, Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
@@ -255,10 +255,8 @@ def _engine_settings(config: Config) -> EmbeddedEngine:
 
 
 def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:
-    settings = model.config.model
-    return Renderer(
-        model.processor, eval_set.open_image, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
-    )
+    tokens = eval_set.config.rollout.max_new_tokens
+    return make_renderer(model.config.model, model.processor, eval_set.open_image, max_new_tokens=tokens)
 
 
 def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
@@ -307,8 +305,8 @@ async def _ask_model(
     greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
     samples: Mapping[str, AnsweredRow] = {}
     if n := config.evaluate.samples_per_prompt:
-        say(f"{eval_set.size} rows, {n} answers each at temperature {config.rollout.temperature:g}")
-        sampling = rollout_sampling(config)
+        sampling = evaluation_sampling(config)
+        say(f"{eval_set.size} rows, {n} answers each at temperature {sampling.temperature:g}")
         answered = await evaluator.answers(
             source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later
         )
@@ -384,6 +382,8 @@ def _constant(text: str, _task: Task) -> str:
 
 class _NoRenderer:
     """Stands in for a renderer with baselines, which need no token ids."""
+
+    most_tokens: int | None = None
 
     def fewest_tokens(self, messages: Sequence[Message], where: str = "") -> int:
         raise AssertionError(

@@ -88,6 +88,8 @@ def graded(environment: BanditEnvironment) -> Grading:
 class BanditRenderer:
     """Renderer with one token per prompt: the number of its answer."""
 
+    most_tokens: int | None = None
+
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 1
 

@@ -13,10 +13,20 @@ from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
+from tests.reference import reference_logprobs
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 
 LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
 NO_CLIPPING = 1e9
+GRADIENT_TOLERANCE = 1e-5
+RATES = {"language model": 2.0**-10, "vision tower": 2.0**-8, "projector": 2.0**-9}
+"""Learning rates by part of the model; their ratios are exact."""
+APART: dict[str, object] = {
+    "learning_rate": RATES["language model"],
+    "vision_tower_learning_rate": RATES["vision tower"],
+    "projector_learning_rate": RATES["projector"],
+}
+"""Settings of `train` with these rates."""
 
 
 NUM_TOKENS = 60
@@ -65,6 +75,21 @@ def make_batch(parts: TinyParts, seed: int = 0) -> Batch:
         for prompt, completions in zip(mixed_prompts(parts), random_completions(LENGTHS, seed), strict=True)
     ]
     return Batch(groups=tuple(groups))
+
+
+def written_out_gradients(parts: TinyParts, batch: Batch) -> dict[str, torch.Tensor]:
+    """Those of the token mean over the batch of -A exp(lp - sg(lp)), one row at a time through transformers."""
+    loss = torch.zeros(())
+    for group in batch.groups:
+        for sample in group.samples:
+            logprobs = reference_logprobs(parts, group.prompt, sample.token_ids_T, temperature=0.9)
+            ratio = (logprobs - logprobs.detach()).exp()
+            assert sample.advantages_T is not None
+            loss = loss - (ratio * torch.from_numpy(sample.advantages_T)).sum()
+    (loss / NUM_TOKENS).backward()
+    found = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
+    parts.network.zero_grad()
+    return found
 
 
 def many_groups(number: int) -> Batch:

@@ -110,6 +110,7 @@ def test_public_layouts_train_without_a_setting(row: object, answer: str, tmp_pa
 WEB = [
     *("data.on_bad_row=skip", "data.allow_private_addresses=true", "data.url_timeout_seconds=1", "data.url_retries=0"),
     *("data.max_image_mib=1", "data.max_prompt_tokens=400", "environment.system_prompt=null"),
+    "data.convert_images=[]",
     "data.url_host_pause_seconds=0",  # one server has all the bad rows, each with a reason of its own
 ]
 
@@ -174,3 +175,14 @@ def test_images_convert_where_that_is_asked_for(tmp_path: Path) -> None:
     files = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
     trained(tmp_path, files, "data.convert_images=[cmyk, 16_bit, frames, rotated]")
     assert read_metrics(tmp_path / "run")[-1]["data/rows_skipped"] == 0
+
+
+def test_photos_train_turned_as_their_exif_orientation_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "turned.jpg").write_bytes(FILES["turned.jpg"][0])
+    (tmp_path / "upright.png").write_bytes(encoded(picture(1)))
+    names = ["turned.jpg"] + ["upright.png"] * 4
+    rows = [{"problem": "?", "answer": "1", "images": [name]} for name in names]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trained(tmp_path, (tmp_path / "a.jsonl", tmp_path / "a.jsonl"), "log.progress=true")
+    assert read_metrics(tmp_path / "run")[-1]["data/rows_skipped"] == 0
+    assert capsys.readouterr().out.count("1 of 5 images turned by EXIF (5 of 5 training rows looked at)") == 1

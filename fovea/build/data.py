@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fovea.config.run import Config, Data
+from fovea.config.run import Config, Data, Model
 from fovea.data.bad_rows import BadRows
 from fovea.data.epochs import EpochOrder, RowOrder
 from fovea.data.failed_hosts import FailedHosts
@@ -22,6 +22,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.mixture import with_shares
 from fovea.environments.prompt_source import PromptSource
 from fovea.models.load import pick_device
+from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.run.context import Sources
 from fovea.types import Task
@@ -52,6 +53,17 @@ def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lamb
         max_megapixels=settings.max_image_megapixels,
         convert=settings.convert_images,
         fetch=fetch,
+    )
+
+
+def make_renderer(settings: Model, processor: Processor, opener: ImageOpener, *, max_new_tokens: int) -> Renderer:
+    """Make the renderer of prompts, which leave the model positions for a completion of `max_new_tokens`."""
+    return Renderer(
+        processor,
+        opener,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+        max_new_tokens=max_new_tokens,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fovea.build.data import make_opener, make_order, within_epochs
+from fovea.build.data import make_opener, make_order, make_renderer, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.interpreter import find_interpreter
 from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import locate_model
 from fovea.build.trackers import chosen_trackers
-from fovea.build.trial_score import remarks_on_answers, remarks_on_shares, try_reward
+from fovea.build.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, spread, try_reward
 from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
 from fovea.config.run import Config, Model
 from fovea.environments.base import Split
@@ -93,7 +93,8 @@ def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaEr
                 lines.append(f"{name}, {rows}" if name else rows)
     with _noted(problems):
         try_reward(graded)
-        lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)]
+        lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded)]
+        lines += remarks_on_images(tasks("train"), make_opener(config.data, Path(config.run_dir)))
     with _noted(problems):
         make_order(config, tasks("train"))  # names of kinds and levels that no row has
         lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])
@@ -142,9 +143,8 @@ def _located(config: Config, graded: GradedEnvironment) -> Model:
 
 def _renderer(config: Config, model: Model) -> Renderer:
     opener = make_opener(config.data, Path(config.run_dir))
-    return Renderer(
-        load_processor(model), opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels
-    )
+    tokens = config.rollout.max_new_tokens
+    return make_renderer(config.model, load_processor(model), opener, max_new_tokens=tokens)
 
 
 def _check_model(model: Model) -> None:
@@ -166,7 +166,7 @@ def _check_model(model: Model) -> None:
 def _rows(config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, *, all_rows: bool) -> str:
     """The number of rows of a split, and the most tokens of those that are opened; DataError for bad ones."""
     tasks = graded.environment.tasks(split)
-    opened = range(len(tasks)) if all_rows else _spread(len(tasks))
+    opened = range(len(tasks)) if all_rows else spread(len(tasks), NUM_OPENED)
     source = PromptSource(
         tasks,
         graded.environment,
@@ -186,12 +186,6 @@ def _rows(config: Config, graded: GradedEnvironment, split: Split, renderer: Ren
         )
     longest = f"; the longest prompt of the {len(opened)} opened has {max(lengths, default=0):,} tokens"
     return rows + longest * bool(config.model.path and lengths)
-
-
-def _spread(num_rows: int) -> Sequence[int]:
-    """Numbers of NUM_OPENED rows, evenly spread, or of all where there are fewer."""
-    num_opened = min(num_rows, NUM_OPENED)
-    return [index * num_rows // num_opened for index in range(num_opened)]
 
 
 def _steps(config: Config) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from fovea.build.backends import open_backends
-from fovea.build.data import make_opener, make_order, make_sources, within_epochs
+from fovea.build.data import make_opener, make_order, make_renderer, make_sources, within_epochs
 from fovea.build.engine import make_evaluator
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.given import Frames, rows_as_files
@@ -17,10 +17,11 @@ from fovea.build.model import locate_model
 from fovea.build.outputs import make_profile, model_table, peak_tflops
 from fovea.build.policy import make_warmup
 from fovea.build.trackers import chosen_trackers, make_trackers
-from fovea.build.trial_score import remarks_on_answers, remarks_on_shares, try_reward
+from fovea.build.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
 from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
+from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.custom.loading import RewardFunction
@@ -29,7 +30,6 @@ from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
 from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
-from fovea.models.render import Renderer
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
@@ -77,13 +77,13 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress = Progress(config.max_steps, start_step, config.log.progress, transcript=folder / CONSOLE_FILE)
     progress.print(f"run folder: {folder}")
     try_reward(graded)
-    _print_remarks(config, graded, progress, is_new=resumed is None)
+    opener = make_opener(config.data, folder, progress.print)
+    _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     model = locate_model(config, folder, lambda: environment)
     processor = load_processor(model)
-    opener = make_opener(config.data, folder, progress.print)
-    renderer = Renderer(processor, opener, min_pixels=config.model.min_pixels, max_pixels=config.model.max_pixels)
+    renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
@@ -150,11 +150,15 @@ def _metrics_file(folder: Path, resumed: Checkpoint | None, progress: Progress) 
     return sink
 
 
-def _print_remarks(config: Config, graded: GradedEnvironment, progress: Progress, *, is_new: bool) -> None:
-    """Warn of rows that will not do what was meant, and keep the warnings for the report."""
+def _print_remarks(
+    config: Config, graded: GradedEnvironment, opener: ImageOpener, progress: Progress, *, is_new: bool
+) -> None:
+    """Warn of rows that will not do what was meant, keep the warnings for the report, and count turned images."""
+    for line in remarks_on_images(graded.environment.tasks("train"), opener):
+        progress.print(line)
     if is_new:
         Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
-    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded.environment)):
+    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded)):
         progress.warn(remark)
         add_hint(Path(config.run_dir), remark)
 

@@ -1,13 +1,14 @@
-"""A trial call of the user's own reward, before anything large is loaded."""
+"""A trial call of the user's own reward and remarks on the rows, before anything large is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from fovea.build.environment import GradedEnvironment
 from fovea.config.run import Config
 from fovea.config.splits import SplitFiles
+from fovea.data.images import ImageOpener, is_url
 from fovea.data.readers.base import listed
 from fovea.environments.base import Environment, Split
 from fovea.environments.custom.grader import UserGrader
@@ -17,6 +18,10 @@ from fovea.errors import DataError, UnscoredError
 from fovea.types import Task, Turn
 from fovea.utils.event_loop import wait_for
 
+ALLOWED_EXCESS = 1.5
+"""Rows that a share holds out, relative to what was asked for, up to which nothing is said."""
+NUM_LOOKED_AT = 64
+"""Training rows whose images are looked at for their EXIF orientation."""
 MAX_ROWS_TRIED = 10
 """Training rows in which one is sought that can be read; the run itself reports the bad ones."""
 
@@ -62,21 +67,47 @@ def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
             )
 
 
-def remarks_on_shares(config: Config, environment: Environment) -> Iterator[str]:
-    """Remarks on held-out shares that became over twice as large, since rows that share an image stay together."""
-    settings = config.environment
-    if not isinstance(settings, SplitFiles):
-        return
+def remarks_on_shares(config: Config, graded: GradedEnvironment) -> Iterator[str]:
+    """Remarks on held-out shares that became larger than asked for, since rows that share an image stay together."""
+    for name, part in {"": graded, **graded.parts}.items():
+        key = f"environment.parts.{name}.environment" if name else "environment"
+        settings = config.environments.get(key)
+        if isinstance(settings, SplitFiles):
+            yield from _remarks_on_shares(key, settings, part.environment)
+
+
+def _remarks_on_shares(key: str, settings: SplitFiles, environment: Environment) -> Iterator[str]:
     shares: dict[Split, float] = {"test": 0.0 if settings.test_files is not None else settings.test_share}
     shares["dev"] = 0.0 if settings.dev_files is not None else settings.dev_share
     held_out = {split: len(environment.tasks(split)) for split, share in shares.items() if share}
-    total = len(environment.tasks("train")) + sum(held_out.values())
+    num_train = len(environment.tasks("train"))
+    total = num_train + sum(held_out.values())
     for split, num_rows in held_out.items():
-        if num_rows > 2 * max(1.0, shares[split] * total):
+        if num_rows > ALLOWED_EXCESS * max(1.0, shares[split] * total):
             yield (
-                f"environment.{split}_share={shares[split]:g} of {total} rows holds out {num_rows}, since rows that "
-                f"share an image stay together and there are few images; set environment.{split}_files, or add pictures"
+                f"{key}.{split}_share={shares[split]:g} of {total} rows holds out {num_rows} and leaves {num_train} to "
+                f"train on, since rows that share an image stay together and there are few images; set "
+                f"{key}.{split}_files, or add pictures"
             )
+
+
+def remarks_on_images(tasks: Sequence[Task], opener: ImageOpener) -> Iterator[str]:
+    """How many images of a sample of rows are turned by EXIF, if any; those at URLs are not fetched for it."""
+    seen, turned, looked_at = 0, 0, spread(len(tasks), NUM_LOOKED_AT)
+    for index in looked_at:
+        with suppress(DataError):  # the run itself reports bad rows
+            for ref in tasks[index].images:
+                if not isinstance(ref.source, str) or not is_url(ref.source):
+                    turned += opener.is_turned(ref)
+                    seen += 1
+    if turned and "rotated" in opener.convert:
+        yield f"{turned} of {seen} images turned by EXIF ({len(looked_at)} of {len(tasks):,} training rows looked at)"
+
+
+def spread(num_rows: int, num_chosen: int) -> Sequence[int]:
+    """Numbers of so many rows, evenly spread, or of all where there are fewer."""
+    num_chosen = min(num_rows, num_chosen)
+    return [index * num_rows // num_chosen for index in range(num_chosen)]
 
 
 def _answered_row(graded: GradedEnvironment) -> tuple[Task, str] | None:

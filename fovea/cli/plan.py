@@ -28,13 +28,17 @@ def plan(
     with one_line_errors(debug=debug):
         recipes, overrides = sort_words(words or [], command="plan")
         config = load_config(recipes, overrides)
+        import torch
         from rich.console import Console
 
         from fovea.plan.advice import advice_for
+        from fovea.plan.machine import machine_of
         from fovea.plan.plan import make_plan
         from fovea.plan.table import plan_tables
+        from fovea.probe.cpu import with_cpu_rates
 
-        planned = make_plan(config)
+        machine = machine_of(config.plan, config.cluster, config.model.device)
+        planned = make_plan(config, machine=with_cpu_rates(machine, getattr(torch, config.model.dtype)))
         advice = [] if planned.fits else advice_for(config)
         if as_json:
             typer.echo(json.dumps(planned.to_json() | {"advice": [asdict(each) for each in advice]}, indent=2))

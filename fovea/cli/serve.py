@@ -12,6 +12,7 @@ from fovea.cli.errors import one_line_errors
 from fovea.cli.options import Debug, Trust
 from fovea.config.base import Tree, over
 from fovea.config.recipes import parse_override
+from fovea.errors import ConfigError
 
 WORDS_HELP = "Arguments of the engine under its own names, such as max_model_len=8192 (vLLM)."
 
@@ -40,6 +41,12 @@ def serve(
         typer.Option(metavar="DIR", help="Serve a trainer, which brings its weights through this folder of both."),
     ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
+    allow_urls: Annotated[
+        bool, typer.Option("--allow-urls", help="Read images of requests at http(s) URLs, public ones only.")
+    ] = False,
+    allow_private_addresses: Annotated[
+        bool, typer.Option("--allow-private-addresses", help="Read them from this machine and its network as well.")
+    ] = False,
     start_seconds: Annotated[float, typer.Option(min=1, help="Longest time to wait until it answers.")] = 900.0,
     trust: Trust = False,
     debug: Debug = False,
@@ -52,6 +59,9 @@ def serve(
         arguments: Tree = {}
         for word in words or []:
             arguments = over(arguments, parse_override(word))
+        if allow_private_addresses and not allow_urls:
+            raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
+        from fovea.data.fetch import UrlLimits
         from fovea.rollout.server import LaunchesServers
         from fovea.serve.serve import Address, Served
         from fovea.serve.serve import serve as serve_model
@@ -62,7 +72,10 @@ def serve(
             from fovea.rollout.sglang.server import launch
         else:
             from fovea.rollout.vllm.server import launch
-        served = Served(source=source, name=name, arguments=arguments, weights_dir=for_training, trust=trust)
+        limits = UrlLimits(retries=0, allow_private_addresses=allow_private_addresses) if allow_urls else None
+        served = Served(
+            source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
+        )
         address = Address(host=host, port=port, api_key_env=api_key_env)
         try:
             serve_model(served, address, launch, _say, start_seconds=start_seconds)

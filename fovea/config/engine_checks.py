@@ -29,6 +29,11 @@ def lora_complaints(engine: EngineConfig, lora: Lora | None) -> Iterator[str]:
             "rollout.engine.enable_lora=true pushes adapters, but the model is trained without; set model.lora, or "
             "rollout.engine.enable_lora=false"
         )
+    elif lora.parts != ("language_model",):
+        yield (
+            f"model.lora.parts={list(lora.parts)} with rollout.engine.enable_lora=true, and vLLM takes adapters on the "
+            "language model; set rollout.engine.enable_lora=false, and it gets merged weights"
+        )
     elif lora.rank > VLLM_MAX_LORA_RANK:
         yield (
             f"model.lora.rank={lora.rank} with rollout.engine.enable_lora=true, and vLLM takes adapters of up to "

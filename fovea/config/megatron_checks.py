@@ -10,6 +10,8 @@ from fovea.config.cluster import Cluster
 from fovea.config.model import Model
 from fovea.config.sections import Train
 
+ONE_RATE = "its optimizer has one learning rate for all weights"
+
 
 def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster) -> Iterator[str]:
     """Complaints about train.backend=megatron; none where it is another."""
@@ -28,6 +30,9 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
         )
     refused = {
         "model.lora.dropout": lora is not None and lora.dropout > 0 and "it has one draw for each copy of a prompt",
+        "model.lora.parts": lora is not None
+        and lora.parts != ("language_model",)
+        and "its adapters are on the language model",
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
         and algorithm.critic.trunk == "separate"
         and "its value function is a head on the policy's states",
@@ -36,6 +41,8 @@ def megatron_complaints(train: Train, model: Model, algorithm: Algorithm, cluste
         "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
         and "it computes whole layers again (full) or none",
+        "train.vision_tower_learning_rate": train.vision_tower_learning_rate is not None and ONE_RATE,
+        "train.projector_learning_rate": train.projector_learning_rate is not None and ONE_RATE,
         "train.variable_seq_lengths=false": not train.variable_seq_lengths and "its rows are packed without padding",
     }
     for setting, reason in refused.items():

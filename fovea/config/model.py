@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Tree
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+LoraPart: TypeAlias = Literal["language_model", "vision_tower", "projector"]
 ALL_LINEAR = "all-linear"
 
 
@@ -97,7 +98,7 @@ class TinyModel(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters on the language layers, by peft."""
+    """Low-rank adapters on linear layers, by peft."""
 
     rank: PositiveInt = 16
     """Rank of every adapter."""
@@ -106,11 +107,13 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that an update drops, drawn once for each token of a packed row, and so once for a
     prompt that completions share; every other pass runs without."""
+    parts: tuple[LoraPart, ...] = ("language_model",)
+    """Parts of the model that get adapters; images are encoded in every pass where the vision does."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linear layers of the language model that get an adapter; all-linear: every one of them. The
-    experts of a mixture are no linear layers."""
+    """Names of the linear layers of these parts that get an adapter; all-linear: every one of them. The experts of a
+    mixture are no linear layers."""
     exclude: tuple[str, ...] = ()
-    """Regular expressions; a layer with a match anywhere in its path gets none, and the vision tower never does."""
+    """Regular expressions; a layer with a match anywhere in its path gets none."""
     adapter: str | None = None
     """Folder of an adapter in peft's format (safetensors) that training starts from, with this rank, alpha and these
     layers; default: one that changes nothing yet."""
@@ -118,7 +121,7 @@ class Lora(Section):
     @classmethod
     def completed(cls, given: Tree) -> Tree:
         """The settings as given; a text for a list is short for a list of one."""
-        lists = ("targets", "exclude")
+        lists = ("parts", "targets", "exclude")
         given = {key: (value,) if key in lists and isinstance(value, str) else value for key, value in given.items()}
         return super().completed(given)
 
@@ -165,7 +168,7 @@ class Model(Section):
     freeze_router: bool = False
     """Keep the weights by which Qwen3-VL-MoE chooses the experts of a token; the experts themselves are trained."""
     lora: Lora | None = None
-    """Train adapters instead of the weights (the vision tower is then frozen)."""
+    """Train adapters instead of the weights, which are then frozen."""
     min_pixels: PositiveInt | None = None
     """Smaller images are scaled up to this area; default: the model's own."""
     max_pixels: PositiveInt | None = None
@@ -197,10 +200,14 @@ class Model(Section):
                 f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower or projector that "
                 "is trained do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
             )
-        if self.lora is not None and self.freeze_projector is False:
+        if self.lora is not None and self.freeze_projector is False and not self.trains_projector:
             raise ValueError(
-                "model.freeze_projector=false, but with model.lora only adapters of the language model are trained; "
-                "leave model.freeze_projector out, or set model.lora=null"
+                f"model.freeze_projector=false, but with model.lora only adapters of {', '.join(self.lora.parts)} are "
+                "trained; leave model.freeze_projector out, add projector to model.lora.parts, or set model.lora=null"
+            )
+        if self.lora is not None and self.freeze_vision_tower and self.trains_tower:
+            raise ValueError(
+                "model.freeze_vision_tower=true, but model.lora.parts has adapters on the vision tower; drop either"
             )
         return self
 
@@ -219,13 +226,14 @@ class Model(Section):
 
     @property
     def trains_tower(self) -> bool:
-        """Whether the vision tower is trained, apart from its projector."""
-        return not self.freeze_vision_tower and self.lora is None
+        """Whether the vision tower or adapters on it are trained, apart from its projector."""
+        return not self.freeze_vision_tower if self.lora is None else "vision_tower" in self.lora.parts
 
     @property
     def trains_projector(self) -> bool:
+        """Whether the projector or adapters on it are trained."""
         frozen = self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector
-        return not frozen and self.lora is None
+        return not frozen if self.lora is None else "projector" in self.lora.parts
 
     @property
     def trains_vision(self) -> bool:

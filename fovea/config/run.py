@@ -252,12 +252,28 @@ def _disagreements(config: Config) -> Iterator[str]:
     yield from engine_complaints(rollout, config.data, corrected=algorithm.corrects_for_engine)
     yield from lora_complaints(rollout.engine, config.model.lora)
     yield from megatron_complaints(config.train, config.model, algorithm, config.cluster)
+    yield from _rates_of_frozen_parts(config)
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
     yield from _rewards_of_parts(config)
     yield from _rows_without_a_reward(config)
     yield from _second_opinion_without_a_rule(config)
     yield from _too_short(config)
+
+
+def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
+    """Learning rates of parts that are not trained."""
+    train, model = config.train, config.model
+    parts = (
+        ("vision_tower", train.vision_tower_learning_rate, model.trains_tower),
+        ("projector", train.projector_learning_rate, model.trains_projector),
+    )
+    for part, rate, is_trained in parts:
+        if rate is not None and not is_trained:
+            yield (
+                f"train.{part}_learning_rate={rate:g}, but the {part.replace('_', ' ')} is frozen; leave it out, or "
+                f"set model.freeze_{part}=false, or model.lora.parts=[language_model, {part}] with model.lora"
+            )
 
 
 def _without_dev(config: Config) -> Iterator[str]:

@@ -32,9 +32,9 @@ class Data(Section):
     """Largest image file, and most that is read from a URL."""
     max_image_megapixels: PositiveFloat = 64.0
     """Most pixels of an image, checked before it is decoded."""
-    convert_images: tuple[Conversion, ...] = ()
-    """Conversions of images that are refused otherwise: cmyk to RGB, 16_bit channels to 8, the first of several
-    frames or pages, rotated ones upright as their EXIF tag says."""
+    convert_images: tuple[Conversion, ...] = ("rotated",)
+    """Conversions of images that are refused otherwise: rotated ones upright as their EXIF orientation says, cmyk to
+    RGB, 16_bit channels to 8, the first of several frames or pages."""
     image_root: str | None = None
     """Folder that relative image paths start from; default: the data file's. Paths that lead out of it are refused."""
     url_timeout_seconds: MayChange[PositiveFloat] = 20.0
@@ -91,6 +91,10 @@ class Train(Section):
     backend: BackendConfig = Field(default_factory=TorchBackend)
     learning_rate: MayChange[PositiveFloat] = 1e-6
     """Peak learning rate of AdamW."""
+    vision_tower_learning_rate: MayChange[PositiveFloat | None] = None
+    """Peak learning rate of the vision tower's weights; default: learning_rate."""
+    projector_learning_rate: MayChange[PositiveFloat | None] = None
+    """Peak learning rate of the layers that make visual tokens of the tower's output; default: learning_rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     adam_eps: PositiveFloat = 1e-8
@@ -168,7 +172,7 @@ class EvaluatedServer(Section):
 
 
 class Evaluate(Section):
-    """Greedy accuracy on held-out rows."""
+    """Accuracy on held-out rows: greedy, and of sampled answers beside it."""
 
     every_steps: NonNegativeInt = 0
     """Interval of dev evaluations during training; 0: never."""
@@ -188,6 +192,12 @@ class Evaluate(Section):
     """Image ablation: answer every question also with a shuffled and with a blank image, as text alone would be."""
     samples_per_prompt: NonNegativeInt = 0
     """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
+    dev_samples_per_prompt: NonNegativeInt = 0
+    """Sampled answers per row in every dev evaluation during training, beside the greedy one; 0: none."""
+    temperature: Annotated[float, Field(ge=1e-6)] | None = None
+    """Temperature of sampled answers; default: rollout.temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Nucleus sampling of sampled answers; default: rollout.top_p."""
     image_type_key: str | None = None
     """Column of the image type, by which accuracies are broken down."""
     server: EvaluatedServer = Field(default_factory=EvaluatedServer)

@@ -3,7 +3,7 @@
 The size of a file is checked before it is read, and the number of pixels in its header before they are decoded (a file
 of 40 kB can claim a gigapixel), with what else decoding costs (`image_cost`). Transparent pixels are shown on white.
 Nothing is repaired: half a file is an error, not half an image, and an image that needs a conversion is refused unless
-`data.convert_images` names it.
+`data.convert_images` names it. By default it names one: photos are turned as their EXIF orientation says.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_MAY_HOLD_ORIENTATION = re.compile(rb"exif|xmp", re.IGNORECASE)
+"""In a PNG file: Pillow decodes all pixels of a file without an orientation, to look for one behind them."""
 _BITS_TAG = 258
 # marker of the sizes in a JPEG 2000 code stream, and where behind it the bits of the first channel stand
 _JPEG2000_SIZES, _JPEG2000_BITS = b"\xff\x4f\xff\x51", 42
@@ -160,6 +162,18 @@ class ImageOpener:
         with _header(content, where, self.max_megapixels) as image:
             _check_pixels(*image.size, where, self.max_megapixels)
             return image.size
+
+    def is_turned(self, ref: ImageRef) -> bool:
+        """Whether the EXIF orientation of an image has it shown turned or mirrored; BadRowError as for `open_image`."""
+        if isinstance(ref.source, np.ndarray):
+            return False
+        if isinstance(ref.source, Image.Image):
+            return bool(_turned(ref.source))
+        where, content = _content(ref, self.max_mib, self.fetch)
+        with _header(content, where, self.max_megapixels) as image:
+            _check_pixels(*image.size, where, self.max_megapixels)
+            may_hold = image.format != "PNG" or _MAY_HOLD_ORIENTATION.search(content) is not None
+            return may_hold and bool(_turned(image))
 
 
 def is_url(path: str) -> bool:

@@ -24,6 +24,9 @@ Made = TypeVar("Made")
 class RendersPrompts(Protocol):
     """`models.render.Renderer`, or a stand-in."""
 
+    most_tokens: int | None
+    """Most tokens of a prompt that leave a completion positions of the model; None: not known."""
+
     def fewest_tokens(self, messages: Sequence[Message]) -> int: ...
 
     def prompt(self, messages: Sequence[Message], where: str = ...) -> Prompt: ...
@@ -177,12 +180,15 @@ class PromptSource:
         return works
 
     def _check_length(self, num_tokens: int, where: str, bound: str = "") -> None:
+        length, most_tokens = f"the prompt has {bound}{num_tokens} tokens, images included", self.renderer.most_tokens
         if num_tokens > self._max_prompt_tokens:
-            raise BadRowError(
-                f"{where}: the prompt has {bound}{num_tokens} tokens, images included, and data.max_prompt_tokens="
-                f"{self._max_prompt_tokens}; raise that, lower model.max_pixels, or set data.on_bad_row=skip",
-                "prompt_too_long",
-            )
+            limit, fix = f"data.max_prompt_tokens={self._max_prompt_tokens}", "raise that, lower model.max_pixels"
+        elif most_tokens is not None and num_tokens > most_tokens:
+            limit = f"the model has positions for {most_tokens} beside a completion"
+            fix = "lower rollout.max_new_tokens or model.max_pixels"
+        else:
+            return
+        raise BadRowError(f"{where}: {length}, and {limit}; {fix}, or set data.on_bad_row=skip", "prompt_too_long")
 
     def _where(self, index: int) -> str | None:
         place = place_of(self.tasks, index)

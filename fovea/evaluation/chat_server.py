@@ -178,6 +178,8 @@ class ServerEvaluator:
 class EmptyPrompts:
     """Stands in for the renderer of a source that a server answers, which renders messages itself."""
 
+    most_tokens: int | None = None
+
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
 

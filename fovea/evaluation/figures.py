@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.statistics import Estimate, estimate, mean_estimate
+from fovea.evaluation.statistics import Estimate, best_of, estimate, mean_estimate
 from fovea.types import Evaluation, Metrics
 
 T = TypeVar("T")
@@ -80,6 +82,15 @@ def dev_metrics(dev: Evaluation) -> Metrics:
         if math.isfinite(value.low):
             metrics |= {f"dev_low/{name}": value.low, f"dev_high/{name}": value.high}
     return metrics
+
+
+def sampled_dev_metrics(accuracies: Sequence[Sequence[float]]) -> Metrics:
+    """`dev/mean@n` and `dev/pass@n` from the accuracies of n answers to each row; none without rows."""
+    if not accuracies:
+        return {}
+    n = len(accuracies[0])
+    best = [best_of(n, of_row) for of_row in accuracies]
+    return {f"dev/mean@{n}": float(np.mean(accuracies)), f"dev/pass@{n}": float(np.mean(best))}
 
 
 def _each(values: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:

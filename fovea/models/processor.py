@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.registry import family_of
 from fovea.models.model_files import check_folder, damaged_model, hub_options
-from fovea.models.transformers_versions import load_config
+from fovea.models.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from fovea.models.transformers_versions import load_config, load_tokenizer
 from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
 
 
@@ -34,6 +35,8 @@ class Processor:
     pass), entries of the embedding beyond the tokenizer's vocabulary, and `suppress_tokens` of the generation config.
 
     They have probability 0 in every engine and in the trainer (`models.drawn_distribution`)."""
+    max_positions: int
+    """Most tokens of a prompt with its completion (`max_position_embeddings`)."""
     name: str
     """Folder or hub id, for messages."""
 
@@ -48,7 +51,8 @@ def load_processor(settings: Model) -> Processor:
         check_config_keys(path, options["revision"])
         config = load_config(path, **options)
         family = family_of(config, path)
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        written = optional_json(path, TOKENIZER_CONFIG, options["revision"])
+        tokenizer = load_tokenizer(path, written, **options)
         image_processor = family.load_image_processor(path, options["revision"])
         if family.image_token not in tokenizer.get_vocab():
             raise ModelError(
@@ -79,6 +83,7 @@ def make_processor(
         family=family_of(config, name),
         stop_ids=stop_ids,
         banned_ids=_banned_ids(tokenizer, config.get_text_config().vocab_size, generation, stop_ids),
+        max_positions=config.get_text_config().max_position_embeddings,
         name=name,
     )
 

@@ -33,6 +33,7 @@ class Renderer:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        max_new_tokens: int = 0,
     ) -> None:
         self._tokenizer = processor.tokenizer
         self._template = processor.chat_template
@@ -43,6 +44,7 @@ class Renderer:
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._mark_id = token_id(processor.tokenizer, processor.family.image_token)
+        self.most_tokens: int | None = processor.max_positions - max_new_tokens
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int:
         """A lower bound of the tokens of a prompt: those of its images, from their headers alone.

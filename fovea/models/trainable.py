@@ -1,4 +1,4 @@
-"""Selection of trainable parameters: frozen vision tower, LoRA adapters or full weights.
+"""Selection of trainable parameters: frozen parts, LoRA adapters or full weights.
 
 LoRA (Hu et al., arXiv 2106.09685) is peft's. Its adapters are injected into the network, so that module names stay.
 """
@@ -29,6 +29,8 @@ from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash, read_hashes
 
 ADAPTER = "default"
+LANGUAGE_MODEL, VISION_TOWER, PROJECTOR = "language model", "vision tower", "projector"
+"""Parts of a model, those of `model.lora.parts`."""
 VALUE_HEAD = "value_head."
 """Prefix of the names of a value head's parameters in a `models.policy_network.PolicyNetwork`."""
 
@@ -37,11 +39,12 @@ def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
     """Freeze parameters by the `freeze_` settings and `lora` of `model`, and add LoRA adapters."""
     if settings.lora is not None:
         _add_lora(network, settings.lora, seed)
-    for module in vision_modules(network):
-        module.requires_grad_(settings.trains_tower)
-    # after the tower, which it may be a part of
-    for module in projector_modules(network):
-        module.requires_grad_(settings.trains_projector)
+    else:
+        for module in vision_modules(network):
+            module.requires_grad_(settings.trains_tower)
+        # after the tower, which it may be a part of
+        for module in projector_modules(network):
+            module.requires_grad_(settings.trains_projector)
     if settings.freeze_router:
         _freeze_routers(network)
 
@@ -79,17 +82,17 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
 
 def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
     """Paths of the linear layers that get an adapter; ConfigError for a target or an exclusion without any layer."""
-    language = f"{family_of_network(network).language_path}."
+    family, parts = family_of_network(network), {part.replace("_", " ") for part in lora.parts}
     linears = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     unused = [pattern for pattern in lora.exclude if not any(re.search(pattern, name) for name in linears)]
     if unused:
-        example = next(name for name in linears if name.startswith(language))
+        example = next(name for name in linears if part_of(name, family) == LANGUAGE_MODEL)
         raise ConfigError(
             f"model.lora.exclude: {', '.join(unused)} matches no linear layer, such as {example}; correct it, or "
             "remove it"
         )
     # not the head: it is often tied to the embedding, and the engine would use that weight without the adapter
-    named = [name for name in linears if name.startswith(language)]
+    named = [name for name in linears if part_of(name, family) in parts]
     if ALL_LINEAR not in lora.targets:
         named = [name for name in named if _leaf(name) in lora.targets]
     chosen = [name for name in named if not any(re.search(pattern, name) for pattern in lora.exclude)]
@@ -97,8 +100,8 @@ def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
     if unmatched or not chosen:
         raise ConfigError(
             f"model.lora.targets: {', '.join(sorted(unmatched or lora.targets))} with exclude={list(lora.exclude)} "
-            "matches no linear layer of the language model; leave model.lora.targets out to adapt all of them (the "
-            "experts of a mixture are no linear layers)"
+            f"matches no linear layer of the {' or '.join(sorted(parts))}; leave model.lora.targets out to adapt all "
+            "of them (the experts of a mixture are no linear layers)"
         )
     return chosen
 
@@ -188,7 +191,7 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     counts: dict[str, list[int]] = {}
     family = family_of_network(network)
     for name, parameter in network.named_parameters():
-        row = counts.setdefault(_part_of(name, family), [0, 0])
+        row = counts.setdefault(part_of(name, family), [0, 0])
         row[0] += parameter.numel() * parameter.requires_grad
         row[1] += parameter.numel()
     rows = [ParameterCount(part=part, trainable=n[0], total=n[1]) for part, n in counts.items()]
@@ -198,14 +201,15 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
     ]
 
 
-def _part_of(name: str, family: ModelFamily) -> str:
+def part_of(name: str, family: ModelFamily) -> str:
+    """The part of the model that a module or parameter of the network belongs to, as in `count_parameters`."""
     if ".lora_" in name:
         return "LoRA adapters"
     if name.startswith(tuple(f"{path}." for path in family.projector_paths)):
-        return "projector"
+        return PROJECTOR
     if name.startswith(tuple(f"{path}." for path in family.vision_paths)):
-        return "vision tower"
-    return "head" if name.startswith("lm_head") else "language model"
+        return VISION_TOWER
+    return "head" if name.startswith("lm_head") else LANGUAGE_MODEL
 
 
 class FrozenGuard:

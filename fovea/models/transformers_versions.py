@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fovea.models.tokenizer_files import GENERIC
 
 OLD = int(transformers.__version__.split(".")[0]) < 5
 """True below transformers 5."""
@@ -82,6 +85,19 @@ def _read_as_new(config: Any) -> None:
         named["architectures"] = vars(config)["architectures"]
     for name, value in named.items():
         setattr(text, name, value)
+
+
+def load_tokenizer(path: str, written: Mapping[str, Any], **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id by either version; `written` is its tokenizer_config.json."""
+    kind: Any = AutoTokenizer
+    if OLD:
+        extra = written.get("extra_special_tokens")
+        if isinstance(extra, list):
+            options |= {"extra_special_tokens": {}, SPECIAL_TOKENS_KEY: extra}
+        if written.get("tokenizer_class") in GENERIC:
+            kind = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path, **options)
+    return tokenizer
 
 
 def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Tensor) -> tuple[Tensor, Tensor]:

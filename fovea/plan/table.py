@@ -39,6 +39,8 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     if plan.rows is not None:
         yield Text(f"completions that an engine decodes at once, on average: {plan.rows:,}")
     yield _work(plan)
+    if (note := _note_on_seconds(plan)) is not None:
+        yield Text(note)
     if plan.traffic:
         yield _traffic(plan)
     yield from _verdict(plan, advice)
@@ -65,9 +67,30 @@ def _work(plan: RunPlan) -> Table:
     for name in ("phase", "TFLOP", "seconds, estimated"):
         table.add_column(name, justify="left" if name == "phase" else "right")
     for each in plan.compute:
-        seconds = "-" if each.seconds is None else f"{each.seconds:,.1f}"
-        table.add_row(each.phase, f"{each.flops / TERA:,.4g}", seconds)
+        table.add_row(each.phase, f"{each.flops / TERA:,.4g}", _seconds(each.seconds))
     return table
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2g}"
+
+
+def _note_on_seconds(plan: RunPlan) -> str | None:
+    """What the estimate of seconds rests on where that is no data sheet, or why there is none."""
+    gpu = plan.machine.gpu
+    if gpu.peak_tflops is None or gpu.memory_gb_per_second is None:
+        return f"no seconds: the rates of {gpu.name} are not known here; name a GPU like it, such as plan.gpu=l40s"
+    if any(each.seconds is None for each in plan.compute):
+        return "no seconds for the rollout: servers elsewhere draw"
+    if gpu.is_cuda:
+        return None
+    return (
+        f"seconds are rough: by a product of matrices ({1000 * gpu.peak_tflops:,.0f} GFLOP/s a process) and a read of "
+        f"memory ({gpu.memory_gb_per_second:,.0f} GB/s) measured now on this CPU, without what small models wait for "
+        "besides"
+    )
 
 
 def _traffic(plan: RunPlan) -> Table:

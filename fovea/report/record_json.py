@@ -134,6 +134,7 @@ def _turn_to_json(turn: RecordedTurn) -> dict[str, Any]:
         "text": turn.text,
         "finish": turn.finish,
         "tokens": None if turn.tokens is None else _tokens_to_json(turn.tokens),
+        "version": turn.version,
     }
 
 
@@ -143,6 +144,7 @@ def _turn_from_json(row: Json) -> RecordedTurn:
         text=str(row["text"]),
         finish=_finish(row),
         tokens=None if row["tokens"] is None else _tokens_from_json(row["tokens"]),
+        version=None if row.get("version") is None else int(row["version"]),
     )
 
 

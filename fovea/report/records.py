@@ -56,6 +56,8 @@ class RecordedTurn:
     text: str
     finish: FinishReason = "stop"
     tokens: TokenTrace | None = None
+    version: int | None = None
+    """Version of the weights that drew it, the number of their push; None in records of versions that kept none."""
 
     @property
     def images(self) -> tuple[RecordedImage, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from fovea.data.fetch import UrlLimits
 from fovea.errors import ConfigError
 
 BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"
+URL_LIMITS_ENV = "FOVEA_URL_LIMITS"
 """Environment variables of a server's process, for `rollout.server_bans` and `rollout.server_key`."""
 KEYS = ("api_key", "admin_api_key")
 """Arguments of engines that are keys."""
@@ -36,6 +38,8 @@ class ModelServer:
     """Ids that are never drawn (`models.processor.Processor`)."""
     weights_dir: Path | None = None
     """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    url_limits: UrlLimits | None = None
+    """Limits of reading the images of requests at their addresses; None: images come as data only."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the engine, under its own names."""
 
@@ -62,9 +66,10 @@ def checked(server: ModelServer, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 def environment(server: ModelServer, *, without: Collection[str] = ()) -> dict[str, str]:
     """This process's environment, and what the server is not told on its command line, which every user can list."""
-    keys = {API_KEY_ENV: server.api_key, ADMIN_KEY_ENV: server.admin_key}
-    inherited = {name: value for name, value in os.environ.items() if name not in (*keys, *without)}
-    given = {name: key for name, key in keys.items() if key is not None}
+    limits = None if server.url_limits is None else json.dumps(asdict(server.url_limits))
+    own = {API_KEY_ENV: server.api_key, ADMIN_KEY_ENV: server.admin_key, URL_LIMITS_ENV: limits}
+    inherited = {name: value for name, value in os.environ.items() if name not in (*own, *without)}
+    given = {name: value for name, value in own.items() if value is not None}
     return inherited | given | {BANNED_IDS_ENV: json.dumps(list(server.banned_ids))}
 
 

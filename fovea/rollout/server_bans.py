@@ -1,4 +1,4 @@
-"""Requests for completions in an engine's OpenAI-compatible server, before its handlers: bans and limits."""
+"""Requests for completions in an engine's OpenAI-compatible server, before its handlers: bans, limits and images."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 from typing import Any
 
+from fovea.data.fetch import UrlLimits
 from fovea.rollout.asgi import App, Message, Receive, Send, refuse, whole_body
-from fovea.rollout.server import BANNED_IDS_ENV
+from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV
+from fovea.rollout.server_images import ImageRefusedError, replace_addresses
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 LOWEST_BIAS = -100.0
@@ -15,20 +17,19 @@ LOWEST_BIAS = -100.0
 MAX_BODY_BYTES = 64 << 20
 """Of a request: a hundred photographs of half a MiB."""
 BAD_REQUEST, TOO_LARGE = 400, 413
-SOURCES = ("url", "image", "video", "audio")
-"""Names in messages, or their ends as in `image_url`, under which engines take files by address."""
 
 
 class Bans:
     """ASGI middleware that adds a `logit_bias` against banned ids to every request for completions.
 
-    vLLM and SGLang read no `suppress_tokens` from a generation config. Images by address are refused: both engines
-    fetch from this machine and its network, and SGLang opens files.
+    vLLM and SGLang read no `suppress_tokens` from a generation config. Images by address are refused, or read here.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._bias = {str(index): LOWEST_BIAS for index in json.loads(os.environ[BANNED_IDS_ENV])}
+        limits = os.environ.get(URL_LIMITS_ENV)
+        self._url_limits = None if limits is None else UrlLimits(**json.loads(limits))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
@@ -39,10 +40,10 @@ class Bans:
         request = _parsed(body)
         if request is None:
             return await refuse(send, BAD_REQUEST, b"the request is no JSON object")
-        if _names_an_address(request.get("messages")):
-            return await refuse(
-                send, BAD_REQUEST, b"images come as data: URLs; this server opens no addresses or files"
-            )
+        try:
+            await replace_addresses(request.get("messages"), self._url_limits)
+        except ImageRefusedError as error:
+            return await refuse(send, BAD_REQUEST, error.args[0])
         changed = self._with_bans(request)
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         headers.append((b"content-length", str(len(changed)).encode()))
@@ -68,18 +69,3 @@ def _parsed(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # no JSON, or too deep
         return None
     return request if isinstance(request, dict) else None
-
-
-def _names_an_address(messages: Any) -> bool:
-    """Whether anything in messages is to be fetched or opened, rather than given as data."""
-    left = [messages]
-    while left:
-        part = left.pop()
-        if isinstance(part, list):
-            left.extend(part)
-        elif isinstance(part, dict):
-            left.extend(part.values())
-            sources = (value for name, value in part.items() if name.endswith(SOURCES))
-            if any(isinstance(value, str) and not value.startswith("data:") for value in sources):
-                return True
-    return False

@@ -9,9 +9,11 @@ from fovea.data.pixel_hashes import pixel_hashes
 from fovea.errors import TrainError
 from fovea.evaluation.answers_file import write_answers
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.figures import sampled_dev_metrics
 from fovea.evaluation.shared_images import SharedImages, find_shared_images
 from fovea.run.context import Run
-from fovea.types import Evaluation
+from fovea.run.rollout_step import evaluation_sampling
+from fovea.types import Evaluation, Metrics
 
 
 async def evaluate_test(run: Run, when: str) -> Evaluation:
@@ -33,6 +35,22 @@ async def read_dev(run: Run, when: str) -> Evaluation:
     """Evaluate the engine's weights on dev rows; the answers are kept as answers/dev-WHEN.jsonl."""
     keep = partial(write_answers, run.folder, f"dev-{when}")
     return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size, keep)
+
+
+async def sample_dev(run: Run) -> Metrics:
+    """Sample answers to dev rows with the engine's weights: `dev/mean@n` and `dev/pass@n`; none where n is 0."""
+    settings = run.config.evaluate
+    if not settings.dev_samples_per_prompt:
+        return {}
+    rows = await run.evaluator.answers(
+        run.sources.dev,
+        settings.dev_size,
+        sampling=evaluation_sampling(run.config),
+        n=settings.dev_samples_per_prompt,
+        seed=run.config.seed,
+        unscored=[],  # counted and noted by the greedy reading of the same rows
+    )
+    return sampled_dev_metrics([[answer.accuracy for answer in row.answers] for row in rows])
 
 
 def search_shared_images(run: Run) -> SharedImages | None:

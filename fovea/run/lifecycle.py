@@ -22,7 +22,7 @@ from fovea.report.samples import drop_samples
 from fovea.report.summary import Summary, tables_of, write_summary
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
-from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, search_shared_images
+from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sample_dev, search_shared_images
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
 from fovea.run.parity import read_parity
 from fovea.run.parity_gate import check_push, pass_parity_gate
@@ -206,7 +206,7 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     metrics |= run.checkpoints.metrics()
     metrics |= rates(groups, metrics, run.peak_tflops)
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
-        metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}"))
+        metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}")) | await sample_dev(run)
     state = replace(state, kept=state.kept.after_step(step, metrics, keep_best=settings.checkpoint.keep_best))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)

@@ -103,6 +103,7 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
                 text=turn.text,
                 finish=turn.finish,
                 tokens=None if sample is None else _trace(run, sample, place),
+                version=None if turn.tokens is None else turn.tokens.completion.version,
             )
             for number, (turn, place) in enumerate(zip(_generated(episode), places, strict=True))
         ),

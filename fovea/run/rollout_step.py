@@ -185,6 +185,14 @@ def training_sampling(config: Config) -> Sampling:
     return replace(rollout_sampling(config), exact=False)
 
 
+def evaluation_sampling(config: Config) -> Sampling:
+    """Sampling parameters of the sampled answers to held-out rows: those of `evaluate`, else of `rollout`."""
+    of_rollout, evaluate = rollout_sampling(config), config.evaluate
+    temperature = of_rollout.temperature if evaluate.temperature is None else evaluate.temperature
+    top_p = of_rollout.top_p if evaluate.top_p is None else evaluate.top_p
+    return replace(of_rollout, temperature=temperature, top_p=top_p)
+
+
 def rollout_sampling(config: Config) -> Sampling:
     """Sampling parameters from the settings of `rollout`."""
     rollout = config.rollout

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from fovea.config.run import Model
+from fovea.data.fetch import UrlLimits
 from fovea.errors import ConfigError, EngineError
 from fovea.models.processor import load_processor
 from fovea.rollout.server import LaunchesServers, ModelServer
@@ -80,6 +81,8 @@ class Served:
     """Further arguments of the engine, under its own names."""
     weights_dir: Path | None = None
     """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    url_limits: UrlLimits | None = None
+    """Limits of reading the images of requests at their addresses; None: images come as data only."""
     trust: bool = False
 
 
@@ -100,6 +103,7 @@ def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *
         admin_key=admin_key,
         banned_ids=load_processor(Model(path=str(folder))).banned_ids,
         weights_dir=served.weights_dir,
+        url_limits=served.url_limits,
         arguments=served.arguments,
     )
     process = launch(server)

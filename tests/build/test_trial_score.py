@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fovea.build.environment import make_environment
-from fovea.build.trial_score import remarks_on_answers
+from fovea.build.trial_score import remarks_on_answers, remarks_on_shares
 from fovea.config.loading import load_config
 
 
@@ -40,3 +40,19 @@ def test_a_reward_whose_rows_have_no_answers_is_told_so(
             in said[0]
         )
         assert "the columns are question, solution" in said[0]
+
+
+def test_shares_of_a_part_that_became_larger_are_said_with_their_numbers(tmp_path: Path) -> None:
+    rows = [{"problem": str(row), "answer": "1", "images": [f"{row % 3}.png"]} for row in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {"name": "vqa", "train_files": [str(tmp_path / "rows.jsonl")], "test_share": 0.2, "dev_share": 0.05}
+    parts = {"files": {"environment": files}, "scenes": {"environment": {"name": "shapes"}}}
+    environment = json.dumps({"name": "mixture", "parts": parts})
+    config = load_config([], ["model.tiny={}", f"environment={environment}", "warmup=null"])
+    graded = make_environment(config)
+    said = list(remarks_on_shares(config, graded))
+    graded.grading.close()
+    assert [line.partition(", since")[0] for line in said] == [
+        "environment.parts.files.environment.test_share=0.2 of 60 rows holds out 20 and leaves 20 to train on",
+        "environment.parts.files.environment.dev_share=0.05 of 60 rows holds out 20 and leaves 20 to train on",
+    ]

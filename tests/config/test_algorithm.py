@@ -200,6 +200,8 @@ def test_a_kl_in_the_loss_by_k1_would_hold_nothing() -> None:
         (["train.groups_per_microbatch=2"], "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"),
         (["algorithm.kl=reward", "algorithm.kl.coef=0.1", "algorithm.kl.controller.target=0.1",
           "algorithm.kl.controller.horizon_samples=320"], "no more than the 320 completions of one step"),
+        (["train.vision_tower_learning_rate=1e-5", "model.lora={}"], "the vision tower is frozen; leave it out, or"),
+        (["train.projector_learning_rate=1e-5", "model.freeze_vision_tower=true"], "but the projector is frozen"),
         (["algorithm.loss.clip_high=1e300"], "clip_high: 1e+300 does not fit; allowed: number >= 0 and <= 1e+09"),
         (
             ["algorithm.loss.name=sapo", "algorithm.loss.temperature_negative=1e39"],

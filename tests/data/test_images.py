@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from fovea.config.sections import Conversion
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener, open_image
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.tables import table
@@ -147,6 +147,18 @@ def turned(kind: str) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(Image.fromarray(colours()), kind, exif=exif)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_it_is_known_whether_an_image_is_turned(kind: str) -> None:
+    opener = ImageOpener(max_mib=1, max_megapixels=1)
+    upright, pillows = encoded(Image.fromarray(colours()), kind), Image.open(io.BytesIO(turned(kind)))
+    assert opener.is_turned(ImageRef(source=turned(kind)))
+    assert opener.is_turned(ImageRef(source=pillows))
+    assert not opener.is_turned(ImageRef(source=upright))
+    assert not opener.is_turned(ImageRef(source=colours()))
+    with pytest.raises(BadRowError, match="megapixels"):
+        ImageOpener(max_mib=1, max_megapixels=1e-6).is_turned(ImageRef(source=turned(kind)))
 
 
 def sixteen_bit_colours(kind: str) -> bytes:

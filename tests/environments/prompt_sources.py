@@ -21,8 +21,9 @@ from tests.fakes import BanditEnvironment, BanditRenderer
 class PixelRenderer:
     """Prompts with an image of one mebibyte; a question of "bad" cannot be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int | None = None) -> None:
         self.rendered = 0
+        self.most_tokens = most_tokens
 
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
@@ -48,9 +49,10 @@ def make_source(
     cache_gib: float = 1.0,
     folder: Path | None = None,
     prefetch_threads: int = 0,
+    most_tokens: int | None = None,
 ) -> tuple[PromptSource, PixelRenderer]:
     tasks = [Task(id=f"row {index}", question=question, answer="a") for index, question in enumerate(questions)]
-    renderer = PixelRenderer()
+    renderer = PixelRenderer(most_tokens)
     source = PromptSource(
         tasks,
         BanditEnvironment(),

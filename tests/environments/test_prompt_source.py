@@ -49,6 +49,12 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     assert any("raise that, lower model.max_pixels" in row["error"] for row in listed)
 
 
+def test_a_prompt_and_its_completion_are_no_longer_than_the_model() -> None:
+    source, _ = make_source(["abc", "abcd"], most_tokens=3)
+    assert [source.get(index) is not None for index in range(2)] == [True, False]
+    assert "4 tokens, images included, and the model has positions for 3 beside a completion" in source.bad_rows[1]
+
+
 def test_bad_rows_stop_the_run_where_asked() -> None:
     source, _ = make_source(["bad"], on_bad_row="error")
     with pytest.raises(DataError, match="row 3: no image; drop the row"):

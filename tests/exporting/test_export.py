@@ -96,12 +96,17 @@ def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
     return Trained(folder=folder, base=base, run=run, readings=evaluator.kept)
 
 
+EVERYWHERE = ["language_model", "vision_tower", "projector"]
+
+
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A Qwen3-VL from a folder with adapters, and images held to a size of their own."""
     folder = tmp_path_factory.mktemp("lora")
     base = save_parts(tiny("qwen3_vl"), folder / "base")
-    return train_tiny(folder / "run", {"path": str(base), "lora": {"rank": 4}, "max_pixels": 1600}, base)
+    return train_tiny(
+        folder / "run", {"path": str(base), "lora": {"rank": 4, "parts": EVERYWHERE}, "max_pixels": 1600}, base
+    )
 
 
 @pytest.fixture(scope="module")

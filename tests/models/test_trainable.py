@@ -22,6 +22,7 @@ from fovea.models.trainable import (
     count_parameters,
     lora_layers,
     merged_weights,
+    part_of,
     trainable_parameters,
 )
 from fovea.models.vlm import VLM
@@ -33,7 +34,14 @@ def has_experts(parts: TinyParts) -> bool:
     return bool(parts.network.config.model_type == "qwen3_vl_moe")
 
 
-def with_lora(parts: TinyParts, **lora: object) -> TinyParts:
+on_parts = pytest.mark.parametrize(
+    "adapted_parts",
+    [["language_model"], ["language_model", "vision_tower", "projector"]],
+    ids=["language model", "everywhere"],
+)
+
+
+def with_lora(parts: TinyParts, /, **lora: object) -> TinyParts:
     settings = Model(tiny=TinyModel(), lora=Lora.model_validate(lora))
     choose_trainable(parts.network, settings, seed=0)
     with torch.no_grad():
@@ -72,8 +80,32 @@ def test_targets_that_match_nothing_are_refused(parts: TinyParts) -> None:
         with_lora(parts, targets=["q_proj", "qproj"])
 
 
-def test_merged_weights_give_the_adapted_model(parts: TinyParts) -> None:
-    with_lora(parts, rank=4)
+def test_adapters_on_vision_are_on_all_of_its_linear_layers(parts: TinyParts) -> None:
+    """Those of the tower, of its projector, or both; nothing else is trained."""
+    family = parts.processor.family
+    linears = {
+        part: {
+            name
+            for name, module in parts.network.named_modules()
+            if isinstance(module, torch.nn.Linear) and part_of(name, family) == part.replace("_", " ")
+        }
+        for part in ("vision_tower", "projector")
+    }
+    assert all(linears.values())
+    for chosen in (["vision_tower"], ["projector"], [*linears]):
+        again = with_lora(tiny(family.model_type), parts=chosen)
+        assert adapted(again) == set().union(*(linears[part] for part in chosen))
+        assert all(".lora_" in name for name in trainable_parameters(again.network))
+
+
+def test_a_frozen_tower_has_no_adapters() -> None:
+    with pytest.raises(ValidationError, match="has adapters on the vision tower; drop either"):
+        Model(tiny=TinyModel(), freeze_vision_tower=True, lora=Lora(parts=("vision_tower",)))
+
+
+@on_parts
+def test_merged_weights_give_the_adapted_model(adapted_parts: list[str], parts: TinyParts) -> None:
+    with_lora(parts, rank=4, parts=adapted_parts)
     merged = dict(merged_weights(parts.network))
     plain = tiny(str(parts.network.config.model_type))
     own = dict(plain.network.named_parameters())
@@ -90,21 +122,24 @@ def test_weights_without_adapters_are_not_copied(parts: TinyParts) -> None:
         assert tensor.data_ptr() == own[name].data_ptr()
 
 
-def test_adapters_off_is_the_model_before(parts: TinyParts) -> None:
+@on_parts
+def test_adapters_off_is_the_model_before(adapted_parts: list[str], parts: TinyParts) -> None:
     before = logprobs(parts)
-    with_lora(parts, rank=4)
+    with_lora(parts, rank=4, parts=adapted_parts)
     with adapters_off(parts.network):
         torch.testing.assert_close(logprobs(parts), before, atol=1e-6, rtol=0)
     assert not torch.allclose(logprobs(parts), before, atol=1e-3)
 
 
-def test_equal_to_peft_as_its_users_call_it(parts: TinyParts) -> None:
+@on_parts
+def test_equal_to_peft_as_its_users_call_it(adapted_parts: list[str], parts: TinyParts) -> None:
     """The same adapters through get_peft_model, weights copied over, give the same log-probs."""
-    with_lora(parts, rank=4, alpha=12)
+    with_lora(parts, rank=4, alpha=12, parts=adapted_parts)
     expected = logprobs(parts)
     plain = tiny(str(parts.network.config.model_type))
     names = [name for name, module in plain.network.named_modules() if isinstance(module, torch.nn.Linear)]
-    targets = [name for name in names if "language_model" in name]
+    where = ("language_model", "visual") if len(adapted_parts) > 1 else ("language_model",)
+    targets = [name for name in names if any(each in name for each in where)]
     wrapped = get_peft_model(plain.network, LoraConfig(r=4, lora_alpha=12, target_modules=targets))
     theirs = dict(wrapped.base_model.model.named_parameters())
     with torch.no_grad():

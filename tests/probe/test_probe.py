@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
+from fovea.config.cluster import Cluster
 from fovea.config.loading import load_config
+from fovea.config.plan import Plan
 from fovea.config.recipes import shipped_recipe
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.varlen import HeadShape
+from fovea.plan.machine import machine_of
+from fovea.plan.plan import make_plan
+from fovea.plan.table import plan_tables
 from fovea.probe import kernels, ring
 from fovea.probe.checks import Check, CheckFailed, run_checks
+from fovea.probe.cpu import with_cpu_rates
 from fovea.probe.gpu import expected
 from fovea.probe.kernels import plain_attention
 from fovea.probe.rates import Rates
@@ -93,3 +101,28 @@ def test_without_a_gpu_the_way_to_try_it_is_named() -> None:
     for options, said in ((["--gpu"], "--gpu --cpu"), (["--cpu"], "add --gpu")):
         done = CliRunner().invoke(app, ["doctor", *options])
         assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
+
+
+def test_a_plan_estimates_seconds_on_a_cpu_and_says_by_what() -> None:
+    """From the same FLOPs as on a GPU, at the rates of each process's share of this machine."""
+    done = fovea_here("plan", "recipes/shapes.yaml", "plan.gpu=cpu").stdout.replace("\n", " ")
+    assert "seconds are rough: by a product of matrices (" in done
+    machine = machine_of(Plan(gpu="cpu", gpus=2), Cluster(), "cpu")
+    measured = with_cpu_rates(machine, torch.float32)
+    config = load_config([shipped_recipe("shapes")], ["plan.gpu=cpu", "plan.gpus=2"])
+    rollout, update = make_plan(config, machine=measured).compute
+    assert measured.gpu.peak_tflops is not None
+    expected_seconds = update.flops / (2 * measured.gpu.peak_tflops * 1e12 * config.plan.update_mfu)
+    assert update.seconds == pytest.approx(expected_seconds)
+    assert rollout.seconds is not None
+    assert make_plan(config, machine=machine).compute[1].seconds is None
+
+
+def test_rates_of_a_gpu_are_those_of_its_data_sheet() -> None:
+    machine = machine_of(Plan(gpu="h100"), Cluster(), "cpu")
+    assert with_cpu_rates(machine, torch.bfloat16) == machine
+    unknown = replace(machine, gpu=replace(machine.gpu, name="GTX 9", peak_tflops=None))
+    plan = make_plan(load_config([shipped_recipe("shapes")], []), machine=unknown)
+    out = io.StringIO()
+    Console(width=200, file=out).print(plan_tables(plan, []))
+    assert "no seconds: the rates of GTX 9 are not known here" in out.getvalue()

@@ -51,7 +51,7 @@ def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
     )
     turns = (
         RecordedTurn(text="\\crop{1}", tokens=TokenTrace(pieces=("\\crop{1}",), engine_logprobs=(-1.0,))),
-        RecordedTurn(messages=(closer,), text="\\boxed{3}", tokens=tokens),
+        RecordedTurn(messages=(closer,), text="\\boxed{3}", tokens=tokens, version=4),
     )
     mark = Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label="truth")
     fields = {

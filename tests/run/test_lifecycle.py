@@ -15,9 +15,9 @@ from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.loop import train
 from fovea.run.context import Run
-from fovea.run.held_out import read_dev
+from fovea.run.held_out import read_dev, sample_dev
 from fovea.run.lifecycle import begin, finish, save_checkpoint
-from fovea.run.rollout_step import record_unscored_answer
+from fovea.run.rollout_step import evaluation_sampling, record_unscored_answer, rollout_sampling
 from fovea.run.state import TrainState
 from fovea.run.warmup import Warmup
 from fovea.types import Batch, Evaluation, Metrics
@@ -78,6 +78,24 @@ def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
     wait_for(read_dev(run, "now"))
     assert read == [run.sources.dev]
+
+
+def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> None:
+    """The mean and the best of the accuracies of each row; nothing is drawn by default."""
+    run = bandit_run(tmp_path)
+    wait_for(begin(run))
+    assert wait_for(sample_dev(run)) == {}
+    settings = {"dev_samples_per_prompt": 4, "temperature": 0.7, "top_p": 0.9, "dev_size": 9}
+    evaluate = run.config.evaluate.model_copy(update=settings)
+    replace_in(run, "config", run.config.model_copy(update={"evaluate": evaluate}))
+    sampling = replace(rollout_sampling(run.config), temperature=0.7, top_p=0.9)
+    rows = wait_for(run.evaluator.answers(run.sources.dev, 9, sampling=sampling, n=4, seed=run.config.seed))
+    accuracies = [[answer.accuracy for answer in row.answers] for row in rows]
+    assert {len(each) for each in accuracies} == {4}
+    assert len(set(map(tuple, accuracies))) > 1
+    expected = {"dev/mean@4": np.mean(accuracies), "dev/pass@4": np.mean(np.max(accuracies, axis=1))}
+    assert wait_for(sample_dev(run)) == pytest.approx(expected)
+    assert evaluation_sampling(run.config) == sampling
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -88,8 +88,9 @@ def text_on_one(ranks: Ranks, folder: Path) -> Found:
 
 
 def one_group(ranks: Ranks, folder: Path) -> Found:
-    """A rank has nothing but fillers."""
-    policy = policy_of(ranks, GRPO)
+    """A rank has nothing but fillers; learning rates are apart."""
+    rates = {"vision_tower_learning_rate": 3e-4, "projector_learning_rate": 7e-4}
+    policy = policy_of(ranks, GRPO, train=rates)
     batch = replace(batch_of(0), groups=batch_of(0).groups[:1])
     return {"metrics": [step(policy, batch) for _ in range(2)], "weights": checksum(policy)}
 

@@ -21,26 +21,24 @@ from fovea.samples import with_old_logprobs
 from fovea.train.lr_schedule import learning_rate
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import NUM_TOKENS, make_batch, make_policy, stepped_gradients, update_gradients
+from tests.policies import (
+    APART,
+    GRADIENT_TOLERANCE,
+    NUM_TOKENS,
+    make_batch,
+    make_policy,
+    stepped_gradients,
+    update_gradients,
+    written_out_gradients,
+)
 from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs
 from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
 
-GRADIENT_TOLERANCE = 1e-5
-
 
 def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
-    """Token mean over the batch of -A exp(lp - sg(lp)), one row at a time through transformers."""
     batch = make_batch(parts)
-    loss = torch.zeros(())
-    for group in batch.groups:
-        for sample in group.samples:
-            logprobs = reference_logprobs(parts, group.prompt, sample.token_ids_T, temperature=0.9)
-            ratio = (logprobs - logprobs.detach()).exp()
-            loss = loss - (ratio * torch.from_numpy(sample.advantages_T)).sum()
-    (loss / NUM_TOKENS).backward()
-    expected = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
-    parts.network.zero_grad()
+    expected = written_out_gradients(parts, batch)
     assert largest_relative_difference(expected, update_gradients(make_policy(parts), batch)) < GRADIENT_TOLERANCE
 
 
@@ -247,15 +245,16 @@ def test_the_guard_notices_a_frozen_parameter_that_moved(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_policy_goes_on_bit_for_bit(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [{}, APART], ids=["one rate", "three rates"])
+def test_a_loaded_policy_goes_on_bit_for_bit(train: dict[str, object], family: str, tmp_path: Path) -> None:
     batches = [make_batch(tiny(family), seed) for seed in range(4)]
-    whole = make_policy(tiny(family))
+    whole = make_policy(tiny(family), **train)
     expected = [whole.update(batch) for batch in batches]
-    first = make_policy(tiny(family))
+    first = make_policy(tiny(family), **train)
     for batch in batches[:2]:
         first.update(batch)
     save_policy(first, tmp_path)
-    second = make_policy(tiny(family, seed=9))
+    second = make_policy(tiny(family, seed=9), **train)
     second.load(tmp_path)
     assert [second.update(batch) for batch in batches[2:]] == expected[2:]
     for (name, a), (_, b) in zip(

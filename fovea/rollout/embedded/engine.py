@@ -217,7 +217,7 @@ class EmbeddedEngine:
         if self._busy:
             raise EngineError("new weights while the engine is generating completions; await them first")
         named = dict(weights)
-        own = dict(self._vlm.network.named_parameters())
+        own = dict(factored_weights(self._vlm.network))
         vision = tuple(f"{path}." for path in self._vlm.family.vision_paths)
         with torch.no_grad():
             for name, tensor in weights.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,15 @@ class Optimizer:
     """AdamW on a set of parameters with a peak learning rate of their own; other settings are those of the run."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], train: Train, *, peak_learning_rate: float, max_steps: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        train: Train,
+        *,
+        peak_learning_rate: float,
+        max_steps: int,
+        rate_ratios: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        """`rate_ratios` are learning rates of parameters by name, relative to the others'."""
         self.parameters = parameters
         self._train = train
         self._peak = peak_learning_rate
@@ -36,6 +44,7 @@ class Optimizer:
             betas=train.betas,
             eps=train.adam_eps,
             weight_decay=train.weight_decay,
+            rate_ratios=[rate_ratios.get(name, 1.0) for name in self.masters.by_name],
         )
 
     @property
@@ -44,7 +53,7 @@ class Optimizer:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set the learning rates for step 0, 1, ... of the run; returns that of weights without a ratio."""
         rate = rate_of_run(step, self._train, peak=self._peak, max_steps=self._max_steps)
         set_learning_rate(self.adamw, rate)
         return rate

@@ -26,10 +26,13 @@ from fovea.models.outgoing import OutgoingWeight, outgoing, outgoing_merged
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.save import save_network
 from fovea.models.trainable import (
+    PROJECTOR,
+    VISION_TOWER,
     FrozenGuard,
     count_parameters,
     factored_weights,
     merged_weights,
+    part_of,
     policy_parameters,
 )
 from fovea.samples import has_old_logprobs
@@ -95,7 +98,11 @@ class TorchPolicy:
         self._backward = Backward(self._scorer, algorithm, critic, self._ranks)
         self._guards = [(model, FrozenGuard(model)) for model in self._models]
         self._optimizer = Optimizer(
-            policy_parameters(vlm), train, peak_learning_rate=train.learning_rate, max_steps=max_steps
+            policy_parameters(vlm),
+            train,
+            peak_learning_rate=train.learning_rate,
+            max_steps=max_steps,
+            rate_ratios=_rate_ratios(vlm, train),
         )
         self._steps = 0
         self._skipped = SkippedUpdates(train.max_skipped_updates)
@@ -361,3 +368,12 @@ class TorchPolicy:
     def _set_rates(self) -> Metrics:
         rates = [optimizer.set_rate(self._steps) for optimizer in self._optimizers]
         return dict(zip(("learning_rate", "learning_rate/value"), rates, strict=False))
+
+
+def _rate_ratios(vlm: PolicyNetwork, train: Train) -> dict[str, float]:
+    """Learning rates of the parameters that have one apart, relative to `train.learning_rate`."""
+    apart = {VISION_TOWER: train.vision_tower_learning_rate, PROJECTOR: train.projector_learning_rate}
+    # an adapter has the rate of the part that it is on
+    paths = {name: name.removeprefix("network.").partition(".lora_")[0] for name in policy_parameters(vlm)}
+    parts = {name: part_of(path, vlm.family) for name, path in paths.items()}
+    return {name: rate / train.learning_rate for name, part in parts.items() if (rate := apart.get(part)) is not None}

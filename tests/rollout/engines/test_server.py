@@ -21,8 +21,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from fovea.config.run import Model
 from fovea.models.processor import load_processor
 from fovea.rollout.server_bans import MAX_BODY_BYTES
+from fovea.rollout.server_images import UNREADABLE
 from fovea.serve.folder import served_folder
-from tests.chat_server import endpoints
+from tests.data.web import served
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import LIMIT_SECONDS
@@ -40,8 +41,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Serving]:
-    """The server of the run, with a key, once it is ready."""
-    with serving(run, "--api-key-env", KEY_ENV, "--name", "shapes", engine=under_test().name) as started:
+    """The server of the run, with a key, once it is ready; it reads images from addresses, of this machine too."""
+    words = ["--api-key-env", KEY_ENV, "--name", "shapes", "--allow-urls", "--allow-private-addresses"]
+    with serving(run, *words, engine=under_test().name) as started:
         said = started.wait_until_ready()
         assert f"${KEY_ENV}" in said
         assert KEY not in said
@@ -52,10 +54,17 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (48, 48, 3), dtype=np.uint8))
 
 
-def asked(server: Serving, image: Image.Image, question: str) -> str | None:
+def png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return file.getvalue()
+
+
+def asked(server: Serving, image: Image.Image, question: str) -> str | None:
+    return asked_by(server, f"data:image/png;base64,{base64.b64encode(png(image)).decode()}", question)
+
+
+def asked_by(server: Serving, url: str, question: str) -> str | None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
     messages = [{"role": "user", "content": parts}]
@@ -121,19 +130,22 @@ def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path)
     ]
 
 
-def test_no_address_is_opened_and_nobody_who_asks_administers(server: Serving) -> None:
+def test_an_image_at_an_address_is_the_same_image(server: Serving) -> None:
+    with served({"/a.png": png(picture(0)), "/b.png": png(picture(1))}) as site:
+        for seed, name in enumerate("ab"):
+            question = "How many circles are there?"
+            assert asked_by(server, f"{site.url}/{name}.png", question) == asked(server, picture(seed), question)
+        assert site.asked == ["/a.png", "/b.png"]
+
+
+def test_no_file_is_opened_and_nobody_who_asks_administers(server: Serving) -> None:
     """`/update_weights_from_disk` is SGLang's, which takes the key for answers there; the image tag is a GET."""
-    with (
-        httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client,
-        endpoints() as start,
-    ):
-        private = start((200, b""))
-        for url in (private.url, "file:///etc/hostname", "/etc/hostname.png"):
+    with httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client:
+        for url in ("file:///etc/hostname", "/etc/hostname.png", "file:///nowhere"):
             parts = [{"type": "image_url", "image_url": {"url": url}}]
             body = {"model": "shapes", "messages": [{"role": "user", "content": parts}]}
             answer = client.post("/v1/chat/completions", json=body)
-            assert (answer.status_code, "images come as data: URLs" in answer.text) == (400, True), url
-        assert not private.num_gets
+            assert (answer.status_code, answer.content) == (400, b'{"error": "%s"}' % UNREADABLE), url
         model = {"model_path": "/nowhere"}
         assert client.post("/update_weights_from_disk", json=model).status_code == 403
         assert client.get("/release_memory_occupation").status_code == 403

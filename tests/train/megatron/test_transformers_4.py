@@ -76,6 +76,20 @@ def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], weight) for name, weight in parts.network.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["TokenizersBackend", "Qwen2Tokenizer"])
+def test_a_tokenizer_in_the_names_of_version_5_is_read(name: str, tmp_path: Path) -> None:
+    """As transformers 5.23 writes a tokenizer that is all in tokenizer.json, and Qwen's."""
+    parts = tiny("qwen3_vl")
+    save(parts, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    written = json.loads(config.read_text())
+    special = written.pop("additional_special_tokens")
+    config.write_text(json.dumps(written | {"tokenizer_class": name, "extra_special_tokens": special}))
+    read, text = load_processor(Model(path=str(tmp_path))), "<|im_start|>user\n<|image_pad|>Zoë?<|im_end|>"
+    assert read.tokenizer(text).input_ids == parts.processor.tokenizer(text).input_ids
+    assert (read.banned_ids, read.stop_ids) == (parts.processor.banned_ids, parts.processor.stop_ids)
+
+
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_gradients_are_those_without_checkpointing(family: str) -> None:
     parts = tiny(family)
