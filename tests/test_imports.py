@@ -45,7 +45,7 @@ LATE_IMPORTS = {
     "fovea/build/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
     "fovea/build/trackers.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},
-    "fovea/cli/data.py": {"geospot", "geo3k", "vqa", "caption", "shapes", "easy_vqa"},
+    "fovea/cli/data.py": {"geospot", "geo3k", "vqa", "caption", "shapes", "easy_vqa", "visual_qa"},
     "fovea/cli/eval.py": {"evaluate"},
     "fovea/cli/export.py": {"export"},
     "fovea/cli/grade.py": {"grade"},
