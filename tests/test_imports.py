@@ -49,6 +49,7 @@ LATE_IMPORTS = {
     "fovea/cli/eval.py": {"evaluate"},
     "fovea/cli/export.py": {"export"},
     "fovea/cli/grade.py": {"grade"},
+    "fovea/cli/import_config.py": {"_count_gpus"},
     "fovea/cli/model.py": {"smolvl", "smolvl_tower"},
     "fovea/cli/plan.py": {"plan"},
     "fovea/cli/serve.py": {"serve"},

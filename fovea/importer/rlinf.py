@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from fovea.importer.theirs import TRACKERS, Left, Line, Rule, Theirs
 
 GROUP, ADVANTAGE = "algorithm.group_size", "algorithm.adv_type"
@@ -279,7 +277,7 @@ def placement(theirs: Theirs) -> Iterator[Line | Left]:
 
 def _all_gpus(theirs: Theirs, key: str) -> Iterator[Line | Left]:
     """All GPUs of this machine, where there are several; one has a run without a setting."""
-    num_gpus = torch.cuda.device_count()
+    num_gpus = theirs.count_gpus()
     if num_gpus > 1:
         yield theirs.line("cluster.gpus_per_node", num_gpus, key, why="the GPUs of this machine")
     elif num_gpus == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -34,12 +34,18 @@ class Translation:
     unknown: tuple[Given, ...]
 
 
-def translate(system: System, given: Mapping[str, Given], environment: EnvironmentName | None = None) -> Translation:
+def translate(
+    system: System,
+    given: Mapping[str, Given],
+    environment: EnvironmentName | None = None,
+    count_gpus: Callable[[], int] = lambda: 0,
+) -> Translation:
     """The settings of a recipe for those of a run of another system, its defaults included.
 
+    `count_gpus` counts the GPUs of this machine, where settings mean all of them.
     ConfigError for values that contradict each other, that cannot be known, or without which there is no recipe.
     """
-    theirs = Theirs(system=system, given=given, environment=environment)
+    theirs = Theirs(system=system, given=given, environment=environment, count_gpus=count_gpus)
     found = list(_found(theirs))
     lines = tuple(_one_for_each_key(each for each in found if isinstance(each, Line)))
     left = list(dict.fromkeys(each for each in found if isinstance(each, Left)))

@@ -76,11 +76,12 @@ def train(inputs: TrainingInputs, rows: InMemory | None = None, *, trust: bool =
     input in front where the error is about one.
     """
     with errors_name_inputs(inputs):
-        trainer = _started(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows, trust=trust)
+        trainer = new_run(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows, trust=trust)
         return _outputs(trainer.train(), trainer.config.rollout)
 
 
-def _started(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
+def new_run(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
+    """The run that inputs without `resume_checkpoint` describe, not begun; ConfigError for those that do not fit."""
     settings = _settings_of(inputs, "env_name", "env_dataset", "model_name")
     if inputs.env_dataset is not None and rows is None:
         files = {"train_files": [inputs.env_dataset], "test_files": None, "test_share": TEST_SHARE}

@@ -25,6 +25,7 @@ from tests.workflows.small import SETTINGS, geospot_rows, model
 
 mixtrain = pytest.importorskip("mixtrain", reason="the SDK of mixtrain has no release for this Python")
 _introspect = pytest.importorskip("mixtrain._introspect")
+sdk_checkpoint = pytest.importorskip("mixtrain.types._checkpoint")
 from mixtrain.cli.utils import expand_file_args  # noqa: E402
 
 from fovea.integrations import mixtrain as ours  # noqa: E402
@@ -110,7 +111,7 @@ def test_results_are_saved_in_the_workspace(tmp_path: Path, monkeypatch: pytest.
     volume = tmp_path / "volume"
     volume.mkdir()
     monkeypatch.setattr(ours, "VOLUME", volume)
-    monkeypatch.setattr("mixtrain.types._checkpoint._DATA_ROOT", str(volume))
+    monkeypatch.setattr(sdk_checkpoint, "_DATA_ROOT", str(volume))
     frame = pd.read_csv(geospot_rows(tmp_path))
     frame["image_url"] = [str(tmp_path / name) for name in frame["image_url"]]
     inputs = {"model_name": "model", "env_dataset": mixtrain.Dataset.from_pandas(frame), "total_steps": 4}

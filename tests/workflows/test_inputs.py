@@ -23,7 +23,7 @@ from fovea.workflows.inputs import (
     read_inputs,
     settings_of,
 )
-from fovea.workflows.training import _started
+from fovea.workflows.training import new_run
 from tests.tables import table
 
 PUBLISHED = {
@@ -101,7 +101,7 @@ def test_every_input_reaches_its_setting() -> None:
         "gae_lambda": 0.75,
     }
     inputs = TrainingInputs(**given, settings={"rollout.prompts_per_step": 5})
-    config = _started(inputs, None).config
+    config = new_run(inputs, None).config
     gae = config.algorithm.advantage
     assert gae.name == "gae"
     # 31 and 15 answers are 7 and 3 training steps of 5 answers each

@@ -16,7 +16,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.metrics.log import read_metrics
 from fovea.workflows.inputs import TrainingInputs
-from fovea.workflows.training import _started, final_reward
+from fovea.workflows.training import final_reward, new_run
 from tests.workflows.small import SETTINGS, geospot_rows, model, vqa_rows
 
 
@@ -202,6 +202,6 @@ def test_all_gpus_take_part_unless_the_settings_place_the_run(
     """On Ray, or in the processes that torchrun has started."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert _started(TrainingInputs(), None).config.cluster.gpus_per_node == workers
+    assert new_run(TrainingInputs(), None).config.cluster.gpus_per_node == workers
     placed = TrainingInputs(settings={"cluster.gpus_per_node": 3})
-    assert _started(placed, None).config.cluster.gpus_per_node == 3
+    assert new_run(placed, None).config.cluster.gpus_per_node == 3
