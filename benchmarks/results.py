@@ -3,17 +3,24 @@
     python -m benchmarks.results GRPO=runs/g0,runs/g1 PPO=runs/p0
     python -m benchmarks.results --parts GRPO=runs/g0     # named parts of the reward in place of question types
 
-One line per run. Accuracies after RL have their 95 % interval behind them; `-` stands where a run took no such reading.
+One line per run. Accuracies after RL have their 95 % interval over rows behind them; `-` stands where a run took no
+such reading. A second table has a line per name with several seeds: means with Student's 95 % interval over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.summary import SummaryJson, read_summary
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % points of Student's t distribution for 1 to 9 degrees of freedom."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,6 +31,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
     runs = [(name, read_summary(Path(folder) / SUMMARY_FILE)) for name, folders in named for folder in folders]
     print("\n".join(table(runs, parts=options.parts)))
+    if lines := list(seed_table(runs)):
+        print("\n".join(["", *lines]))
+
+
+def seed_table(runs: Sequence[tuple[str, SummaryJson]]) -> Iterator[str]:
+    """Lines of a Markdown table over the seeds of each name and number of steps; none where all are single runs."""
+    groups = groupby(runs, key=lambda run: (run[0], run[1]["steps"]))
+    named = [(name, [summary for _, summary in found]) for (name, _), found in groups]
+    several = [(name, found) for name, found in named if len(found) > 1]
+    if not several:
+        return
+    headers = ["run", "seeds", "after", "change"]
+    yield _line(headers)
+    yield _line(["---"] * len(headers))
+    for name, found in several:
+        starts = [(_start(summary), summary["accuracy"]["final"]) for summary in found]
+        changes = [after - before for before, after in starts if before is not None]
+        yield _line([name, str(len(found)), _over_seeds([after for _, after in starts]), _over_seeds(changes)])
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return "-"
+    mean = statistics.fmean(values)
+    half = T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{_number(mean)} [{_number(mean - half)}, {_number(mean + half)}]"
 
 
 def table(runs: Sequence[tuple[str, SummaryJson]], *, parts: bool = False) -> Iterator[str]:

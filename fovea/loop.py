@@ -9,7 +9,7 @@ from fovea.errors import ConfigError
 from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.draw import draw
-from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, save_last, stopping
+from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
 from fovea.run.parity_gate import check_push
 from fovea.run.recorded import record_samples
 from fovea.run.rollout_step import Rollout, record_unscored
@@ -46,9 +46,8 @@ async def _train(run: Run, stop: Stop) -> Summary:
                 with run.profile(state.step), run.phases("step"):
                     groups, metrics = await take_step(run, state)
                 state = await record(run, state, groups, metrics)
-                if reason := stop.reason:
-                    await save_and_say(run, state, reason)
-                    stop.end()
+                if stop.reason:
+                    await end_early(run, state, stop)
             # a signal waits for it, as for a step
             await save_last(run, state)
         return await finish(run, state)

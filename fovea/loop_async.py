@@ -13,7 +13,7 @@ from fovea.loop import learn
 from fovea.report.summary import Summary
 from fovea.run.ahead import RolloutsAhead, drawing_ahead
 from fovea.run.context import Run
-from fovea.run.lifecycle import begin, closing, finish, record, save_and_say, save_last, stopping
+from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
 from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.samples import staleness
@@ -42,10 +42,9 @@ async def _train(run: Run, stop: Stop) -> Summary:
                     with run.profile(state.step), run.phases("step"):
                         groups, metrics = await take_step(run, state, ahead)
                     state = await record(run, state, groups, metrics)
-                    if reason := stop.reason:
+                    if stop.reason:
                         await ahead.put_back()
-                        await save_and_say(run, state, reason)
-                        stop.end()
+                        await end_early(run, state, stop)
             # a signal waits for it, as for a step
             await save_last(run, state)
         return await finish(run, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from fovea.errors import DataError, MicrobatchMemoryError
 from fovea.loop import take_step, train
 from fovea.metrics.log import read_metrics
+from fovea.run import lifecycle
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.lifecycle import begin
 from fovea.run.manifest import write_manifest
@@ -50,6 +52,35 @@ def test_the_time_limit_counts_earlier_attempts_and_is_named_as_it_was_set(
         train(run)
     assert ended.value.code == 0
     assert said[-1].startswith("max_hours=1 are over: saved at step 1;")
+
+
+EVALUATED = {"after_max_hours": True, "image_controls": False, "shared_images": "ignore"}
+
+
+def test_a_time_limit_evaluates_where_the_settings_say_so(tmp_path: Path) -> None:
+    """And the run goes on from its checkpoint as any other."""
+    with pytest.raises(SystemExit) as ended:
+        train(bandit_run(tmp_path, max_hours=1e-9, evaluate=EVALUATED))
+    assert ended.value.code == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 1
+    assert summary["test"]["final"]["accuracy"]["n"] > 0
+    assert (tmp_path / "report.html").is_file()
+    assert train(bandit_run(tmp_path, max_steps=2, resume=True)).steps == 2
+
+
+def test_a_signal_ends_the_evaluation_behind_a_time_limit_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def finish(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal was only noted")
+
+    monkeypatch.setattr(lifecycle, "finish", finish)
+    with pytest.raises(SystemExit) as ended:
+        train(bandit_run(tmp_path, max_hours=1e-9, evaluate=EVALUATED))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert (tmp_path / "checkpoints" / "step-1").is_dir()
 
 
 def test_each_step_has_the_promised_metrics(tmp_path: Path) -> None:

@@ -250,6 +250,15 @@ def test_a_run_that_is_told_to_end_puts_back_what_it_has_drawn_ahead(tmp_path: P
         assert saved.state[key] == expected.state[key]
 
 
+def test_the_evaluation_behind_a_time_limit_is_of_the_last_weights(tmp_path: Path) -> None:
+    evaluated = {"after_max_hours": True, "image_controls": False, "shared_images": "ignore"}
+    watched = Watched(overlapping(tmp_path, max_hours=1e-9, max_steps=9, evaluate=evaluated), update_turns=60)
+    with pytest.raises(SystemExit):
+        train(watched.run)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == watched.pushed[-1] == 1
+    np.testing.assert_array_equal(watched.run.engine.table, watched.run.policy.table)  # type: ignore[attr-defined]
+
+
 class TornEnvironment(BanditEnvironment):
     """Environment with bad rows."""
 

@@ -75,7 +75,7 @@ RUNS = {
     "RLinf": ("geo3k", geometry, GROUPS),
     "verl": (VERL, verl_geometry, GROUPS),
     "verl, frozen": (VERL, geometry, [*GROUPS, "model.freeze_vision_tower=true"]),
-    "verl, LoRA": (VERL, geometry, [*GROUPS, "model.lora={rank: 16, alpha: 32, targets: all-linear}"]),
+    "verl, LoRA": (VERL, geometry, [*GROUPS, "model.lora={rank: 64, alpha: 32, targets: all-linear}"]),
     "verl, unbalanced": (
         VERL,
         geometry,

@@ -19,7 +19,7 @@ app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
-EASY_VQA = Path("data/easy_vqa")
+EASY_VQA, VISUAL_QA = Path("data/easy_vqa"), Path("data/visual_qa")
 TINY = "tiny"
 """Recipe that, given after another one, replaces its model with a tiny one."""
 
@@ -84,6 +84,27 @@ def vqa(
 
         _say("drawing scenes ...", quiet)
         _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet)
+
+
+@app.command("visual-qa")
+def visual_qa(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = VISUAL_QA,
+    rows: TrainRows = 5_000,
+    seed: Seed = 0,
+    image_side_px: SideOfScene = 64,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Render scenes with the columns of mixtrain's visual QA, offline.
+
+    Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.
+    """
+    with one_line_errors(debug=debug):
+        from fovea.environments.data_sets.vqa import write_visual_qa
+
+        _say("drawing scenes ...", quiet)
+        files = write_visual_qa(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
+        _report("vlm_gym_vqa", files, TINY, quiet=quiet, folder=VISUAL_QA)
 
 
 @app.command()
@@ -167,13 +188,16 @@ def _say(text: str, quiet: bool) -> None:
         typer.echo(text, err=True)
 
 
-def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool) -> None:
-    """Print the files and the commands that train on them, also with the recipes `beside` for a small run."""
+def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool, folder: Path | None = None) -> None:
+    """Print the files and the commands that train on them, also with the recipes `beside` for a small run.
+
+    `name` is the recipe's, which looks for the files in `folder`; default: data/NAME.
+    """
     by_split = {file.stem: file for file in _print(files)}
     held_out = by_split.get("test", by_split.get("validation"))
     if "train" not in by_split or held_out is None:
         return
-    default = Path("data", name)  # of the recipe
+    default = folder or Path("data", name)
     settings = [
         f"'environment.{split}_files=[{file}]'"
         for split, file in (("train", by_split["train"]), ("test", held_out))

@@ -41,7 +41,7 @@ def import_config(
         given = read(words or [])
         if not given:
             raise ConfigError("no settings found; write fovea import-config FILE [KEY=VALUE]...")
-        translation = translate(system_of(given, system), given, environment)
+        translation = translate(system_of(given, system), given, environment, _count_gpus)
         text = recipe_text(translation, where_of(given))
         if out is None:
             typer.echo(text, nl=False)
@@ -51,3 +51,10 @@ def import_config(
             out.write_text(text, encoding="utf-8")
         lost = len(translation.left) + len(translation.unknown)
         typer.echo(f"{len(translation.lines)} settings; {lost} left out, with reasons at the head", err=True)
+
+
+def _count_gpus() -> int:
+    # most imports need no torch, whose import takes seconds
+    import torch
+
+    return torch.cuda.device_count()

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,7 +48,8 @@ except ModuleNotFoundError as error:
         "cluster.gpus_per_node out and start the processes with torchrun"
     ) from error
 
-MAX_PLACEMENT_SECONDS = 60.0
+PLACEMENT_SECONDS = 5.0
+"""Longest time that Ray takes to reserve GPUs that are free, and pause between two reports of those that are not."""
 KNOCK_SECONDS = 10.0
 """Longest wait for the head node of a cluster to take a connection."""
 LOOK_SECONDS = 0.05
@@ -181,7 +183,9 @@ class RayWorkers:
             threading.Thread(target=_end_with_servers, args=(self._closed,), name="watch of Ray", daemon=True).start()
         try:
             resource = _resource(device)
-            self._bundles = _reserve(cluster, resource)
+            # no node joins the cluster of this run, nor does another run leave it
+            wait_seconds = 0.0 if self._owns_cluster else 60 * cluster.wait_minutes
+            self._bundles = _reserve(cluster, resource, wait_seconds)
             actors = [_start(self._bundles, node, resource) for node in _nodes_of_ranks(cluster)]
             host, port = _result(actors[0].meeting_point.remote())
             first = Rendezvous(
@@ -292,19 +296,34 @@ def _nodes_of_ranks(cluster: Cluster) -> list[int]:
     return [rank // cluster.gpus_per_node for rank in range(cluster.num_ray_workers)]
 
 
-def _reserve(cluster: Cluster, resource: str) -> PlacementGroup:
-    """Take a bundle of as many nodes as the run asks for; ConfigError if they are not free."""
+def _reserve(cluster: Cluster, resource: str, wait_seconds: float) -> PlacementGroup:
+    """Take a bundle of as many nodes as the run asks for, and print what is missing; ConfigError if time runs out."""
     bundles = [{resource: float(cluster.gpus_per_node or 0)}] * cluster.num_nodes
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
-    if not group.wait(MAX_PLACEMENT_SECONDS):
-        remove_placement_group(group)
-        free = [node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]]
-        raise ConfigError(
-            f"cluster.num_nodes={cluster.num_nodes} and cluster.gpus_per_node={cluster.gpus_per_node} need as many "
-            f"{resource}s on each node, and within {MAX_PLACEMENT_SECONDS:.0f} s they were not free; the nodes have "
-            f"{free}, some of which other runs may hold; lower the settings, or add nodes by `fovea cluster start`"
-        )
+    deadline, printed = time.monotonic() + wait_seconds, ""
+    while not group.wait(PLACEMENT_SECONDS):
+        missing = _missing(cluster, resource)
+        if time.monotonic() >= deadline:
+            remove_placement_group(group)
+            raise ConfigError(
+                f"{missing}; lower the settings, add nodes by `fovea cluster start`, or raise "
+                f"cluster.wait_minutes={cluster.wait_minutes:g}"
+            )
+        if missing != printed:
+            print(f"waiting for the Ray cluster: {missing}", file=sys.stderr, flush=True)
+            printed = missing
     return group
+
+
+def _missing(cluster: Cluster, resource: str) -> str:
+    """The GPUs (on CPUs: cores) that the run needs, beside those of the cluster."""
+    nodes = [f"{node['Resources'].get(resource, 0):g}" for node in ray.nodes() if node["Alive"]]
+    free = ray.available_resources().get(resource, 0)
+    return (
+        f"cluster.num_nodes={cluster.num_nodes} and cluster.gpus_per_node={cluster.gpus_per_node} need "
+        f"{cluster.gpus_per_node} {resource}s on each of {cluster.num_nodes} nodes; the cluster's {len(nodes)} nodes "
+        f"have {', '.join(nodes)}, of which {free:g} are free"
+    )
 
 
 def _start(bundles: PlacementGroup, node: int, resource: str) -> Any:

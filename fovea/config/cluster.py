@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from fovea.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, refuse
+from fovea.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, refuse
 
 
 class Cluster(Section):
@@ -17,6 +17,9 @@ class Cluster(Section):
     """Machines of the Ray cluster that the run takes GPUs of."""
     gpus_per_node: PositiveInt | None = None
     """GPUs on each of them. Set: Ray starts a worker for each. Default: one process, or those that torchrun started."""
+    wait_minutes: NonNegativeFloat = 1.0
+    """Time for which a run waits for free GPUs of a Ray cluster, whose nodes may still be joining or hold other runs;
+    0: none."""
     placement: Literal["collocated", "disaggregated", "hybrid"] = "collocated"
     """Use of the GPUs. collocated: each trains and generates in turn; disaggregated: rollout_gpus of them generate and
     the others train; hybrid: rollout_gpus of them generate and the others do both in turn."""

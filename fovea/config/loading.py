@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
 from fovea.config.describe import describe, full_key, moved_key, unknown_key
+from fovea.config.elsewhere import hint_for, hint_for_last_name
 from fovea.config.listing import allowed_at, has_setting, is_at_or_below, listed, settings
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
@@ -189,6 +190,8 @@ class _Layers:
         if is_missing:
             dropped = self._dropped_below(key.rpartition(".")[0])
             return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
+        if told := _told_of_fields(key, value):
+            return f"{where}{told}"
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 
     def _dropped_below(self, section: str) -> str:
@@ -288,6 +291,12 @@ def _choices_first(override: Tree) -> int:
     choices = {setting.key for setting in describe() if setting.key.endswith(f".{NAME}")}
     depths = (f"{part}.{choice}".count(".") for choice in choices if choice in (inner, f"{inner}.{NAME}"))
     return next(depths, len(choices))
+
+
+def _told_of_fields(key: str, value: object) -> str | None:
+    """The names here of another system's settings that are given below one of ours, such as reward.reward_max_val."""
+    below = [f"{key}.{name}" for name in leaves(value)] if isinstance(value, dict) else []
+    return next((told for name in below if (told := hint_for(name) or hint_for_last_name(name))), None)
 
 
 def _parts(layer: Tree) -> Sequence[str]:

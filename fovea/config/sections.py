@@ -182,6 +182,8 @@ class Evaluate(Section):
     """Test rows of one evaluation; default: all."""
     before_training: bool = True
     """Evaluate on the test rows before the first step, and after a warm-up, to compare with the end."""
+    after_max_hours: bool = False
+    """Evaluate on the test rows and write the report also when max_hours ends the run, which takes time beyond it."""
     batch_size: PositiveInt = 200
     """Rows generated at once."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"

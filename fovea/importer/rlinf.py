@@ -266,15 +266,23 @@ def placement(theirs: Theirs) -> Iterator[Line | Left]:
     if actor == rollout:
         yield theirs.line("cluster.placement", "collocated", *read)
         if actor == "all":
-            yield from theirs.left(
-                first, "how many GPUs all are is not said; add cluster.gpus_per_node=N, or use torchrun"
-            )
+            yield from _all_gpus(theirs, first)
     elif _gpus(actor) and _gpus(rollout) and not _gpus(actor) & _gpus(rollout):
         yield theirs.line("cluster.placement", "disaggregated", *read)
         yield theirs.line("cluster.rollout_gpus", len(_gpus(rollout)), second)
     else:
         for key in read:
             yield from theirs.left(key, "no placement here; set cluster.placement and cluster.rollout_gpus")
+
+
+def _all_gpus(theirs: Theirs, key: str) -> Iterator[Line | Left]:
+    """All GPUs of this machine, where there are several; one has a run without a setting."""
+    num_gpus = theirs.count_gpus()
+    if num_gpus > 1:
+        yield theirs.line("cluster.gpus_per_node", num_gpus, key, why="the GPUs of this machine")
+    elif num_gpus == 0:
+        reason = "this machine has no GPUs to count; set cluster.gpus_per_node=N in the recipe, or use torchrun"
+        yield from theirs.left(key, reason)
 
 
 def _gpus(text: Any) -> set[int]:

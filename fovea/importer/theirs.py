@@ -74,6 +74,8 @@ class Theirs:
     given: Mapping[str, Given]
     environment: EnvironmentName | None = None
     """The environment that the user named, where the settings do not tell."""
+    count_gpus: Callable[[], int] = lambda: 0
+    """Counts the GPUs of this machine, for settings that mean all of them."""
 
     def value(self, key: str) -> Any:
         """The value of a key, references replaced, or its default; None where it is null or has neither.

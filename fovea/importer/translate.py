@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -15,6 +15,8 @@ from fovea.importer import rlinf, verl
 from fovea.importer.given import Given
 from fovea.importer.theirs import EnvironmentName, Left, Line, Rule, Theirs, Unusable, plain
 
+NEARLY_THE_KEY = 0.9
+"""Likeness (difflib) of a whole key with a slip in one of its sections; names in other sections are below."""
 RULES: Mapping[str, Mapping[str, Rule]] = {"verl": verl.RULES, "rlinf": rlinf.RULES}
 
 
@@ -32,12 +34,18 @@ class Translation:
     unknown: tuple[Given, ...]
 
 
-def translate(system: System, given: Mapping[str, Given], environment: EnvironmentName | None = None) -> Translation:
+def translate(
+    system: System,
+    given: Mapping[str, Given],
+    environment: EnvironmentName | None = None,
+    count_gpus: Callable[[], int] = lambda: 0,
+) -> Translation:
     """The settings of a recipe for those of a run of another system, its defaults included.
 
+    `count_gpus` counts the GPUs of this machine, where settings mean all of them.
     ConfigError for values that contradict each other, that cannot be known, or without which there is no recipe.
     """
-    theirs = Theirs(system=system, given=given, environment=environment)
+    theirs = Theirs(system=system, given=given, environment=environment, count_gpus=count_gpus)
     found = list(_found(theirs))
     lines = tuple(_one_for_each_key(each for each in found if isinstance(each, Line)))
     left = list(dict.fromkeys(each for each in found if isinstance(each, Left)))
@@ -58,15 +66,20 @@ def translate(system: System, given: Mapping[str, Given], environment: Environme
 
 
 def _refuse_typos(unknown: Iterable[Given], system: System) -> None:
-    """ConfigError for an unknown setting that was typed beside the file, where one beside it is called nearly so."""
+    """ConfigError for an unknown setting that was typed beside the file, where a known one is called nearly so."""
     for each in unknown:
-        section, _, name = each.key.rpartition(".")
-        beside = {key.rpartition(".")[2]: key for key in system.by_key if key.rpartition(".")[0] == section}
-        near = get_close_matches(name, beside, n=1, cutoff=CLOSE_ENOUGH)
-        if near and each.where == COMMAND_LINE:
-            raise ConfigError(
-                f"{COMMAND_LINE}: {each.key}: no setting of {system.title}; did you mean {beside[near[0]]}?"
-            )
+        near = _near(each.key, system)
+        if near is not None and each.where == COMMAND_LINE:
+            raise ConfigError(f"{COMMAND_LINE}: {each.key}: no setting of {system.title}; did you mean {near}?")
+
+
+def _near(unknown: str, system: System) -> str | None:
+    """A key of the same section with nearly this name, else one that is nearly this key as a whole."""
+    section, _, name = unknown.rpartition(".")
+    beside = {key.rpartition(".")[2]: key for key in system.by_key if key.rpartition(".")[0] == section}
+    if near := get_close_matches(name, beside, n=1, cutoff=CLOSE_ENOUGH):
+        return beside[near[0]]
+    return next(iter(get_close_matches(unknown, system.by_key, n=1, cutoff=NEARLY_THE_KEY)), None)
 
 
 def _found(theirs: Theirs) -> Iterator[Line | Left]:

@@ -279,6 +279,7 @@ def offload(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 MEGATRON, STRATEGY = f"{ACTOR}.megatron", f"{ACTOR}.strategy"
+CONFIG_NAME, MEGATRON_CONFIG = "--config-name", "ppo_megatron_trainer"
 DIVIDED = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
@@ -288,8 +289,10 @@ DIVIDED = {
 
 
 def runs_megatron(theirs: Theirs) -> bool:
-    """True if the actor is trained by Megatron, which a script says by its settings where another config says it."""
-    return theirs.value(STRATEGY) == "megatron" or any(key.startswith(f"{MEGATRON}.") for key in theirs.given)
+    """True if the actor is trained by Megatron, by its settings or the name of verl's own config, which is not here."""
+    named = str(theirs.value(CONFIG_NAME) if theirs.is_given(CONFIG_NAME) else "").removesuffix(".yaml")
+    has_settings = any(key.startswith(f"{MEGATRON}.") for key in theirs.given)
+    return theirs.value(STRATEGY) == "megatron" or has_settings or named == MEGATRON_CONFIG
 
 
 def backend(theirs: Theirs) -> Iterator[Line | Left]:
@@ -298,7 +301,7 @@ def backend(theirs: Theirs) -> Iterator[Line | Left]:
         known = theirs.value(STRATEGY) in ("fsdp", "fsdp2")
         yield from theirs.left(STRATEGY, "FSDP2, which is the default", matters=not known)
         return
-    yield theirs.line("train.backend.name", "megatron", STRATEGY, why="settings of Megatron")
+    yield theirs.line("train.backend.name", "megatron", STRATEGY, why="settings or config of Megatron")
     for ours, name in DIVIDED.items():
         yield theirs.line(f"train.backend.{ours}", theirs.value(f"{MEGATRON}.{name}"), f"{MEGATRON}.{name}")
     tensor, sequence = f"{MEGATRON}.{DIVIDED['tensor_parallel_size']}", f"{MEGATRON}.sequence_parallel"

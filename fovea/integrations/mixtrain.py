@@ -1,6 +1,6 @@
 """The workflows vlm-rl-training and vlm-rl-eval as MixFlow classes of the mixtrain SDK (extra: mixtrain).
 
-A file for `mixtrain workflow create` needs one line: `from fovea.integrations.mixtrain import VLMRLTraining`.
+The folder workflows/mixtrain has the files for `mixtrain workflow create`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-import torch
-from mixtrain import Dataset, Eval, MixFlow, Sandbox
+from mixtrain import Checkpoint, Dataset, Eval, MixFlow, Sandbox
 
+from fovea.api.targets import export
 from fovea.config.base import Section
 from fovea.metrics.log import read_metrics
+from fovea.report.summary import FiguresAlongARun
 from fovea.workflows.evaluation import evaluate
 from fovea.workflows.inputs import EvaluationInputs, TrainingInputs, check_names, checked
 from fovea.workflows.training import TrainingOutputs, train
@@ -24,8 +27,11 @@ Run = TypeVar("Run", bound=Callable[..., dict[str, Any]])
 Flow = TypeVar("Flow", bound=type[MixFlow])
 
 SAVE_RESULTS = inspect.Parameter("save_results", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
-"""An input of the training here alone: save the metrics and the evaluation in the workspace."""
-IMAGE = "nvcr.io/nvidia/pytorch:25.01-py3"
+"""An input that only the training here has: save its results in the workspace."""
+IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
+"""The image of the published page has torch 2.6, which is too old for Fovea."""
+VOLUME = Path("/data")
+"""The workspace's volume in a sandbox, by the SDK; it outlives the sandbox."""
 MAX_NAME_LENGTH = 63
 """Of the names in a workspace."""
 
@@ -83,19 +89,28 @@ class VLMRLTraining(MixFlow):  # type: ignore[misc]
     def run(self, *, save_results: bool, env_dataset: Dataset | str | None, **given: Any) -> dict[str, Any]:
         """Train, and return the outputs of the workflow.
 
-        `env_dataset` is a Dataset, or the name of one in the workspace. With `save_results` the metrics become a
-        Dataset of the workspace and the evaluation an Eval; without, a local Dataset and the figures.
+        `env_dataset` is a Dataset, or the name of one in the workspace. With `save_results` the run folder and the
+        exported model (`checkpoint`) are on the workspace's volume, the metrics become a Dataset of the workspace, and
+        the evaluation an Eval over a Dataset of the held-out figures; without, a local Dataset and the figures.
         """
         inputs = checked(TrainingInputs, _given(given))
-        outputs = train(on_all_gpus(inputs, torch.cuda.device_count()), self._rows(env_dataset))
-        results = outputs.to_json()
-        metrics: Any = Dataset.from_pylist(read_metrics(outputs.run), name=_name("metrics", outputs))
-        if save_results:
-            metrics = metrics.save(_name("metrics", outputs), client=self.mix)
-            results["evaluation"] = Eval.from_dataset(
-                metrics, _name("eval", outputs), columns=metrics.schema.names, client=self.mix
-            )
-        return results | {"metrics_dataset": metrics}
+        outputs = train(on_volume(inputs) if save_results else inputs, self._rows(env_dataset))
+        metrics = Dataset.from_pylist(read_metrics(outputs.run), name=_name("metrics", outputs))
+        results = outputs.to_json() | {"metrics_dataset": metrics}
+        return results | self._saved(outputs, metrics) if save_results else results
+
+    def _saved(self, outputs: TrainingOutputs, metrics: Any) -> dict[str, Any]:
+        """Save the results in the workspace; returns those that are objects of it."""
+        saved = {
+            "checkpoint": _checkpoint(outputs),
+            "metrics_dataset": metrics.save(_name("metrics", outputs), client=self.mix),
+        }
+        if outputs.evaluation is None:
+            return saved
+        figures = Dataset.from_pylist(list(figure_rows(outputs.evaluation)))
+        figures = figures.save(_name("held-out", outputs), client=self.mix)
+        name, columns = _name("eval", outputs), figures.schema.names
+        return saved | {"evaluation": Eval.from_dataset(figures, name, columns=columns, client=self.mix)}
 
     def _rows(self, env_dataset: Dataset | str | None) -> list[dict[str, Any]] | None:
         if env_dataset is None:
@@ -122,13 +137,34 @@ def _given(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if value is not None}
 
 
-def on_all_gpus(inputs: TrainingInputs, num_gpus: int) -> TrainingInputs:
-    """The inputs with all GPUs of the sandbox, whose one process would otherwise train on the first of them."""
-    placed = any(key.partition(".")[0] == "cluster" for key in inputs.settings)
-    if num_gpus < 2 or placed:
+def on_volume(inputs: TrainingInputs) -> TrainingInputs:
+    """The inputs with a run folder on the workspace's volume, unless the settings name one or the run resumes."""
+    if not VOLUME.is_dir() or inputs.resume_checkpoint is not None or "run_dir" in inputs.settings:
         return inputs
     given = inputs.model_dump(exclude_unset=True)
-    return TrainingInputs(**{**given, "settings": {**inputs.settings, "cluster.gpus_per_node": num_gpus}})
+    return TrainingInputs(**given | {"settings": {**inputs.settings, "run_dir": str(VOLUME / "fovea/{name}-{time}")}})
+
+
+def _checkpoint(outputs: TrainingOutputs) -> Checkpoint | None:
+    """The trained model in transformers' format on the volume, for `Model.create`; None where no volume is mounted."""
+    if not VOLUME.is_dir():
+        return None
+    with TemporaryDirectory() as folder:
+        exported = export(outputs.trained_model, Path(folder) / "model").folder
+        target = VOLUME / "fovea/models" / _name("model", outputs)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Checkpoint.from_dir(str(exported), str(target), task="image-text-to-text", source_run=outputs.run.name)
+
+
+def figure_rows(evaluation: FiguresAlongARun) -> Iterator[dict[str, object]]:
+    """A row for each held-out figure of each stage of a run, with its 95 % interval."""
+    for stage in ("before", "warmup", "final"):
+        figures: Any = evaluation[stage]
+        if figures is None:
+            continue
+        reward = {} if figures["reward"] is None else {"reward": figures["reward"]}
+        for name, estimate in {"accuracy": figures["accuracy"], **reward, **figures["by_type"]}.items():
+            yield {"stage": stage, "figure": name, **estimate}
 
 
 def _name(kind: str, outputs: TrainingOutputs) -> str:

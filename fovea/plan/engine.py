@@ -19,6 +19,7 @@ from fovea.config.backends import (
     VllmEngine,
 )
 from fovea.config.run import Config
+from fovea.errors import ConfigError
 from fovea.plan.activations import Numerics
 from fovea.plan.machine import GIB, Machine
 from fovea.plan.model_sizes import ModelSizes
@@ -82,11 +83,20 @@ class ServingRoom:
 def serving_room(
     config: Config, sizes: ModelSizes, machine: Machine, roles: Roles, numerics: Numerics
 ) -> ServingRoom | None:
-    """The room of an engine in the processes of the run; None for the embedded engine, and for servers elsewhere."""
+    """The room of an engine in the processes of the run; None for the embedded engine, and for servers elsewhere.
+
+    ConfigError for several engines of which each takes GPUs of the next, as a run says (`gpus_of_engine`).
+    """
     engine = config.rollout.engine
     if not isinstance(engine, ServingEngine):
         return None
     shards = engine.tensor_parallel_size
+    if shards > 1 and roles.engines > 1:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel_size={shards}, but each of {roles.engines} GPUs has an engine, which "
+            "would take the GPUs of the next; set it to 1, or cluster.placement=disaggregated "
+            "cluster.rollout_gpus=1 with free GPUs behind that one"
+        )
     weights = sizes.parameters * numerics.width // shards
     longest = engine.max_model_len or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     token = token_bytes(sizes, numerics) // min(shards, sizes.decoder.num_kv_heads)

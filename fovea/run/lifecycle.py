@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm_parts import KlInReward
@@ -320,8 +320,18 @@ async def save_last(run: Run, state: TrainState) -> None:
     await run.checkpoints.finish()
 
 
-async def save_and_say(run: Run, state: TrainState, reason: str) -> None:
-    """Write a checkpoint for a run that is about to end, and print for which reason, and where it can go on."""
+async def end_early(run: Run, state: TrainState, stop: Stop) -> NoReturn:
+    """Save a run that a signal or its time limit ends, print where it can go on, and end it.
+
+    With `evaluate.after_max_hours` it is evaluated first if the time limit ends it.
+    """
+    reason = stop.reason
     await save_last(run, state)
     _print_hints(run)
     run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
+    if stop.received is None and run.config.evaluate.after_max_hours:
+        with stop.at_once():
+            # the loop that draws ahead may have dropped what these weights were to draw
+            await run.weight_sync.push(state.step)
+            await finish(run, state)
+    stop.end()

@@ -73,6 +73,15 @@ class Stop:
         if self.received is not None:
             _end(self.received, RESUMABLE)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Context of the end of a run that is saved: within the steps too, a signal ends it there and then."""
+        before, self._in_steps = self._in_steps, False
+        try:
+            yield
+        finally:
+            self._in_steps = before
+
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         is_new = perf_counter() - self._received_at > SAME_SIGNAL_SECONDS or not is_of_torchrun()

@@ -1,20 +1,27 @@
-"""The workflow vlm-rl-training: a run of PPO from the recipe of an environment, or on from a checkpoint."""
+"""The workflow vlm-rl-training: a run of PPO from the recipe of an environment, or on from a checkpoint.
+
+A step of the published workflow is one answer, and an episode the answers that PPO trains on together: 10,000 steps are
+625 episodes of 16. A training step of Fovea is such an episode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fovea.api.rows import TEST_SHARE
 from fovea.api.runs import TrainedRun
-from fovea.api.settings import overrides_of
+from fovea.api.settings import is_set, overrides_of
 from fovea.api.trainers import PPO
 from fovea.build.targets import find_checkpoint
 from fovea.build.trust import check_trust
 from fovea.config.recipes import shipped_recipe
-from fovea.config.run import Config
+from fovea.config.run import Rollout
 from fovea.data.rows import InMemory
 from fovea.errors import ConfigError, DataError
 from fovea.evaluation.json_file import finite_json
@@ -22,9 +29,19 @@ from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE
 from fovea.report.summary import FiguresAlongARun
 from fovea.types import Metrics
-from fovea.workflows.inputs import DEFAULT_ENVIRONMENT, RECIPES, TrainingInputs, errors_name_inputs, settings_of
+from fovea.utils.launch import num_processes
+from fovea.workflows.inputs import (
+    DEFAULT_ENVIRONMENT,
+    RECIPES,
+    TrainingInputs,
+    errors_name_inputs,
+    keys_of,
+    settings_of,
+)
 
 LAST_EPISODES = 100
+COUNT_ANSWERS = ("total_steps", "checkpoint_interval")
+"""Inputs that count answers; the settings that they stand for count training steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +49,15 @@ class TrainingOutputs:
     """What vlm-rl-training returns."""
 
     final_reward: float | None
-    """Mean reward of the last 100 episodes; None before the first step."""
+    """Mean reward of the last 100 episodes; None before the first."""
     total_steps: int
+    """Answers that were trained on."""
     total_episodes: int
+    """Training steps."""
     metrics_dataset: Path
     """JSON Lines, one object of metrics for each step (docs/metrics.md)."""
     evaluation: FiguresAlongARun | None
-    """Figures on the test rows before and after training; None for a run that its time limit ended."""
+    """Figures on the test rows before and after training; None where the run took no reading at its end."""
     trained_model: Path
     """The last checkpoint: `trained_model` of vlm-rl-eval, `resume_checkpoint` of vlm-rl-training."""
     run: Path
@@ -57,17 +76,45 @@ def train(inputs: TrainingInputs, rows: InMemory | None = None, *, trust: bool =
     input in front where the error is about one.
     """
     with errors_name_inputs(inputs):
-        trainer = _started(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows, trust=trust)
-        return _outputs(trainer.train(), trainer.config)
+        trainer = new_run(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows, trust=trust)
+        return _outputs(trainer.train(), trainer.config.rollout)
 
 
-def _started(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
-    settings = settings_of(inputs, "env_name", "env_dataset", "model_name")
+def new_run(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
+    """The run that inputs without `resume_checkpoint` describe, not begun; ConfigError for those that do not fit."""
+    settings = _settings_of(inputs, "env_name", "env_dataset", "model_name")
     if inputs.env_dataset is not None and rows is None:
         files = {"train_files": [inputs.env_dataset], "test_files": None, "test_share": TEST_SHARE}
         settings = {f"environment.{key}": value for key, value in files.items()} | settings
     recipe = shipped_recipe(RECIPES[inputs.env_name or DEFAULT_ENVIRONMENT])
+    described = PPO(recipe=recipe, model=inputs.model_name, rows=rows, settings=settings)
+    settings |= _in_training_steps(inputs, described.config.rollout)
     return PPO(recipe=recipe, model=inputs.model_name, rows=rows, settings=settings)
+
+
+def _settings_of(inputs: TrainingInputs, *apart: str) -> dict[str, object]:
+    """The settings that the inputs stand for, on all GPUs of this machine unless they place the run themselves."""
+    settings = settings_of(inputs, *COUNT_ANSWERS, *apart)
+    return settings if is_set("cluster", settings) else settings | {"cluster.gpus_per_node": _gpus_for_ray()}
+
+
+def _gpus_for_ray() -> int | None:
+    """GPUs of this machine, each with a worker of Ray's; None for one process, or those that torchrun has started."""
+    num_gpus = torch.cuda.device_count()
+    return num_gpus if num_gpus > 1 and num_processes() == 1 else None
+
+
+def _in_training_steps(inputs: TrainingInputs, rollout: Rollout) -> dict[str, object]:
+    """The settings of the inputs that count answers."""
+    given: Mapping[str, int | None] = {name: getattr(inputs, name) for name in COUNT_ANSWERS}
+    answers = _answers_per_step(rollout)
+    return {
+        key: math.ceil(count / answers) for name, count in given.items() if count is not None for key in keys_of(name)
+    }
+
+
+def _answers_per_step(rollout: Rollout) -> int:
+    return rollout.prompts_per_step * rollout.samples_per_prompt
 
 
 def _resumed(inputs: TrainingInputs, rows: InMemory | None, *, trust: bool) -> PPO:
@@ -81,20 +128,22 @@ def _resumed(inputs: TrainingInputs, rows: InMemory | None, *, trust: bool) -> P
         raise ConfigError(f"resume_checkpoint: {error}") from error
     if inputs.env_name is not None:
         raise ConfigError("env_name: a run goes on in its own environment; drop env_name, or resume_checkpoint")
-    settings = settings_of(inputs, "resume_checkpoint", "model_name")
+    recipe = checkpoint.run / CONFIG_FILE
     place: dict[str, object] = {"resume": str(checkpoint.folder), "run_dir": str(checkpoint.run)}
-    resumed = PPO(recipe=checkpoint.run / CONFIG_FILE, model=inputs.model_name, settings=place | settings)
-    check_trust(resumed.config, checkpoint.run / CONFIG_FILE, overrides_of(settings), trust=trust, trains=True)
+    settings = _settings_of(inputs, "resume_checkpoint", "model_name")
+    described = PPO(recipe=recipe, model=inputs.model_name, settings=place | settings)
+    settings |= _in_training_steps(inputs, described.config.rollout)
+    resumed = PPO(recipe=recipe, model=inputs.model_name, settings=place | settings)
+    check_trust(resumed.config, recipe, overrides_of(settings), trust=trust, trains=True)
     return resumed
 
 
-def _outputs(trained: TrainedRun, config: Config) -> TrainingOutputs:
-    episodes_per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    total_steps = int(trained.metrics[-1]["step"]) if trained.metrics else 0
+def _outputs(trained: TrainedRun, rollout: Rollout) -> TrainingOutputs:
+    episodes = int(trained.metrics[-1]["step"]) if trained.metrics else 0
     return TrainingOutputs(
-        final_reward=final_reward(trained.metrics, episodes_per_step),
-        total_steps=total_steps,
-        total_episodes=total_steps * episodes_per_step,
+        final_reward=final_reward(trained.metrics),
+        total_steps=episodes * _answers_per_step(rollout),
+        total_episodes=episodes,
         metrics_dataset=trained.folder / METRICS_FILE,
         evaluation=trained.summary.get("test") if trained.summary else None,
         trained_model=find_checkpoint(trained.folder).folder,
@@ -102,13 +151,7 @@ def _outputs(trained: TrainedRun, config: Config) -> TrainingOutputs:
     )
 
 
-def final_reward(metrics: Sequence[Metrics], episodes_per_step: int) -> float | None:
-    """Mean reward of the last 100 episodes, of fewer where there are no more; None without any.
-
-    The episodes of a step come at once, in no order, so that the mean of a step stands for each of its episodes.
-    """
-    left, total = LAST_EPISODES, 0.0
-    for row in reversed(metrics):
-        taken = min(left, episodes_per_step)
-        total, left = total + taken * row["reward"], left - taken
-    return total / (LAST_EPISODES - left) if left < LAST_EPISODES else None
+def final_reward(metrics: Sequence[Metrics]) -> float | None:
+    """Mean reward of the last 100 episodes, of fewer where there are no more; None without any."""
+    last = [row["reward"] for row in metrics[-LAST_EPISODES:]]
+    return sum(last) / len(last) if last else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.results import main
+from benchmarks.results import T_975, main
 from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
 
@@ -39,7 +40,7 @@ def cells(text: str) -> list[list[str]]:
 
 def test_a_line_per_run_with_accuracies_by_type(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(runs)
-    headers, _, first, second = cells(capsys.readouterr().out)
+    headers, _, first, second, *_ = cells(capsys.readouterr().out)
     of_first, of_second = dict(zip(headers, first, strict=True)), dict(zip(headers, second, strict=True))
     assert (of_first["run"], of_first["seed"], of_first["steps"], of_first["rows"]) == ("GRPO", "0", "7", "4")
     assert (of_first["before RL"], of_first["colour"], of_first["count"]) == ("0.500", "1.000", "0.667")
@@ -51,6 +52,27 @@ def test_a_line_per_run_with_accuracies_by_type(runs: list[str], capsys: pytest.
 
 def test_parts_of_the_reward_in_place_of_types(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["--parts", *runs])
-    headers, _, first, _ = cells(capsys.readouterr().out)
+    headers, _, first, *_ = cells(capsys.readouterr().out)
     assert "colour" not in headers
     assert dict(zip(headers, first, strict=True))["answer"] == "0.125"
+
+
+def test_a_line_per_name_has_the_interval_over_its_seeds(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Changes of .25 and 0: a mean of .125 with s = .1768, so that 12.706 s / sqrt(2) = 1.588."""
+    main(runs)
+    headers, _, line = cells(capsys.readouterr().out)[-3:]
+    assert dict(zip(headers, line, strict=True)) == {
+        "run": "GRPO",
+        "seeds": "2",
+        "after": "0.500 [-2.676, 3.676]",
+        "change": "0.125 [-1.463, 1.713]",
+    }
+    main([runs[0].partition(",")[0]])
+    assert len(cells(capsys.readouterr().out)) == 3, "one run has no spread over seeds"
+
+
+def test_the_points_of_students_distribution_leave_a_fortieth_above_them() -> None:
+    for degrees, point in enumerate(T_975, start=1):
+        x = torch.linspace(0, point, 200_001, dtype=torch.float64)
+        density = torch.distributions.StudentT(torch.tensor(float(degrees), dtype=torch.float64)).log_prob(x).exp()
+        assert torch.trapezoid(density, x).item() == pytest.approx(0.475, abs=2e-5)  # they have three digits

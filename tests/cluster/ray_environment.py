@@ -35,12 +35,14 @@ def own_ray() -> Iterator[dict[str, str]]:
         yield {**environment(), **own}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RayCluster:
     """A cluster whose nodes are all on this machine."""
 
     environment: dict[str, str]
     """Environment in which a run finds the cluster."""
+    address: str = ""
+    """Where further nodes join it; empty before the head has started."""
     sessions: set[int] = field(default_factory=set)
     """Ids of the sessions of its processes."""
 
@@ -61,6 +63,10 @@ class RayCluster:
         assert process.returncode == 0, errors
         return said
 
+    def join(self, num_cpus: int) -> None:
+        """Start a further node."""
+        self.start(f"--address={self.address}", f"--num-cpus={num_cpus}")
+
     def processes(self) -> list[psutil.Process]:
         found = []
         for each in psutil.process_iter():
@@ -76,18 +82,18 @@ class RayCluster:
 
 
 @contextmanager
-def cluster_of_three() -> Iterator[RayCluster]:
-    """Three nodes on the loopback interface, which runs find as those of a user find theirs."""
+def cluster_of(*num_cpus: int) -> Iterator[RayCluster]:
+    """Nodes with so many CPUs on the loopback interface, which runs find as those of a user find theirs."""
     with own_ray() as own:
         cluster = RayCluster(own)
         try:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 # Ray's own ports begin at 10001
                 port = 1024 + free.getsockname()[1] % 8000
-            said = cluster.start(f"--port={port}", f"--num-cpus={NODE_CPUS[0]}")
-            address = said.rpartition("fovea cluster start --address ")[2].strip()
-            for num_cpus in NODE_CPUS[1:]:
-                cluster.start(f"--address={address}", f"--num-cpus={num_cpus}")
+            said = cluster.start(f"--port={port}", f"--num-cpus={num_cpus[0]}")
+            cluster.address = said.rpartition("fovea cluster start --address ")[2].strip()
+            for more in num_cpus[1:]:
+                cluster.join(more)
             yield cluster
         finally:
             cluster.kill()

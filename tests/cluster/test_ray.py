@@ -21,7 +21,7 @@ from fovea.cluster.ray_token import make_token
 from fovea.config.run import Cluster, Config, Model, TinyModel
 from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
-from tests.cluster.ray_environment import NODE_CPUS, RayCluster, cluster_of_three, own_ray
+from tests.cluster.ray_environment import NODE_CPUS, RayCluster, cluster_of, own_ray
 from tests.cluster.torchrun_runs import LONG, LONG_STEPS, STEPS, compare, settings
 from tests.runs import ROOT, command, environment, final_weights, fovea_here, untimed
 
@@ -48,7 +48,7 @@ def ray_environment() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with cluster_of_three() as cluster:
+    with cluster_of(*NODE_CPUS) as cluster:
         yield cluster
 
 
@@ -80,6 +80,41 @@ def test_two_learners_and_an_engine_on_three_nodes_train_as_one_process(on_ray: 
     sent = [row["transfer/images_mib"] * 2**20 for row in read_metrics(on_ray)[1:]]
     # and the same for the two rows that are compared after each push
     assert sent == pytest.approx([(2 * PROMPTS_PER_STEP + 1 + 2 * 2 + 1) * IMAGE_BYTES] * (STEPS - 1))
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_a_node_that_is_not_there_yet(tmp_path: Path) -> None:
+    """And prints what is missing; without a time to wait it ends at once."""
+    nodes = ("cluster.num_nodes=2", "cluster.gpus_per_node=1", "max_steps=1")
+    words = settings("recipes/shapes.yaml", tmp_path / "run", *nodes)
+    with cluster_of(1) as cluster:
+        refused = subprocess.run(
+            command("train", *words, "cluster.wait_minutes=0"),
+            cwd=ROOT,
+            env=cluster.environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+        assert refused.returncode == 2, refused
+        missing = "need 1 CPUs on each of 2 nodes; the cluster's 1 nodes have 1, of which 1 are free"
+        assert missing in refused.stderr
+        with subprocess.Popen(
+            command("train", *words, "cluster.wait_minutes=5"),
+            cwd=ROOT,
+            env=cluster.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as waiting:
+            assert waiting.stderr is not None
+            said = next(line for line in waiting.stderr if line.startswith("waiting for the Ray cluster: "))
+            assert missing in said
+            cluster.join(1)
+            _, errors = waiting.communicate(timeout=LIMIT_SECONDS)
+        assert waiting.returncode == 0, errors
+    assert len(read_metrics(tmp_path / "run")) == 1
 
 
 @contextmanager

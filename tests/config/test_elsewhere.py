@@ -121,3 +121,9 @@ def test_every_argument_of_trl_has_a_row() -> None:
 @pytest.mark.parametrize("key", ["trainer", "actor_rollout_ref", "runner"])
 def test_a_section_of_another_system_is_for_the_importer(key: str) -> None:
     assert "fovea import-config FILE" in unknown_key(key)
+
+
+def test_a_field_of_another_system_below_a_setting_of_ours_is_answered() -> None:
+    """RLinf has a section `reward`, which is the name of one setting here."""
+    with pytest.raises(ConfigError, match=r"RLinf's is environment\.reward_max_val here"):
+        load_config([], ["model.tiny={}", "reward.reward_max_val=5"])

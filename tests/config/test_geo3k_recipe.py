@@ -8,7 +8,6 @@ run_qwen3_vl-8b-megatron.sh of verl at commit 6e7fdc2.
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 
@@ -16,14 +15,17 @@ import pytest
 
 from fovea.config.base import leaves
 from fovea.config.loading import load_config
-from fovea.config.recipes import read_recipe
+from fovea.config.recipes import read_recipe, read_yaml
+from tests.importer.runs_of_others import RLINF as RLINF_FILE
+from tests.importer.runs_of_others import VERL as VERL_FILE
+from tests.importer.runs_of_others import VERL_VARIANTS
 from tests.tables import table
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE, VERL_RECIPE = RECIPES / "geo3k.yaml", RECIPES / "geo3k_qwen2_5_vl_7b.yaml"
+SGLANG, VLLM = RECIPES / "geo3k_sglang.yaml", RECIPES / "geo3k_vllm.yaml"
 MEGATRON_QWEN2_5, MEGATRON_QWEN3 = RECIPES / "megatron_qwen2_5_vl.yaml", RECIPES / "megatron_qwen3_vl.yaml"
 STEPS, SEQ_LENGTH, MAX_PROMPT_LENGTH = 750, 8192, 4096
-LR_WARMUP_FRACTION = 0.01
 
 RLINF: dict[str, tuple[str, object]] = {
     "rollout.prompts_per_step": ("data.rollout_batch_size", 64),
@@ -52,14 +54,24 @@ RLINF: dict[str, tuple[str, object]] = {
     "train.weight_decay": ("actor.optim.weight_decay", 0.1),
     "train.max_grad_norm": ("actor.optim.clip_grad", 1),
     "train.lr_schedule": ("actor.lr_sched.lr_decay_style", "constant"),
-    "train.lr_warmup_steps": ("actor.lr_sched.lr_warmup_fraction", math.ceil(LR_WARMUP_FRACTION * STEPS)),
+    "train.lr_warmup_steps": ("lr_warmup_fraction is in actor.lr_sched, which their FSDP trainer does not read", 0),
     "max_steps": ("the curves of its documentation", STEPS),
+    "checkpoint.every_steps": ("runner.save_interval", 100),
     "environment.format_weight": ("reward_max_val 1, reward_min_val 0", 0),
     "model.dtype": ("mixed_precision.param_dtype", "bfloat16"),
     "train.gradient_checkpointing": ("fsdp_config.gradient_checkpointing=True", "full"),
     "train.enable_dynamic_batch_size": ("runner.enable_dynamic_batch_size", True),
 }
 
+
+RLINF_SGLANG: dict[str, tuple[str, object]] = {
+    "rollout.engine.name": ("rollout.rollout_backend", "sglang"),
+    "rollout.engine.tensor_parallel_size": ("rollout.tensor_parallel_size", 1),
+    "rollout.engine.gpu_memory_utilization": ("rollout.gpu_memory_utilization", 0.6),
+    "rollout.engine.max_num_seqs": ("rollout.max_running_requests", 64),
+    "rollout.engine.engine_args.attention_backend": ("rollout.sglang.attention_backend", "triton"),
+}
+"""Where the recipe with SGLang, which is added after RLinf's, differs from it."""
 
 ROWS, BATCH, MINI_BATCH, EPOCHS = 2101, 512, 128, 15
 
@@ -102,6 +114,13 @@ VERL: dict[str, tuple[str, object]] = {
     "max_steps": ("trainer.total_epochs, each without its last batch", EPOCHS * (ROWS // BATCH)),
     "plan.gpus": ("trainer.n_gpus_per_node", 8),
 }
+VERL_VLLM: dict[str, tuple[str, object]] = {
+    "rollout.engine.name": ("rollout.name $ENGINE", "vllm"),
+    "rollout.engine.gpu_memory_utilization": ("rollout.gpu_memory_utilization", 0.6),
+    "rollout.engine.enable_chunked_prefill": ("rollout.enable_chunked_prefill", False),
+    "rollout.engine.enforce_eager": ("rollout.enforce_eager", False),
+}
+"""Where the recipe with vLLM, which is added after verl's, differs from it."""
 MEGATRON: dict[Path, dict[str, tuple[str, object]]] = {
     MEGATRON_QWEN2_5: {
         "model.path": ("model.path", "Qwen/Qwen2.5-VL-7B-Instruct"),
@@ -127,6 +146,8 @@ MEGATRON: dict[Path, dict[str, tuple[str, object]]] = {
 TABLES = [
     ((RECIPE,), RLINF),
     ((VERL_RECIPE,), VERL),
+    ((RECIPE, SGLANG), RLINF | RLINF_SGLANG),
+    ((VERL_RECIPE, VLLM), VERL | VERL_VLLM),
     *(((VERL_RECIPE, file), VERL | MEGATRON[file]) for file in MEGATRON),
 ]
 
@@ -140,10 +161,33 @@ def test_the_recipe_has_their_value(recipes: tuple[Path, ...], key: str, theirs:
     assert ours[key] == value, theirs
 
 
-@pytest.mark.parametrize("file", MEGATRON, ids=lambda file: file.stem)
+def test_the_tables_have_the_numbers_of_their_files() -> None:
+    """RLinf's YAML and verl's script, as the tests of `fovea import-config` have them."""
+    rlinf = leaves(read_yaml(RLINF_FILE, "RLinf"))
+    verl = dict(word.split("=", 1) for word in shlex.split(VERL_FILE) if "=" in word)
+    verl = {key.removeprefix("actor_rollout_ref."): read_yaml(value, key) for key, value in verl.items()}
+    for file, tables, least in ((rlinf, (RLINF, RLINF_SGLANG), 15), (verl, (VERL, VERL_VLLM), 8)):
+        entries = [entry for table in tables for entry in table.values()]
+        stated = {theirs: value for theirs, value in entries if type(file.get(theirs)) in (int, float)}
+        assert len(stated) >= least
+        assert {theirs: file[theirs] for theirs in stated} == stated
+    assert (rlinf["runner.max_epochs"], rlinf["runner.resume_dir"]) == (25, "auto")
+    assert all(f"runner.{key}" in RECIPE.read_text(encoding="utf-8") for key in ("max_epochs 25", "resume_dir auto"))
+
+
+def test_a_header_names_what_a_table_takes_from_their_files() -> None:
+    header = RECIPE.read_text(encoding="utf-8").partition("\nseed:")[0]
+    for value in ("save_interval 100", "lr_warmup_fraction .01", "rollout_backend sglang"):
+        assert value in header
+
+
+ADDED = {SGLANG: RECIPE, VLLM: VERL_RECIPE, MEGATRON_QWEN2_5: VERL_RECIPE, MEGATRON_QWEN3: VERL_RECIPE}
+
+
+@pytest.mark.parametrize("file", ADDED, ids=lambda file: file.stem)
 def test_a_recipe_to_add_sets_only_what_differs(file: Path) -> None:
     """Besides the model, which makes it a recipe by itself."""
-    alone, before = leaves(read_recipe(file)), leaves(load_config([VERL_RECIPE], []).model_dump(mode="json"))
+    alone, before = leaves(read_recipe(file)), leaves(load_config([ADDED[file]], []).model_dump(mode="json"))
     assert {key for key, value in alone.items() if before.get(key) == value} <= {"model.path"}
 
 
@@ -166,5 +210,8 @@ def test_the_variants_in_the_header_are_settings() -> None:
     header = VERL_RECIPE.read_text(encoding="utf-8").partition("# Variants")[2].partition("# A frozen tower")[0]
     variants = [line.partition(" -> ")[2] for line in header.splitlines()[1:] if " -> " in line]
     assert len(variants) == 3
-    for variant in variants:
-        load_config([VERL_RECIPE], shlex.split(variant))
+    changed = [leaves(load_config([VERL_RECIPE], shlex.split(each)).model_dump(mode="json")) for each in variants]
+    for (_, expected), settings in zip((VERL_VARIANTS["frozen tower"], VERL_VARIANTS["LoRA"]), changed, strict=False):
+        # the tower has no adapters here anyway
+        stated = {key: value for key, value in expected.items() if key != "model.lora.exclude"}
+        assert {key: settings[key] for key in stated} == stated

@@ -17,7 +17,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 PPO: dict[str, tuple[str, object]] = {
     "model.path": ("model_name", "Qwen/Qwen2-VL-7B-Instruct"),
-    "max_steps": ("total_steps", 10_000),
+    "max_steps": ("total_steps", 625),  # its 10,000 steps of one answer, returned as 625 episodes
+    "rollout.prompts_per_step": ("total_episodes", 16),
+    "rollout.samples_per_prompt": ("one answer a step", 1),
     "train.learning_rate": ("learning_rate", 5e-7),
     "curriculum.enabled": ("curriculum_enabled", True),
     "algorithm.name": ("PPO", "ppo"),
@@ -31,9 +33,10 @@ PPO: dict[str, tuple[str, object]] = {
     "algorithm.advantage.gamma": ("gamma", 0.99),
     "algorithm.advantage.gae_lambda": ("gae_lambda", 0.95),
     "algorithm.kl": ("no reference model", None),
-    "checkpoint.every_steps": ("checkpoint_interval", 1000),
-    "plan.gpus": ("gpu_per_node", 4),
-    "max_hours": ("timeout 14400 s", 4.0),
+    "checkpoint.every_steps": ("checkpoint_interval", 63),
+    "checkpoint.keep": ("checkpoint_interval", 10),
+    "cluster.gpus_per_node": ("gpu_per_node", 4),
+    "max_hours": ("timeout 14400 s", 3.5),
 }
 GEOSPOT = PPO | {
     "environment.name": ("env_name", "geospot"),
@@ -42,7 +45,7 @@ GEOSPOT = PPO | {
     "environment.weights.city": ("reward", 0.2),
     "environment.weights.coordinates": ("reward", 0.3),
     "environment.tolerances_km": ("tolerance", [500, 200, 100, 50, 25]),
-    "curriculum.starts": ("stages", [100, 300, 600, 1000]),
+    "curriculum.starts": ("stages", [7, 19, 38, 63]),  # 100, 300, 600 and 1,000 answers
     "environment.lat_key": ("env_dataset", "lat"),
     "environment.lon_key": ("env_dataset", "lon"),
     "environment.country_key": ("env_dataset", "country"),

@@ -116,13 +116,15 @@ VERL_VARIANTS = {
     "frozen tower": (["actor_rollout_ref.actor.freeze_vision_tower=True"], {"model.freeze_vision_tower": True}),
     "LoRA": (
         [
-            "actor_rollout_ref.model.lora_rank=16",
+            "actor_rollout_ref.actor.optim.lr=3e-6",
+            "actor_rollout_ref.model.lora_rank=64",
             "actor_rollout_ref.model.lora_alpha=32",
             "actor_rollout_ref.model.target_modules=all-linear",
             "actor_rollout_ref.model.exclude_modules=.*visual.*",
         ],
         {
-            "model.lora.rank": 16,
+            "train.learning_rate": 3e-6,
+            "model.lora.rank": 64,
             "model.lora.alpha": 32,
             "model.lora.targets": ["all-linear"],
             "model.lora.exclude": [".*visual.*"],

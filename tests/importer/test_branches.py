@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.importer.imports import GEO3K, error_of, imported, resolved
 from tests.importer.runs_of_others import RLINF, VERL
@@ -79,11 +80,27 @@ def test_what_megatron_does_not_take_over_is_listed() -> None:
 def test_a_typo_beside_a_file_is_an_error_with_the_nearest_name() -> None:
     said = error_of("run.sh", "actor_rollout_ref.rollout.temprature=0.7", *GEO3K)
     assert said.endswith("no setting of verl; did you mean actor_rollout_ref.rollout.temperature?")
+    said = error_of("run.sh", "actor_rolout_ref.rollout.temperature=0.7", *GEO3K)
+    assert said.endswith("no setting of verl; did you mean actor_rollout_ref.rollout.temperature?")
 
 
-def test_all_gpus_are_a_number_that_is_asked_for() -> None:
-    recipe = imported("geo3k.yaml", "cluster.component_placement.actor=all", "cluster.component_placement.rollout=all")
-    assert "cluster.component_placement.actor: how many GPUs all are is not said; add cluster.gpus_per_node=N" in recipe
+def test_the_name_of_verls_config_for_megatron_is_its_backend() -> None:
+    """A script that leaves all of Megatron's settings at their defaults."""
+    named = VERL.replace("-m verl.trainer.main_ppo", "-m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml")
+    Path("megatron.sh").write_text(named, encoding="utf-8")
+    assert resolved(imported("megatron.sh", *GEO3K))["train.backend.name"] == "megatron"
+    assert resolved(imported("run.sh", *GEO3K))["train.backend.name"] == "torch"
+
+
+def test_all_gpus_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["geo3k.yaml", "cluster.component_placement.actor=all", "cluster.component_placement.rollout=all"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert resolved(imported(*words))["cluster.gpus_per_node"] == 8
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolved(imported(*words))["cluster.gpus_per_node"] is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    recipe = imported(*words)
+    assert "cluster.component_placement.actor: this machine has no GPUs to count; set cluster.gpus_per_node=N" in recipe
 
 
 @pytest.mark.parametrize(

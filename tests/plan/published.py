@@ -92,6 +92,23 @@ QWEN3_VL_8B = _untied(
 """Qwen/Qwen3-VL-8B-Instruct: 8,767,123,696 parameters in its safetensors index (17,534,247,392 bytes of bfloat16)."""
 
 
+SMOLVL: dict[str, Any] = {
+    "text_config": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [8, 12, 12]},
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 576, "mlp_ratio": 4, "num_heads": 4},
+    "tie_word_embeddings": True,
+}
+"""HuggingFaceTB/SmolLM2-135M-Instruct with the tower of `fovea model smolvl`."""
+
+
 def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
     """A folder with the config.json of these sizes, and no weights."""
     vision = sizes["vision_config"]

@@ -1,7 +1,9 @@
-"""Recipes for several GPUs of 80 GB fit them by their plan, and take two steps on two ranks with tiny models."""
+"""Every recipe fits the machine that its head names, by its plan; some take two steps on two ranks with tiny models."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,64 @@ from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
 from fovea.build.model import locate_model
 from fovea.config.loading import load_config
+from fovea.config.run import Config
 from fovea.metrics.log import read_metrics
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
-from fovea.plan.plan import make_plan
+from fovea.plan.machine import GIB, machine_of
+from fovea.plan.plan import RunPlan, make_plan
 from tests.cluster.torchrun_runs import train_on_two
 from tests.environments.files import row
-from tests.plan.published import QWEN2_5_VL_7B, QWEN2_VL_7B, QWEN3_VL_2B, QWEN3_VL_4B, QWEN3_VL_8B, folder_of
+from tests.plan.published import QWEN2_5_VL_7B, QWEN2_VL_7B, QWEN3_VL_2B, QWEN3_VL_4B, QWEN3_VL_8B, SMOLVL, folder_of
 from tests.runs import HASH_REWARD
 from tests.tiny_models import save, tiny
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+GB = 10**9
 VERL = "geo3k_qwen2_5_vl_7b.yaml"
-FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 16, alpha: 32, targets: all-linear}"
+FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 64, alpha: 32, targets: all-linear}"
+MACHINE = re.compile(r"^# Machine: (?P<count>\d+) (?P<kind>x|CPU core,) (?P<memory>\d+) GB$", re.MULTILINE)
+BEFORE = {
+    "geo3k_sglang": "geo3k",
+    "geo3k_vllm": "geo3k_qwen2_5_vl_7b",
+    "megatron_qwen2_5_vl": "geo3k_qwen2_5_vl_7b",
+    "megatron_qwen3_vl": "geo3k_qwen2_5_vl_7b",
+    "tiny": "vqa",
+}
+"""A recipe that another one is added to."""
+MODELS = {
+    "Qwen/Qwen2-VL-7B-Instruct": QWEN2_VL_7B,
+    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN2_5_VL_7B,
+    "Qwen/Qwen3-VL-2B-Instruct": QWEN3_VL_2B,
+    "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
+    "models/smolvl": SMOLVL,
+}
+
+
+def planned(name: str, folder: Path) -> tuple[Config, RunPlan]:
+    """The settings of a recipe, and their plan on the machine that its head names."""
+    files = [RECIPES / f"{each}.yaml" for each in (BEFORE.get(name), name) if each is not None]
+    config = load_config(files, [f"run_dir={folder}/run"])
+    if config.model.path is not None:
+        config = load_config(files, [f"model.path={folder_of(folder, MODELS[config.model.path])}"])
+    (named,) = MACHINE.finditer(files[-1].read_text(encoding="utf-8"))
+    count, memory_gb = int(named["count"]), int(named["memory"])
+    found = machine_of(config.plan, config.cluster, config.model.device)
+    if named["kind"] == "x":
+        assert (found.gpus, found.gpu.memory_gib, found.gpu.is_cuda) == (count, memory_gb, True)
+        return config, make_plan(config)
+    assert (found.gpus, found.gpu.is_cuda) == (count, False)
+    own = replace(found, gpu=replace(found.gpu, memory_gib=memory_gb * GB / GIB))
+    return config, make_plan(config, machine=own)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_fits_the_machine_that_its_head_names(name: str, tmp_path: Path) -> None:
+    config, plan = planned(name, tmp_path)
+    assert plan.fits
+    seconds = [phase.seconds for phase in plan.compute if phase.seconds is not None]
+    if config.max_hours is not None:
+        assert sum(seconds) * config.max_steps < config.max_hours * 3600 - 600, "dev readings take time as well"
 
 
 @pytest.mark.parametrize(

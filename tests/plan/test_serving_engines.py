@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.config.run import Config
+from fovea.errors import ConfigError
 from fovea.plan.advice import advice_for
 from fovea.plan.engine import CACHE
 from fovea.plan.model_sizes import ModelSizes
@@ -27,6 +28,7 @@ from tests.plan.published import (
 TOKEN_BYTES = 2 * 28 * 4 * 128 * 2
 """Of Qwen2.5-VL-7B: keys and values of 28 layers with 4 heads of 128 numbers, in bfloat16."""
 GIB = 2**30
+APART = ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")
 
 
 def plan_of(tmp_path: Path, *words: str) -> tuple[RunPlan, ModelSizes, Config]:
@@ -67,7 +69,7 @@ def test_sglang_shares_what_the_trainer_leaves(tmp_path: Path) -> None:
         (["rollout.engine=vllm", "plan.gpu=cpu"], 1, GIB // TOKEN_BYTES),
         # two GPUs hold half of the weights and half of the heads each
         (
-            ["rollout.engine=vllm", "rollout.engine.kv_cache_gib=4", "rollout.engine.tensor_parallel_size=2"],
+            ["rollout.engine=vllm", "rollout.engine.kv_cache_gib=4", "rollout.engine.tensor_parallel_size=2", *APART],
             2,
             8 * GIB // TOKEN_BYTES,
         ),
@@ -80,6 +82,14 @@ def test_a_cache_of_a_set_size(words: list[str], weights: int, cache_tokens: int
     assert plan.room.weights == 2 * sizes.parameters // weights
     # nothing is freed on a CPU
     assert (ENGINE in plan.phases[1].parts) == ("plan.gpu=cpu" in words)
+
+
+@pytest.mark.parametrize("apart", [[], ["cluster.placement=disaggregated", "cluster.rollout_gpus=2"]])
+def test_engines_that_would_share_gpus_are_refused(apart: list[str], tmp_path: Path) -> None:
+    """As a run refuses them."""
+    words = ["rollout.engine=vllm", "rollout.engine.tensor_parallel_size=2", *apart]
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2, but each of \d GPUs has an engine"):
+        plan_of(tmp_path, *words)
 
 
 def test_gpus_of_their_own_hold_the_engine_alone(tmp_path: Path) -> None:

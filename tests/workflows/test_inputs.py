@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from fovea.workflows.inputs import (
     read_inputs,
     settings_of,
 )
+from fovea.workflows.training import new_run
 from tests.tables import table
 
 PUBLISHED = {
@@ -41,18 +43,28 @@ PUBLISHED = {
 """The defaults of the published workflow, typed from its page."""
 
 
+PUBLISHED_EPISODES = 625
+"""`total_episodes` of its outputs, beside 10,000 `total_steps`."""
+ANSWERS = 10_000 // PUBLISHED_EPISODES
+"""Steps of an episode."""
+
+
 @pytest.mark.parametrize("env_name", RECIPES)
 def test_the_recipe_has_the_defaults_of_the_published_workflow(env_name: str) -> None:
     config = load_config([shipped_recipe(RECIPES[env_name])], [])
     gae, loss = config.algorithm.advantage, config.algorithm.loss
     assert (gae.name, loss.name) == ("gae", "clip")
+    assert config.max_steps == PUBLISHED_EPISODES
+    assert config.rollout.prompts_per_step * config.rollout.samples_per_prompt == ANSWERS
+    last_interval = config.max_steps % config.checkpoint.every_steps
+    assert (config.checkpoint.keep, last_interval > 0) == (config.max_steps // config.checkpoint.every_steps + 1, True)
     assert {
         "env_name": env_name,
         "model_name": config.model.path,
-        "total_steps": config.max_steps,
+        "total_steps": ANSWERS * config.max_steps,
         "learning_rate": config.train.learning_rate,
         "curriculum_enabled": config.curriculum.enabled,
-        "checkpoint_interval": config.checkpoint.every_steps,
+        "checkpoint_interval": 1000 if config.checkpoint.every_steps == math.ceil(1000 / ANSWERS) else None,
         "ppo_epochs": config.algorithm.ppo_epochs,
         "clip_epsilon": loss.clip_low,
         "value_coef": gae.critic.value_coef,
@@ -70,16 +82,17 @@ def test_the_environment_and_the_curriculum_are_those_of_the_published_tables() 
     weights = config.environment.weights
     assert (weights.country, weights.region, weights.city, weights.coordinates) == (0.3, 0.2, 0.2, 0.3)
     assert config.environment.tolerances_km == (500, 200, 100, 50, 25)
-    assert (config.curriculum.starts, config.curriculum.advance) == ((100, 300, 600, 1000), "step")
+    starts = tuple(math.ceil(start / ANSWERS) for start in (100, 300, 600, 1000))
+    assert (config.curriculum.starts, config.curriculum.advance) == (starts, "step")
 
 
 def test_every_input_reaches_its_setting() -> None:
     """One value each that no recipe has."""
     given = {
-        "total_steps": 7,
+        "total_steps": 31,
         "learning_rate": 3e-6,
         "curriculum_enabled": False,
-        "checkpoint_interval": 3,
+        "checkpoint_interval": 15,
         "ppo_epochs": 2,
         "clip_epsilon": 0.3,
         "value_coef": 0.25,
@@ -88,12 +101,10 @@ def test_every_input_reaches_its_setting() -> None:
         "gae_lambda": 0.75,
     }
     inputs = TrainingInputs(**given, settings={"rollout.prompts_per_step": 5})
-    settings = settings_of(inputs)
-    config = load_config(
-        [shipped_recipe("vlm_gym_geospot")], [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    )
+    config = new_run(inputs, None).config
     gae = config.algorithm.advantage
     assert gae.name == "gae"
+    # 31 and 15 answers are 7 and 3 training steps of 5 answers each
     assert (config.max_steps, config.train.learning_rate, config.curriculum.enabled) == (7, 3e-6, False)
     assert (config.checkpoint.every_steps, config.algorithm.ppo_epochs) == (3, 2)
     assert (config.algorithm.loss.clip_low, config.algorithm.loss.clip_high) == (0.3, 0.3)  # type: ignore[union-attr]

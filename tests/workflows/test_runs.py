@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.metrics.log import read_metrics
-from fovea.workflows.training import final_reward
+from fovea.workflows.inputs import TrainingInputs
+from fovea.workflows.training import final_reward, new_run
 from tests.workflows.small import SETTINGS, geospot_rows, model, vqa_rows
 
 
@@ -46,10 +48,10 @@ def trained(folder: Path) -> dict[str, Any]:
         env_name="geospot",
         model_name="model",
         env_dataset=str(geospot_rows(folder)),
-        total_steps=3,
+        total_steps=6,
         learning_rate=1e-3,
         curriculum_enabled=False,
-        checkpoint_interval=1,
+        checkpoint_interval=2,
         ppo_epochs=2,
         clip_epsilon=0.3,
         value_coef=0.25,
@@ -79,7 +81,7 @@ def test_the_inputs_are_the_settings_of_the_run(trained: dict[str, Any], folder:
 def test_the_outputs_are_those_of_the_published_page(trained: dict[str, Any]) -> None:
     metrics = read_metrics(Path(trained["run"]))
     assert trained["metrics_dataset"] == "runs/geospot/metrics.jsonl"
-    assert (trained["total_steps"], trained["total_episodes"], len(metrics)) == (3, 6, 3)
+    assert (trained["total_steps"], trained["total_episodes"], len(metrics)) == (6, 3, 3)
     assert trained["final_reward"] == pytest.approx(sum(row["reward"] for row in metrics) / 3)
     assert trained["trained_model"] == "runs/geospot/checkpoints/step-3"
     assert trained["evaluation"]["final"]["accuracy"]["n"] == 2, "a tenth of 20 rows"
@@ -91,10 +93,10 @@ def test_the_outputs_are_those_of_the_published_page(trained: dict[str, Any]) ->
 def test_a_resumed_run_goes_on_with_its_own_settings(trained: dict[str, Any]) -> None:
     before = read_metrics(Path("runs/geospot"))
     resumed = outputs(
-        "vlm-rl-training", resume_checkpoint="runs/geospot/checkpoints/step-2", total_steps=4, learning_rate=5e-4
+        "vlm-rl-training", resume_checkpoint="runs/geospot/checkpoints/step-2", total_steps=8, learning_rate=5e-4
     )
     assert Path(resumed["run"]).samefile("runs/geospot")
-    assert (resumed["total_steps"], resumed["total_episodes"]) == (4, 8)
+    assert (resumed["total_steps"], resumed["total_episodes"]) == (8, 4)
     after = read_metrics(Path("runs/geospot"))
     assert [row["step"] for row in after] == [1, 2, 3, 4]
     assert after[:2] == before[:2], "the steps before the checkpoint are those of the first run"
@@ -127,7 +129,7 @@ def test_the_trained_model_is_evaluated_beside_a_baseline(trained: dict[str, Any
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "env_name": "geospot"}, "env_name: "),
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "env_dataset": "places.csv"}, "env_dataset: "),
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "gamma": 0.1}, "gamma: "),
-        ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "total_steps": 1}, "total_steps: "),
+        ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "total_steps": 2}, "total_steps: "),
         ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", "model_name": "other"}, "model_name: "),
         ("vlm-rl-eval", {"trained_model": "nowhere/at/all"}, "trained_model: "),
         ("vlm-rl-eval", {"trained_model": "runs/geospot", "baseline_model": "qwen2-vl"}, "baseline_model: "),
@@ -151,10 +153,10 @@ def test_visual_qa_goes_through_its_curriculum(folder: Path) -> None:
         env_name="visual_qa",
         model_name="model",
         env_dataset=str(vqa_rows(folder)),
-        total_steps=2,
+        total_steps=8,
         settings=SETTINGS | {"run_dir": "runs/vqa", "curriculum.starts": [1, 2], "rollout.prompts_per_step": 4},
     )
-    assert (trained["total_steps"], trained["total_episodes"]) == (2, 8)
+    assert (trained["total_steps"], trained["total_episodes"]) == (8, 2)
     config = config_of("runs/vqa")
     assert (config.environment.name, config.curriculum.enabled, config.algorithm.name) == ("vqa", True, "ppo")
     kinds = [{key for key in row if key.startswith("accuracy/train/")} for row in read_metrics(Path("runs/vqa"))]
@@ -169,7 +171,7 @@ def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_i
         "env_name": "vqa",
         "model_name": "model",
         "env_dataset": "counting.jsonl",
-        "total_steps": 1,
+        "total_steps": 2,
         "settings": SETTINGS | {"run_dir": "runs/counting", "data.on_bad_row": "skip"},
     }
     done = invoke("vlm-rl-training", **inputs)
@@ -177,7 +179,7 @@ def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_i
     assert "error: env_dataset: curriculum.level_weights weighs 'existence', but no row is of that level" in done.stderr
     assert "loading the model" not in done.output
     assert not Path("runs/counting").exists()
-    assert outputs("vlm-rl-training", **inputs, curriculum_enabled=False)["total_steps"] == 1
+    assert outputs("vlm-rl-training", **inputs, curriculum_enabled=False)["total_episodes"] == 1
 
 
 def test_rows_that_are_named_twice_are_refused(folder: Path) -> None:
@@ -187,8 +189,19 @@ def test_rows_that_are_named_twice_are_refused(folder: Path) -> None:
 
 
 def test_the_final_reward_is_the_mean_of_the_last_hundred_episodes() -> None:
-    metrics = [{"step": float(step), "reward": float(step)} for step in range(1, 11)]
-    assert final_reward(metrics, 16) == pytest.approx((16 * (10 + 9 + 8 + 7 + 6 + 5) + 4 * 4) / 100)
-    assert final_reward(metrics, 256) == 10
-    assert final_reward(metrics[:1], 16) == 1
-    assert final_reward([], 16) is None
+    metrics = [{"step": float(step), "reward": float(step)} for step in range(1, 121)]
+    assert final_reward(metrics) == (21 + 120) / 2
+    assert final_reward(metrics[:1]) == 1
+    assert final_reward([]) is None
+
+
+@pytest.mark.parametrize(("num_gpus", "processes", "workers"), [(4, 1, 4), (1, 1, None), (0, 1, None), (4, 4, None)])
+def test_all_gpus_take_part_unless_the_settings_place_the_run(
+    num_gpus: int, processes: int, workers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray, or in the processes that torchrun has started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert new_run(TrainingInputs(), None).config.cluster.gpus_per_node == workers
+    placed = TrainingInputs(settings={"cluster.gpus_per_node": 3})
+    assert new_run(placed, None).config.cluster.gpus_per_node == 3

@@ -30,9 +30,11 @@ from fovea.loop import train
 from tests.grading import scored
 
 ROOT = Path(__file__).parents[3]
-NUM_ROWS = {"vqa": 300, "caption": 200, "shapes": 120}
+NUM_ROWS = {"vqa": 300, "visual-qa": 120, "caption": 200, "shapes": 120}
 SHAPES_OPTIONS = ("--level", "1", "--level", "3", "--comparison-share", "0.2", "--text-share", "0.2")
 SPLITS: tuple[Split, ...] = ("train", "test")
+RECIPES = {"visual-qa": "vlm_gym_vqa"}
+"""The recipe of a data set whose name is another."""
 
 
 def written(name: str, folder: Path, *options: str) -> Path:
@@ -52,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def config_of(recipe: str, folder: Path, *overrides: str) -> Config:
     files = [f"environment.{split}_files=[{folder / f'{split}.parquet'}]" for split in SPLITS]
     files += [f"environment.dev_files=[{folder / 'test.parquet'}]"]  # all training rows are trained on
-    recipes = [ROOT / "recipes" / f"{recipe}.yaml", ROOT / "recipes" / "tiny.yaml"]
+    recipes = [ROOT / "recipes" / f"{RECIPES.get(recipe, recipe)}.yaml", ROOT / "recipes" / "tiny.yaml"]
     return load_config(recipes, [*files, *overrides])
 
 
@@ -68,6 +70,7 @@ def check_gold(environment: Environment, graders: Sequence[Grader], split: Split
     [
         ("vqa", []),
         ("vqa", ["environment.answers_key=answers"]),
+        ("visual-qa", []),
         ("caption", []),
         ("caption", ["environment.metric_weights={cider: 1, chrf: 1, bleu: 1}"]),
     ],
@@ -131,8 +134,9 @@ def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
 
 
 def digests(file: Path) -> list[str]:
-    images = pq.read_table(file, columns=["images"]).column("images").to_pylist()
-    return [hashlib.sha256(image["bytes"]).hexdigest() for row in images for image in row]
+    rows = pq.read_table(file).to_pylist()
+    images = [image for row in rows for image in row.get("images") or [row.get("image")] if image is not None]
+    return [hashlib.sha256(image["bytes"]).hexdigest() for image in images]
 
 
 @pytest.mark.parametrize("name", NUM_ROWS)
@@ -239,7 +243,7 @@ def test_rows_have_one_to_five_captions_and_all_count(folders: dict[str, Path]) 
         assert scored(made.grading.graders, task, caption).parts["chrf"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["vqa", "caption"])
+@pytest.mark.parametrize("name", ["vqa", "visual-qa", "caption"])
 def test_recipe_and_tiny_model_take_two_steps(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     small = ["max_steps=2", "warmup=null", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"]
     small += ["rollout.max_new_tokens=4", "log.tensorboard=false", "log.progress=false", f"run_dir={tmp_path}"]
@@ -249,10 +253,11 @@ def test_recipe_and_tiny_model_take_two_steps(name: str, folders: dict[str, Path
 
 def test_files_where_a_recipe_looks_for_them_need_no_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("vqa", "caption"):
+    for name in ("vqa", "visual-qa", "caption"):
         result = CliRunner().invoke(app, ["data", name, "--rows", "10"])
-        assert f"train on them: fovea train {name}\n" in result.stderr
-        settings = load_config([ROOT / "recipes" / f"{name}.yaml"], []).environment
+        recipe = RECIPES.get(name, name)
+        assert f"train on them: fovea train {recipe}\n" in result.stderr
+        settings = load_config([ROOT / "recipes" / f"{recipe}.yaml"], []).environment
         assert [Path(file) for file in (*settings.train_files, *settings.test_files)] == [  # type: ignore[union-attr]
             Path(line) for line in result.stdout.split()
         ]

@@ -1,0 +1,5 @@
+"""The workflow vlm-rl-training for `mixtrain workflow create` (docs/workflows.md)."""
+
+from fovea.integrations.mixtrain import VLMRLTraining
+
+__all__ = ["VLMRLTraining"]
