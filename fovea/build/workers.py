@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from fovea.build.engine import has_own_weights, make_embedded, make_streamed, takes_adapters
+from fovea.build.engine import has_own_weights, make_embedded, make_streamed
 from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.build.model import open_vlm
@@ -126,7 +126,7 @@ def make_megatron_worker(config: Config, model: Model, processor: Processor) -> 
 
 def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTaker], call: Caller) -> StreamedWeights:
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
-    weights = policy.outgoing if takes_adapters(config) else policy.outgoing_merged
+    weights = policy.outgoing if config.rollout.engine.takes_adapters else policy.outgoing_merged
     return StreamedWeights(weights, policy.dtype, takers, call)
 
 
