@@ -290,7 +290,8 @@ def test_a_name_of_ours_is_refused(group: str, name: str, setting: str, site: Pa
 def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
     code = (
         "from typing import Literal\nfrom fovea.config.algorithm_parts import SapoLoss\n"
-        "class Part(SapoLoss):\n    name: Literal['clip'] = 'clip'\n    extra: int = 1\n    def policy_loss(self): ...\n"
+        "class Part(SapoLoss):\n"
+        "    name: Literal['clip'] = 'clip'\n    extra: int = 1\n    def policy_loss(self): ...\n"
     )
     other(site, "fovea.losses", "clip", code)
     importlib.import_module("other")

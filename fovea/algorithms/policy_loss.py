@@ -32,7 +32,7 @@ class PolicyLoss:
 
 @runtime_checkable
 class HasFormula(Protocol):
-    """Settings of a loss that bring its formula, as those of other packages do."""
+    """Settings of a loss in another package, with its formula."""
 
     def policy_loss(
         self, logprobs_A: Tensor, old_logprobs_A: Tensor, advantages_A: Tensor, lengths: Sequence[int]

@@ -40,7 +40,7 @@ class StreamedEngine(Engine, StreamTarget, Protocol):
 
 @runtime_checkable
 class MakesEngine(Protocol):
-    """Settings that make their engine, as those of other packages do."""
+    """Settings of an engine in another package, which make it."""
 
     def make_engine(self, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> StreamedEngine:
         """Make the engine of `model.path`, for prompts with completions of up to `max_model_len` tokens."""

@@ -85,7 +85,7 @@ def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_package(key: str, name: str) -> tuple[str, str]:
-    """What a section of another package does, and what to set instead."""
+    """Describe what a section of another package does, and what to set instead."""
     return f"runs the code of another package by {key}={name}", f"{key}={name}"
 
 

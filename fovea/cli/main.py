@@ -258,7 +258,7 @@ def config(
 
     Settings are listed with type, default and meaning; those of a recipe are YAML. Examples: fovea config rollout;
     fovea config rollout.engine=vllm, for the settings of that engine; fovea config shapes algorithm.name=gspo; the same
-    followed by `algorithm`, for that section alone.
+    followed by `algorithm`, for only that section.
     """
     with one_line_errors(debug=debug):
         shown = any(map(is_recipe, words or []))

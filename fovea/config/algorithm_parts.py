@@ -42,7 +42,7 @@ class LossSettings(Member):
 class ClippedLoss(LossSettings):
     """PPO's ratio of each token, clipped."""
 
-    couples_tokens: ClassVar[Coupling] = "never"
+    couples_tokens = "never"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"clip_epsilon": ("clip_low", "clip_high")}
 
     name: Literal["clip"] = "clip"
@@ -59,7 +59,7 @@ class GspoLoss(LossSettings):
     """GSPO: the ratio of whole completions, clipped; bounds two orders of magnitude below those of tokens."""
 
     # on-policy the ratio of a completion is 1, whatever its log-probs
-    couples_tokens: ClassVar[Coupling] = "off-policy"
+    couples_tokens = "off-policy"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
 
     name: Literal["gspo"] = "gspo"
@@ -75,7 +75,7 @@ class GspoLoss(LossSettings):
 class CispoLoss(LossSettings):
     """CISPO: REINFORCE weighted by the clipped, detached ratio, so that every token keeps a gradient."""
 
-    couples_tokens: ClassVar[Coupling] = "never"
+    couples_tokens = "never"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
 
     name: Literal["cispo"] = "cispo"
@@ -88,7 +88,7 @@ class CispoLoss(LossSettings):
 class SapoLoss(LossSettings):
     """SAPO: a sigmoid gate on the ratio in place of a clip."""
 
-    couples_tokens: ClassVar[Coupling] = "never"
+    couples_tokens = "never"
     name: Literal["sapo"] = "sapo"
     temperature_positive: GateSteepness = 1.0
     """Steepness of the gate for tokens with a positive advantage."""

@@ -32,7 +32,7 @@ DEFAULT_BATCH_TOKENS = 65_536
 
 
 VLLM_TEMPERATURES = (0.01, 2)
-"""What vLLM samples at; below the first it would do so at the first."""
+"""Lowest and highest temperature of vLLM, which raises a lower one to the first."""
 VLLM_MAX_LORA_RANK = 512
 
 
@@ -97,7 +97,7 @@ class EmbeddedEngine(EngineSettings):
 
 
 class StreamedEngine(EngineSettings):
-    """Settings of an engine with weights of its own, which every update is pushed to."""
+    """Settings of an engine with its own copy of the weights, to which every update is pushed."""
 
     extra: ClassVar[str | None] = None
     """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
@@ -116,7 +116,7 @@ class ImageLimit(Section):
 
 
 class ServingEngine(StreamedEngine):
-    """What engines made for serving have in common."""
+    """Settings common to vLLM and SGLang."""
 
     tensor_parallel_size: PositiveInt = 1
     """GPUs that one engine is spread over."""
@@ -166,7 +166,7 @@ class VllmEngine(ServingEngine):
     """vLLM in the processes of the run, or with `python` beside them, on weights of its own that every update is pushed
     to (extra: vllm)."""
 
-    extra: ClassVar[str | None] = "vllm"
+    extra = "vllm"
 
     name: Literal["vllm"] = "vllm"
     kv_cache_gib: MayChange[PositiveFloat | None] = None
@@ -196,7 +196,7 @@ class VllmEngine(ServingEngine):
 
 
 def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
-    """What vLLM must draw from so that its log-probs are those that are trained."""
+    """Check that vLLM draws from the distribution that is trained."""
     for key, value, off in (("top_p", use.top_p, 1), ("top_k", use.top_k, 0), ("min_p", use.min_p, 0)):
         if value != off:
             yield (
@@ -214,7 +214,7 @@ def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
 class SglangEngine(ServingEngine):
     """SGLang in processes of its own, on weights of its own that every update is pushed to (extra: sglang)."""
 
-    extra: ClassVar[str | None] = "sglang"
+    extra = "sglang"
 
     name: Literal["sglang"] = "sglang"
     max_total_tokens: MayChange[PositiveInt | None] = None
@@ -241,7 +241,7 @@ class VllmServersEngine(StreamedEngine):
     """vLLM servers of `fovea serve --for-training`, on this machine or others; a folder brings them the weights
     (extra: vllm)."""
 
-    extra: ClassVar[str | None] = "vllm"
+    extra = "vllm"
 
     name: Literal["vllm_servers"] = "vllm_servers"
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)

@@ -95,13 +95,13 @@ class Member(Section):
 class OpenUnion:
     """Mark of a union of sections to which other packages add theirs, by the entry points of `group`.
 
-    The union names Fovea's own sections, each with a fixed `name`, and the class that those of other packages derive
-    from. A package is imported when a setting names its section.
+    The union names Fovea's sections, each with a fixed `name`, and the base class of sections in other packages.
+    A package is imported when a setting names its section.
     """
 
     group: str
     method: str
-    """What a section of another package makes its part with."""
+    """Method by which a section of another package makes its part."""
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> Any:
         ours = [*_ours(union), *({NoneType} & set(get_args(union)))]
@@ -215,14 +215,14 @@ def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
 
 
 def names_of(field: FieldInfo) -> list[str]:
-    """All names of a union, with those of packages that have not been imported."""
+    """All names of a union, also in packages that have not been imported."""
     union = _open_union(field)
     theirs = {} if union is None else entry_points.registered(union.group)
     return list(dict.fromkeys([*_names(_ours(field.annotation)), *theirs]))
 
 
 def default_name(field: FieldInfo) -> str | None:
-    """The name of a union's first section; None where Fovea has none of its own."""
+    """The name of a union's first section; None if all sections are in other packages."""
     return next(iter(_names(_ours(field.annotation))), None)
 
 

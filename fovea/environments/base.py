@@ -13,7 +13,7 @@ Split: TypeAlias = Literal["train", "dev", "test"]
 
 @runtime_checkable
 class MakesEnvironment(Protocol):
-    """Settings that make their environment, as those of other packages do."""
+    """Settings of an environment in another package, which make it."""
 
     def make_environment(self, access: RowAccess, seed: int) -> object:
         """Make an `Environment` with a method `score`, or with the property `graders`; `access` reads rows in files."""

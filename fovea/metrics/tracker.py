@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class ConnectsTracker(Protocol):
-    """Settings that connect to their tracker, as those of other packages do."""
+    """Settings of a tracker in another package, which connect to it."""
 
     def connect(self, run_dir: Path, run_id: str) -> Tracker:
         """Connect to the tracker's run `run_id`, which goes on if the tracker has it; `run_dir` is the run folder."""

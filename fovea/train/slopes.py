@@ -51,6 +51,6 @@ def slopes_are_known(algorithm: Algorithm, *, on_policy: bool) -> bool:
     `on_policy`: the old log-probs are those of the pass itself. Importance ratios are 1 then, and what is a constant
     otherwise, weights from old log-probs, depends on the pass.
     """
-    coupled = algorithm.loss.couples_tokens in (("always",) if on_policy else ("always", "off-policy"))
+    by_token = algorithm.loss.couples_tokens in (("never", "off-policy") if on_policy else ("never",))
     weighed_by_completion = algorithm.importance_sampling_fix and algorithm.importance_sampling_level != "token"
-    return not (coupled or (weighed_by_completion and on_policy))
+    return by_token and not (weighed_by_completion and on_policy)

@@ -17,7 +17,7 @@ GROUPS = tuple(f"fovea.{part}" for part in ("losses", "engines", "environments",
 
 
 def registered(group: str) -> Mapping[str, Sequence[EntryPoint]]:
-    """The entry points of a group by name; those of several packages under one name are a clash."""
+    """The entry points of a group by name; several packages under one name are a clash."""
     return _by_group(tuple(sys.path))[group]
 
 
