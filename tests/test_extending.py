@@ -32,10 +32,9 @@ from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from tests.idefics3 import SIDE_PX, make_network, make_tokenizer, save_idefics3
-from tests.policies import make_policy, update_gradients
+from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import CORPUS, from_array, image, tiny, user
-from tests.train.test_slopes import batch_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
