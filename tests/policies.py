@@ -11,6 +11,7 @@ from fovea.config.run import Algorithm, Train
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
+from fovea.samples import replace_samples
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
 from tests.reference import reference_logprobs
@@ -138,3 +139,13 @@ def with_advantage(batch: Batch, group: int, value: float) -> Batch:
     samples = [replace(s, advantages_T=np.full_like(s.advantages_T, value)) for s in groups[group].samples]
     groups[group] = replace(groups[group], samples=tuple(samples))
     return replace(batch, groups=tuple(groups))
+
+
+def batch_of(*, on_policy: bool) -> Batch:
+    """A batch with equal completions and reference log-probs; on-policy without old log-probs."""
+    rng = np.random.default_rng(2)
+    batch = replace_samples(
+        repeated(make_batch(tiny("qwen3_vl"))),
+        lambda sample: replace(sample, reference_logprobs_T=sample.rollout_logprobs_T + np.float32(rng.normal())),
+    )
+    return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=None)) if on_policy else batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ class PolicyLoss:
     ratio_A: Tensor
     clipped_low_A: Tensor
     clipped_high_A: Tensor
+
+
+@runtime_checkable
+class HasFormula(Protocol):
+    """Settings of a loss in another package, with its formula."""
+
+    def policy_loss(
+        self, logprobs_A: Tensor, old_logprobs_A: Tensor, advantages_A: Tensor, lengths: Sequence[int]
+    ) -> PolicyLoss:
+        """Compute the unreduced losses; `lengths` is the number of action tokens of each completion."""
+        ...
 
 
 def clipped_loss(

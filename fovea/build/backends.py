@@ -26,6 +26,7 @@ from fovea.cluster.torchrun import connect_workers, join
 from fovea.cluster.weights import WeightSync
 from fovea.cluster.workers import Call, LocalHandle, WorkerHandle, Workers, call_each
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.backends import VllmServersEngine
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError
@@ -131,7 +132,7 @@ def _with_absolute_path(model: Model) -> Model:
 def _with_absolute_interpreter(config: Config) -> Config:
     """The same settings for such processes."""
     engine = config.rollout.engine
-    if isinstance(engine, EmbeddedSettings) or engine.python is None:
+    if not isinstance(engine, StreamedSettings) or engine.python is None:
         return config
     engine = engine.model_copy(update={"python": absolute(engine.python)})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})

@@ -19,7 +19,7 @@ from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import locate_model
 from fovea.build.trackers import chosen_trackers
 from fovea.build.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, spread, try_reward
-from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
+from fovea.config.backends import StreamedEngine
 from fovea.config.run import Config, Model
 from fovea.environments.base import Split
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
@@ -122,17 +122,13 @@ def _check_packages(config: Config) -> None:
     if trains_with_megatron(config):
         importlib.import_module("fovea.train.megatron")
     engine = config.rollout.engine
-    if not isinstance(engine, EmbeddedEngine) and engine.python is not None:
+    if not isinstance(engine, StreamedEngine):
+        return
+    if engine.python is not None:
         # this environment need not have the engine of another
         find_interpreter(engine.python)
-        return
-    match engine:
-        case VllmEngine() | VllmServersEngine():
-            importlib.import_module("fovea.rollout.vllm")
-        case SglangEngine():
-            importlib.import_module("fovea.rollout.sglang")
-        case EmbeddedEngine():
-            pass
+    elif engine.extra is not None:
+        importlib.import_module("fovea.rollout." + engine.extra)
 
 
 def _located(config: Config, graded: GradedEnvironment) -> Model:

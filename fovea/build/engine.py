@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol, TypeAlias
+from typing import Protocol, runtime_checkable
 
 from fovea.build.megatron import PushedPolicy
 from fovea.cluster.engine_stream import StreamTarget
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.backends import SglangEngine as SglangSettings
+from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.backends import VllmEngine as VllmSettings
 from fovea.config.backends import VllmServersEngine
 from fovea.config.run import Config, Model
@@ -33,23 +34,22 @@ MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
-StreamedSettings: TypeAlias = VllmSettings | VllmServersEngine | SglangSettings
-"""Settings of an engine with weights of its own."""
-
-
 class StreamedEngine(Engine, StreamTarget, Protocol):
     """An engine in this process, or started by it, with weights of its own, which pushes stream into."""
+
+
+@runtime_checkable
+class MakesEngine(Protocol):
+    """Settings of an engine in another package, which make it."""
+
+    def make_engine(self, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> StreamedEngine:
+        """Make the engine of `model.path`, for prompts with completions of up to `max_model_len` tokens."""
+        ...
 
 
 def has_own_weights(config: Config) -> bool:
     """Whether the engine of the settings has weights of its own, instead of sampling with a network of Fovea's."""
     return not isinstance(config.rollout.engine, EmbeddedSettings)
-
-
-def takes_adapters(config: Config) -> bool:
-    """Whether pushes to the engine bring adapters beside the weights that they add to, instead of merged weights."""
-    settings = config.rollout.engine
-    return isinstance(settings, EmbeddedSettings) or (isinstance(settings, VllmSettings) and settings.enable_lora)
 
 
 def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> StreamedEngine:
@@ -61,19 +61,22 @@ def make_streamed(config: Config, settings: StreamedSettings, model: Model, proc
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     made: StreamedEngine
     # each an optional extra
-    if isinstance(settings, VllmServersEngine):
-        from fovea.rollout.vllm.connect import connect
+    match settings:
+        case VllmServersEngine():
+            from fovea.rollout.vllm.connect import connect
 
-        made = connect(settings, model, processor, max_model_len=longest)
-        return made
-    if isinstance(settings, VllmSettings):
-        from fovea.rollout.vllm.arguments import make_engine as make_vllm
+            made = connect(settings, model, processor, max_model_len=longest)
+        case VllmSettings():
+            from fovea.rollout.vllm.arguments import make_engine as make_vllm
 
-        made = make_vllm(settings, model, processor, max_model_len=longest, seed=config.seed)
-    else:
-        from fovea.rollout.sglang.arguments import make_engine as make_sglang
+            made = make_vllm(settings, model, processor, max_model_len=longest, seed=config.seed)
+        case SglangSettings():
+            from fovea.rollout.sglang.arguments import make_engine as make_sglang
 
-        made = make_sglang(settings, model, processor, max_model_len=longest, seed=config.seed)
+            made = make_sglang(settings, model, processor, max_model_len=longest, seed=config.seed)
+        case _:
+            assert isinstance(settings, MakesEngine), settings.name
+            made = settings.make_engine(model, processor, max_model_len=longest, seed=config.seed)
     return made
 
 

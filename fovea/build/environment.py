@@ -18,10 +18,12 @@ from fovea.config.run import (
     MixtureEnvironment,
     OwnEnvironment,
     RowsEnvironment,
+    ShapesEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
-from fovea.environments.base import Environment
+from fovea.config.splits import EnvironmentSettings
+from fovea.environments.base import Environment, MakesEnvironment
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
 from fovea.environments.custom.grader import UserGrader, score_function
@@ -66,11 +68,8 @@ def make_environment(config: Config, given: Any = None, reward: RewardFunction |
         made = named_environment(config.with_own_files)
     elif isinstance(given, GradedEnvironment):
         made = given
-    elif hasattr(given, "graders"):
-        made = own_environment(given)
     else:
-        name = type(given).__name__
-        made = user_environment(config, checked_environment(given, name), name)
+        made = object_environment(config, given, type(given).__name__)
     if config.reward is not None:
         # an environment's stages belong to its own graders
         made = replace(made, grading=reward_grading(config, config.reward, reward), stages=Stages(), parts={})
@@ -101,9 +100,17 @@ def named_environment(config: Config) -> GradedEnvironment:
             made = OwnRows(settings, make_access(config.data), imitated=config.warmup is not None)
         case ShapesZoomEnvironment() as settings:
             made = ShapesZoom(settings, config.seed)
-        case settings:
+        case ShapesEnvironment() as settings:
             made = Shapes(settings, config.seed)
+        case settings:
+            return package_environment(config, settings)
     return own_environment(made)
+
+
+def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
+    """Make the environment of another package."""
+    assert isinstance(settings, MakesEnvironment), settings.name
+    return object_environment(config, settings.make_environment(make_access(config.data), config.seed), settings.name)
 
 
 def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironment:
@@ -130,6 +137,13 @@ def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironmen
             "curriculum.enabled=false, so that its answers are scored by the last"
         )
     return made
+
+
+def object_environment(config: Config, given: Any, name: str) -> GradedEnvironment:
+    """An object with `graders` is an environment like Fovea's; any other is treated like a user's class from a file."""
+    if hasattr(given, "graders"):
+        return own_environment(given)
+    return user_environment(config, checked_environment(given, name), name)
 
 
 def own_environment(environment: Any) -> GradedEnvironment:

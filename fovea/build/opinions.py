@@ -26,7 +26,7 @@ from fovea.environments.graders.opinions import (
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.vqa import VqaGrader
 from fovea.errors import ConfigError
-from fovea.models.families.registry import FAMILIES
+from fovea.models.families.registry import known
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.utils.bounded import read_file
 
@@ -77,7 +77,7 @@ def _model_rewards(
 
 def reward_scorer(settings: RewardModel) -> ScoresAnswers:
     """A scorer that reads images where the folder's model does, else one of text."""
-    if _model_type(Path(settings.path)) in FAMILIES:
+    if _model_type(Path(settings.path)) in known():
         return VisionRewardScorer(settings)
     return RewardScorer(settings, "model_reward.reward_model")
 

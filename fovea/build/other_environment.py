@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from fovea import __version__
-from fovea.build.engine import StreamedEngine, StreamedSettings, make_streamed
+from fovea.algorithms.policy_loss import HasFormula
+from fovea.build.engine import StreamedEngine, make_streamed
 from fovea.build.interpreter import find_interpreter, variables_of
 from fovea.build.threads import set_threads
-from fovea.config.run import Config, Model
-from fovea.errors import ClusterError, ConfigError, EngineError, FoveaError, OutOfMemoryError
+from fovea.config.algorithm_parts import ClippedLoss
+from fovea.config.backends import StreamedEngine as StreamedSettings
+from fovea.config.run import Config, Model, Section, ShapesEnvironment
+from fovea.environments.base import MakesEnvironment
+from fovea.errors import ClusterError, ConfigError, EngineError, FoveaError, OutOfMemoryError, first_line, named
 from fovea.models.processor import load_processor
 from fovea.rollout.engine_host import Calls, begin
 from fovea.rollout.engine_messages import Answer
@@ -41,8 +45,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
     try:
         process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))
     except (NotStartedError, OSError) as error:
-        extra = settings.name.removesuffix("_servers")
-        install = f"{settings.python} -m {pip_install(extra)}"
+        install = f"{settings.python} -m {pip_install(settings.extra)}"
         raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
     except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
         raise
@@ -54,13 +57,26 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
 def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
     """What `_make` makes the engine of, there an engine of its own environment."""
     rollout = config.rollout.model_copy(update={"engine": settings.model_copy(update={"python": None})})
+    changed = {"rollout": rollout, **_in_place_of_packages(config)}
     return {
         "version": __version__,
         # not pickled: the other environment may have another version of what settings are made of
-        "config": config.model_copy(update={"rollout": rollout}).model_dump(mode="json"),
+        "config": config.model_copy(update=changed).model_dump(mode="json"),
         "model": model.model_dump(mode="json"),
         "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
     }
+
+
+def _in_place_of_packages(config: Config) -> dict[str, Section]:
+    """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
+    changed: dict[str, Section] = {}
+    if isinstance(config.environment, MakesEnvironment):
+        changed["environment"] = ShapesEnvironment()
+    if isinstance(config.algorithm.loss, HasFormula):
+        changed["algorithm"] = config.algorithm.model_copy(update={"loss": ClippedLoss()})
+    if config.log.tracker is not None:
+        changed["log"] = config.log.model_copy(update={"tracker": None})
+    return changed
 
 
 class Served:
@@ -137,7 +153,8 @@ def _own(tensor: Tensor) -> Tensor:
 def _make(sent: Mapping[str, Any]) -> StreamedEngine:
     if sent["version"] != __version__:
         raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
-    config, model = Config.model_validate(sent["config"]), Model.model_validate(sent["model"])
+    with named(lambda error: ConfigError(f"the settings do not fit there ({first_line(error)})")):
+        config, model = Config.model_validate(sent["config"]), Model.model_validate(sent["model"])
     set_threads(config)
     if sent["gpu"] is not None:
         torch.cuda.set_device(sent["gpu"])

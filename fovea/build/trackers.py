@@ -10,7 +10,7 @@ from pathlib import Path
 from fovea.config.loading import public_settings
 from fovea.config.run import Config, Log
 from fovea.metrics.tensorboard import TensorBoardTracker
-from fovea.metrics.tracker import Tracker
+from fovea.metrics.tracker import ConnectsTracker, Tracker
 from fovea.metrics.tracker_sink import TrackedRun, TrackerSink
 
 
@@ -58,6 +58,15 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
                 name="swanlab",
                 setting=f"log.swanlab_project={swanlab_project}",
                 connect=lambda folder, run: SwanlabTracker(folder, project=swanlab_project, run_id=run.id),
+            )
+        )
+    if (tracker := log.tracker) is not None:
+        assert isinstance(tracker, ConnectsTracker), tracker.name
+        chosen.append(
+            ChosenTracker(
+                name=tracker.name,
+                setting=f"log.tracker={tracker.name}",
+                connect=lambda folder, run: tracker.connect(folder, run.id),
             )
         )
     return chosen

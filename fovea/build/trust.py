@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fovea.algorithms.policy_loss import HasFormula
+from fovea.build.engine import MakesEngine
 from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
 from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
 from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
+from fovea.environments.base import MakesEnvironment
 from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
 
@@ -50,6 +53,8 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):
             yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
+        if isinstance(environment, MakesEnvironment):
+            yield f"{key}.name", *_of_package(f"{key}.name", environment.name)
     for key, judge in _judges(config).items():
         if judge is not None:
             sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
@@ -62,6 +67,12 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
 def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings with such a power in training alone, as `_powers` gives them."""
     engine, key = config.rollout.engine, "rollout.engine"
+    if isinstance(engine, MakesEngine):
+        yield f"{key}.name", *_of_package(f"{key}.name", engine.name)
+    if isinstance(config.algorithm.loss, HasFormula):
+        yield "algorithm.loss.name", *_of_package("algorithm.loss.name", config.algorithm.loss.name)
+    if config.log.tracker is not None:
+        yield "log.tracker.name", *_of_package("log.tracker.name", config.log.tracker.name)
     if isinstance(engine, VllmServersEngine):
         sent = f"rows, weights and the key in {key}.weights_dir"
         yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
@@ -71,6 +82,11 @@ def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
         yield f"{key}.engine_args", f"starts its engine with {key}.engine_args={engine.engine_args}", f"{key}=embedded"
     if isinstance(config.train.backend, MegatronBackend):
         yield "train.backend.name", "reads a pickle, which can run code (train.backend=megatron)", "train.backend=torch"
+
+
+def _of_package(key: str, name: str) -> tuple[str, str]:
+    """Describe what a section of another package does, and what to set instead."""
+    return f"runs the code of another package by {key}={name}", f"{key}={name}"
 
 
 def _judges(config: Config) -> dict[str, Judge | None]:

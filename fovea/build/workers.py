@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from fovea.build.engine import free_first, has_own_weights, make_embedded, make_streamed, takes_adapters
+from fovea.build.engine import free_first, has_own_weights, make_embedded, make_streamed
 from fovea.build.kernel_notes import kernel_notes
 from fovea.build.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.build.model import open_vlm
@@ -135,7 +135,7 @@ def make_megatron_worker(config: Config, model: Model, processor: Processor, eve
 
 def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTaker], call: Caller) -> StreamedWeights:
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
-    weights = policy.outgoing if takes_adapters(config) else policy.outgoing_merged
+    weights = policy.outgoing if config.rollout.engine.takes_adapters else policy.outgoing_merged
     if has_own_weights(config):
         return StreamedWeights(lambda: in_layout_of_files(weights()), policy.dtype, takers, call)
     return StreamedWeights(weights, policy.dtype, takers, call)

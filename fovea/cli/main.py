@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
@@ -35,15 +35,19 @@ from fovea.cli.view import view
 from fovea.cli.words import Words, bare_key, is_key, is_recipe, sort_words
 from fovea.cli.workflow import app as workflow_app
 from fovea.config.base import MAY_CHANGE
-from fovea.config.describe import describe
+from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
 from fovea.config.run import Config
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.run.supervisor import end_with, supervise
+from fovea.utils import entry_points
 from fovea.utils.launch import check_torchrun, is_worker, num_processes
 
 HELP = ["-h", "--help"]
+
+COMMANDS = "fovea.commands"
+"""Entry points by which other packages add commands: a function, or a `typer.Typer`."""
 
 IN_ORDER_OF_USE = (
     *("recipes", "train", "view", "report", "eval", "export", "serve"),
@@ -51,12 +55,34 @@ IN_ORDER_OF_USE = (
 )
 
 
+class PackageCommand(TyperCommand):
+    """A command that another package adds; the package is imported when the command runs."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the package's own command."""
+        with one_line_errors():
+            found = entry_points.load(COMMANDS, str(self.name), IN_ORDER_OF_USE)
+        added = found if isinstance(found, typer.Typer) else typer.Typer()
+        if added is not found:
+            added.command(context_settings={"help_option_names": HELP})(found)
+        return typer.main.get_command(added).make_context(info_name, args, parent, **extra)
+
+
 class InOrderOfUse(TyperGroup):
-    """Commands in the order in which a newcomer meets them."""
+    """Commands in the order in which a newcomer meets them, and then those that other packages add."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""
-        return sorted(super().list_commands(ctx), key=IN_ORDER_OF_USE.index)
+        added = sorted({*entry_points.registered(COMMANDS)} - {*IN_ORDER_OF_USE})
+        return [*sorted(super().list_commands(ctx), key=IN_ORDER_OF_USE.index), *added]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; None for an unknown one."""
+        added = entry_points.registered(COMMANDS).get(cmd_name)
+        if added is None:
+            return super().get_command(ctx, cmd_name)
+        packages = " and ".join(map(entry_points.package_of, added))
+        return PackageCommand(name=cmd_name, callback=None, help=f"A command of the package {packages}.")
 
 
 app = typer.Typer(
@@ -231,10 +257,14 @@ def config(
     """List all settings, or show those of a recipe.
 
     Settings are listed with type, default and meaning; those of a recipe are YAML. Examples: fovea config rollout;
-    fovea config shapes algorithm.name=gspo; the same followed by `algorithm`, for that section alone.
+    fovea config rollout.engine=vllm, for the settings of that engine; fovea config shapes algorithm.name=gspo; the same
+    followed by `algorithm`, for only that section.
     """
     with one_line_errors(debug=debug):
-        prefixes = [word for word in words or [] if not is_recipe(word) and "=" not in word]
+        shown = any(map(is_recipe, words or []))
+        prefixes = [
+            word for word in words or [] if not is_recipe(word) and ("=" not in word or (not shown and is_choice(word)))
+        ]
         if words and len(prefixes) < len(words):
             recipes, overrides = sort_words([word for word in words if word not in prefixes], command="config")
             typer.echo(dump_config(load_config(recipes, overrides), prefixes), nl=False)

@@ -10,16 +10,39 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import Fraction, MayChange, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import (
+    Fraction,
+    MayChange,
+    Member,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnion,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 """1e9 clips nothing, since ratios are at most exp(20)."""
 GateSteepness: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 
 
-class ClippedLoss(Section):
+Coupling: TypeAlias = Literal["always", "off-policy", "never"]
+
+
+class LossSettings(Member):
+    """Settings of a policy loss."""
+
+    couples_tokens: ClassVar[Coupling] = "always"
+    """When the loss of a token depends on the log-probs of other tokens. Where it does not, its gradient is made with
+    the logits, a chunk of a row at a time; where it does, logits are computed again in the backward pass. "off-policy":
+    not while the old log-probs are the present ones."""
+
+
+class ClippedLoss(LossSettings):
     """PPO's ratio of each token, clipped."""
 
+    couples_tokens = "never"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"clip_epsilon": ("clip_low", "clip_high")}
 
     name: Literal["clip"] = "clip"
@@ -32,9 +55,11 @@ class ClippedLoss(Section):
     null: off."""
 
 
-class GspoLoss(Section):
+class GspoLoss(LossSettings):
     """GSPO: the ratio of whole completions, clipped; bounds two orders of magnitude below those of tokens."""
 
+    # on-policy the ratio of a completion is 1, whatever its log-probs
+    couples_tokens = "off-policy"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
 
     name: Literal["gspo"] = "gspo"
@@ -47,9 +72,10 @@ class GspoLoss(Section):
     null: off."""
 
 
-class CispoLoss(Section):
+class CispoLoss(LossSettings):
     """CISPO: REINFORCE weighted by the clipped, detached ratio, so that every token keeps a gradient."""
 
+    couples_tokens = "never"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
 
     name: Literal["cispo"] = "cispo"
@@ -59,9 +85,10 @@ class CispoLoss(Section):
     """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
 
 
-class SapoLoss(Section):
+class SapoLoss(LossSettings):
     """SAPO: a sigmoid gate on the ratio in place of a clip."""
 
+    couples_tokens = "never"
     name: Literal["sapo"] = "sapo"
     temperature_positive: GateSteepness = 1.0
     """Steepness of the gate for tokens with a positive advantage."""
@@ -69,7 +96,9 @@ class SapoLoss(Section):
     """Steepness of the gate for tokens with a negative advantage."""
 
 
-LossConfig: TypeAlias = Annotated[ClippedLoss | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="name")]
+LossConfig: TypeAlias = Annotated[
+    ClippedLoss | GspoLoss | CispoLoss | SapoLoss | LossSettings, OpenUnion("fovea.losses", "policy_loss")
+]
 
 
 class Grpo(Section):

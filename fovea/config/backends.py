@@ -1,12 +1,25 @@
-"""The settings of each backend alone: rollout engines and trainers. A new one is a section here, in its union."""
+"""The settings of each backend: rollout engines, with the checks of their settings, and trainers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import HttpUrl, MayChange, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import (
+    HttpUrl,
+    MayChange,
+    Member,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnion,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from fovea.config.model import Lora
 from fovea.config.type_text import Example
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
@@ -18,7 +31,45 @@ DEFAULT_BATCH_TOKENS = 65_536
 """Tokens of the embedded engine's KV cache where nothing is set and no pool is sized by a GPU's free memory."""
 
 
-class EmbeddedEngine(Section):
+VLLM_TEMPERATURES = (0.01, 2)
+"""Lowest and highest temperature of vLLM, which raises a lower one to the first."""
+VLLM_MAX_LORA_RANK = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUse:
+    """The settings of a run that its engine has to go with, under their own names."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_new_tokens: int
+    max_prompt_tokens: int
+    corrects_for_engine: bool
+    """True if the loss accounts for an engine that draws from other probabilities than the trainer's."""
+    lora: Lora | None
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+
+class EngineSettings(Member):
+    """Settings of a rollout engine."""
+
+    def complaints(self, use: EngineUse) -> Iterator[str]:
+        """Yield an error text for each setting that this engine cannot work with."""
+        yield from ()
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if a push brings adapters beside the weights that they add to, instead of merged weights."""
+        return False
+
+
+class EmbeddedEngine(EngineSettings):
     """Fovea's own engine, in the trainer's process and on its weights, without a copy."""
 
     name: Literal["embedded"] = "embedded"
@@ -33,6 +84,29 @@ class EmbeddedEngine(Section):
     """Memory for activations of the rollout that the update reuses; 0: none. Of a trained vision tower, and on a CPU of
     the decoder too; with train.gradient_checkpointing=full of the tower alone, with selective of neither."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        return True
+
+    def complaints(self, use: EngineUse) -> Iterator[str]:
+        if self.decode_weights == "int8" and not use.corrects_for_engine:
+            yield (
+                "rollout.engine.decode_weights=int8 draws from other probabilities than those that are trained; set "
+                "algorithm.importance_sampling_fix=true, or rollout.engine.decode_weights=exact"
+            )
+
+
+class StreamedEngine(EngineSettings):
+    """Settings of an engine with its own copy of the weights, to which every update is pushed."""
+
+    extra: ClassVar[str | None] = None
+    """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
+
+    python: MayChange[str | None] = None
+    """Interpreter of another Python environment, such as ENV/bin/python, in which the engine (vllm_servers: what talks
+    to the servers) gets a process: for a trainer whose packages conflict with the engine's, as Megatron's do. Default:
+    the trainer's own."""
+
 
 class ImageLimit(Section):
     """Limits by kind of medium, as vLLM writes them."""
@@ -41,13 +115,9 @@ class ImageLimit(Section):
     """Most images of a prompt, those of later turns included."""
 
 
-class ServingEngine(Section):
-    """What engines made for serving have in common; they draw with weights of their own."""
+class ServingEngine(StreamedEngine):
+    """Settings common to vLLM and SGLang."""
 
-    name: str
-    python: MayChange[str | None] = None
-    """Interpreter of another Python environment, such as ENV/bin/python, in which the engine gets a process: for a
-    trainer whose packages do not go with the engine's, as Megatron's. Default: the trainer's own."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs that one engine is spread over."""
     gpu_memory_utilization: MayChange[Annotated[float, Field(gt=0, lt=1)]] = 0.5
@@ -73,10 +143,30 @@ class ServingEngine(Section):
     engine_args: MayChange[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the engine, under its own names."""
 
+    def complaints(self, use: EngineUse) -> Iterator[str]:
+        if self.min_new_tokens and not use.corrects_for_engine:
+            yield (
+                f"rollout.engine.min_new_tokens={self.min_new_tokens} draws from other probabilities than those that "
+                "are trained; set algorithm.importance_sampling_fix=true, or rollout.engine.min_new_tokens=0"
+            )
+        if self.min_new_tokens > use.max_new_tokens:
+            yield (
+                f"rollout.engine.min_new_tokens={self.min_new_tokens} is more than rollout.max_new_tokens="
+                f"{use.max_new_tokens}; lower it"
+            )
+        if self.max_model_len is not None and self.max_model_len < use.max_tokens:
+            yield (
+                f"rollout.engine.max_model_len={self.max_model_len} is less than data.max_prompt_tokens="
+                f"{use.max_prompt_tokens} and rollout.max_new_tokens={use.max_new_tokens} together; raise it to "
+                f"{use.max_tokens}, or lower those"
+            )
+
 
 class VllmEngine(ServingEngine):
     """vLLM in the processes of the run, or with `python` beside them, on weights of its own that every update is pushed
     to (extra: vllm)."""
+
+    extra = "vllm"
 
     name: Literal["vllm"] = "vllm"
     kv_cache_gib: MayChange[PositiveFloat | None] = None
@@ -86,9 +176,50 @@ class VllmEngine(ServingEngine):
     beside them, as the trainer does. Default: merged weights, all of them each time; decoding is then that of a model
     without adapters."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        return self.enable_lora
+
+    def complaints(self, use: EngineUse) -> Iterator[str]:
+        yield from _vllm_complaints(self.name, use)
+        yield from super().complaints(use)
+        if self.enable_lora and use.lora is None:
+            yield (
+                "rollout.engine.enable_lora=true pushes adapters, but the model is trained without; set model.lora, or "
+                "rollout.engine.enable_lora=false"
+            )
+        elif self.enable_lora and use.lora is not None and use.lora.parts != ("language_model",):
+            yield (
+                f"model.lora.parts={list(use.lora.parts)} with rollout.engine.enable_lora=true, and vLLM takes "
+                "adapters on the language model; set rollout.engine.enable_lora=false, and it gets merged weights"
+            )
+        elif self.enable_lora and use.lora is not None and use.lora.rank > VLLM_MAX_LORA_RANK:
+            yield (
+                f"model.lora.rank={use.lora.rank} with rollout.engine.enable_lora=true, and vLLM takes adapters of up "
+                f"to {VLLM_MAX_LORA_RANK}; set rollout.engine.enable_lora=false, and it gets merged weights"
+            )
+
+
+def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
+    """Check that vLLM draws from the distribution that is trained."""
+    for key, value, off in (("top_p", use.top_p, 1), ("top_k", use.top_k, 0), ("min_p", use.min_p, 0)):
+        if value != off:
+            yield (
+                f"rollout.{key}={value} with rollout.engine={name}, whose log-probs are then of what it leaves, and "
+                f"not of what is trained; set rollout.{key}={off}, or rollout.engine=embedded"
+            )
+    lowest, highest = VLLM_TEMPERATURES
+    if not lowest <= use.temperature <= highest:
+        yield (
+            f"rollout.temperature={use.temperature:g} with rollout.engine={name}, which samples between {lowest} and "
+            f"{highest}; change it, or set rollout.engine=embedded"
+        )
+
 
 class SglangEngine(ServingEngine):
     """SGLang in processes of its own, on weights of its own that every update is pushed to (extra: sglang)."""
+
+    extra = "sglang"
 
     name: Literal["sglang"] = "sglang"
     max_total_tokens: MayChange[PositiveInt | None] = None
@@ -99,18 +230,25 @@ class SglangEngine(ServingEngine):
     timeout_seconds: MayChange[PositiveFloat] = 1800.0
     """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
 
+    def complaints(self, use: EngineUse) -> Iterator[str]:
+        if use.min_p:
+            yield (
+                f"rollout.min_p={use.min_p} with rollout.engine=sglang, which cannot draw by seed with it; set "
+                "rollout.min_p=0, or rollout.engine=embedded"
+            )
+        yield from super().complaints(use)
+
 
 ServerUrl: TypeAlias = Annotated[HttpUrl, Example("http://HOST:PORT"), Field(pattern=r"^https?://[^/?#@]+$")]
 
 
-class VllmServersEngine(Section):
+class VllmServersEngine(StreamedEngine):
     """vLLM servers of `fovea serve --for-training`, on this machine or others; a folder brings them the weights
     (extra: vllm)."""
 
+    extra = "vllm"
+
     name: Literal["vllm_servers"] = "vllm_servers"
-    python: MayChange[str | None] = None
-    """Interpreter of another Python environment with vLLM, such as ENV/bin/python, in which a process talks to the
-    servers: for a trainer whose packages do not go with vLLM's, as Megatron's. Default: the trainer's own."""
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
     """Their addresses: http://HOST:PORT."""
     weights_dir: MayChange[str]
@@ -126,9 +264,16 @@ class VllmServersEngine(Section):
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
     """Media of one prompt."""
 
+    def complaints(self, use: EngineUse) -> Iterator[str]:
+        yield from _vllm_complaints(self.name, use)
+        twice = next((each for each in self.servers if self.servers.count(each) > 1), None)
+        if twice is not None:
+            yield f"rollout.engine.servers names {twice} twice, which is no second server; leave one out"
+
 
 EngineConfig: TypeAlias = Annotated[
-    EmbeddedEngine | VllmEngine | VllmServersEngine | SglangEngine, Field(discriminator="name")
+    EmbeddedEngine | VllmEngine | VllmServersEngine | SglangEngine | StreamedEngine,
+    OpenUnion("fovea.engines", "make_engine"),
 ]
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from fovea.errors import ConfigError
+from fovea.utils import entry_points
 from fovea.utils.urls import http_parts
 
 T = TypeVar("T")
@@ -71,6 +84,63 @@ class Section(BaseModel):
         return cls.completed(given) if isinstance(given, dict) else given
 
 
+class Member(Section):
+    """A section of a union, which its `name` chooses."""
+
+    name: str
+    """Name by which the settings choose this section."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUnion:
+    """Mark of a union of sections to which other packages add theirs, by the entry points of `group`.
+
+    The union names Fovea's sections, each with a fixed `name`, and the base class of sections in other packages.
+    A package is imported when a setting names its section.
+    """
+
+    group: str
+    method: str
+    """Method by which a section of another package makes its part."""
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> Any:
+        ours = [*_ours(union), *({NoneType} & set(get_args(union)))]
+        closed: Any = reduce(or_, ours)
+        chosen = Annotated[closed, Field(discriminator=NAME)] if len(ours) > 1 else closed
+
+        def validated(value: Any, of_ours: Callable[[Any], Any]) -> Any:
+            name = value.get(NAME) if isinstance(value, dict) else getattr(value, NAME, None)
+            section = self.section(union, name) if isinstance(name, str) else None
+            return of_ours(value) if section is None else section.model_validate(value, strict=True)
+
+        schema = handler.generate_schema(Annotated[chosen, WrapValidator(validated)])
+        # a section of another package is written with all of its settings
+        return {**schema, "serialization": {"type": "any"}}
+
+    def section(self, union: Any, name: str) -> type[Section] | None:
+        """The section of this name in another package, which is imported; None where none registers it."""
+        found = entry_points.load(self.group, name, _names(_ours(union)))
+        if found is None:
+            return None
+        (base,) = [each for each in _sections_in(union) if not _has_a_fixed_name(each)]
+        fits = isinstance(found, type) and issubclass(found, base) and _names(_ours(found)) == [name]
+        if not fits or not hasattr(found, self.method):
+            raise ConfigError(
+                f"{self.group}: {name} is registered as {found!r}, which does not fit; register a class that derives "
+                f"from {base.__module__}.{base.__name__}, with the line `name: Literal[{name!r}] = {name!r}` and a "
+                f"method {self.method} (docs/extending.md)"
+            )
+        section: type[Section] = found
+        return section
+
+    def imported(self, union: Any) -> Iterator[type[Section]]:
+        """The sections of packages that have been imported, but for those that `section` refuses."""
+        for name in entry_points.imported(self.group):
+            with suppress(ConfigError):
+                if (section := self.section(union, name)) is not None:
+                    yield section
+
+
 def long_forms(section: type[Section], given: Tree) -> Tree:
     """The settings of a section with aliases replaced by what they stand for, and short forms by sections.
 
@@ -90,7 +160,7 @@ def long_forms(section: type[Section], given: Tree) -> Tree:
 def _long_form(field: FieldInfo | None, value: Any) -> Any:
     if field is None or not sections_of(field):
         return value
-    if isinstance(value, str) and (variants_of(field) or any(section.bundles for section in sections_of(field))):
+    if isinstance(value, str) and (is_union(field) or any(section.bundles for section in sections_of(field))):
         own = ".py" in value and "own" in variants_of(field)
         return {NAME: "own", "file": value} if own else {NAME: value}
     if isinstance(value, bool) and NoneType in get_args(field.annotation):
@@ -102,13 +172,19 @@ def _named(field: FieldInfo | None, value: Any) -> Any:
     if isinstance(value, list):
         # strict validation takes a tuple for a tuple, and YAML has none
         return tuple(value)
-    variants = variants_of(field) if field is not None and isinstance(value, dict) else {}
-    return {NAME: next(iter(variants)), **value} if variants else value
+    ours = _ours(field.annotation) if field is not None and isinstance(value, dict) else []
+    return {NAME: _names(ours)[0], **value} if ours else value
 
 
 def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The sections that a field may hold: one, one per member of a union, or none (a plain setting)."""
-    return tuple(_sections_in(field.annotation))
+    """The sections that a field may hold: one, one per member of a union, or none (a plain setting).
+
+    The members of other packages are among them once they have been imported.
+    """
+    named, union = tuple(_sections_in(field.annotation)), _open_union(field)
+    if union is None:
+        return named
+    return (*_ours(field.annotation), *union.imported(field.annotation)) or named
 
 
 def _sections_in(annotation: object) -> Iterator[type[Section]]:
@@ -118,10 +194,48 @@ def _sections_in(annotation: object) -> Iterator[type[Section]]:
         yield from _sections_in(part)
 
 
+def is_union(field: FieldInfo) -> bool:
+    """True if a `name` chooses what the field holds."""
+    return _open_union(field) is not None or bool(_ours(field.annotation))
+
+
 def variants_of(field: FieldInfo) -> dict[str, type[Section]]:
-    """The sections of a union, by the name that chooses each; empty where there is nothing to choose."""
+    """The sections of `sections_of` by the name that chooses each; empty where there is nothing to choose."""
     named = [section for section in sections_of(field) if _has_a_fixed_name(section)]
-    return {section.model_fields[NAME].default: section for section in named}
+    return dict(zip(_names(named), named, strict=True))
+
+
+def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
+    """The section that this name chooses, which may be one of another package; None for an unknown name."""
+    if not isinstance(name, str):
+        return None
+    union = _open_union(field)
+    theirs = None if union is None else union.section(field.annotation, name)
+    return theirs or variants_of(field).get(name)
+
+
+def names_of(field: FieldInfo) -> list[str]:
+    """All names of a union, also in packages that have not been imported."""
+    union = _open_union(field)
+    theirs = {} if union is None else entry_points.registered(union.group)
+    return list(dict.fromkeys([*_names(_ours(field.annotation)), *theirs]))
+
+
+def default_name(field: FieldInfo) -> str | None:
+    """The name of a union's first section; None if all sections are in other packages."""
+    return next(iter(_names(_ours(field.annotation))), None)
+
+
+def _open_union(field: FieldInfo) -> OpenUnion | None:
+    return next((each for each in field.metadata if isinstance(each, OpenUnion)), None)
+
+
+def _ours(annotation: object) -> list[type[Section]]:
+    return [section for section in _sections_in(annotation) if _has_a_fixed_name(section)]
+
+
+def _names(sections: Iterable[type[Section]]) -> list[str]:
+    return [section.model_fields[NAME].default for section in sections]
 
 
 def _has_a_fixed_name(section: type[Section]) -> bool:

@@ -7,17 +7,26 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
+from fovea.config.base import NAME, Section, is_union, names_of, sections_of, variant_of
 from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
 from fovea.config.listing import Setting, is_at_or_below, joined, listed, settings
 from fovea.config.recipes import CLOSE_ENOUGH, read_yaml
 from fovea.config.run import Config
+from fovea.config.type_text import one_of, show
 from fovea.errors import ConfigError
 
 OLD_KEYS = Path(__file__).with_name("moved.yaml")
 
 
 def describe(prefix: str = "") -> list[Setting]:
-    """Every key at or below `prefix`, those of all unions and optional sections too; ConfigError for an unknown one."""
+    """Every key at or below `prefix`, those of all unions and optional sections too; ConfigError for an unknown one.
+
+    For a choice, such as `environment=geo3k`, the keys that only this member of the union has.
+    """
+    if is_choice(prefix):
+        return _describe_choice(prefix)
     _, inner = listed(prefix)
     chosen = [
         setting._replace(doc=f"[{joined(variants)}] {setting.doc}") if variants else setting
@@ -27,6 +36,45 @@ def describe(prefix: str = "") -> list[Setting]:
     if not chosen:
         raise ConfigError(unknown_key(prefix))
     return chosen
+
+
+def is_choice(word: str) -> bool:
+    """True for `environment=geo3k` or `environment.name=geo3k`, whatever the name."""
+    return "=" in word and _union_at(_key_of_choice(word)) is not None
+
+
+def _describe_choice(choice: str) -> list[Setting]:
+    key, name = _key_of_choice(choice), choice.partition("=")[2]
+    field = _union_at(key)
+    assert field is not None, choice
+    # imports the section of another package, which is among the settings from now on
+    if variant_of(field, name) is None:
+        raise ConfigError(unknown_name(key, field, name))
+    return [setting for setting, variants in settings().items() if f"{key}.{NAME}={name}" in variants]
+
+
+def _key_of_choice(choice: str) -> str:
+    return choice.partition("=")[0].removesuffix(f".{NAME}")
+
+
+def _union_at(key: str) -> FieldInfo | None:
+    """The union at a dotted key that is inside no other union; None where there is none."""
+    *outer, last = key.split(".")
+    section: type[Section] = Config
+    for name in outer:
+        field = section.field_of(name)
+        inner = sections_of(field) if field is not None else ()
+        if not inner:
+            return None
+        section = inner[0]
+    found = section.field_of(last)
+    return found if found is not None and is_union(found) else None
+
+
+def unknown_name(key: str, field: FieldInfo, name: object) -> str:
+    """The complaint about a name that chooses no section of the union at `key`."""
+    allowed = one_of(names_of(field)) or "the name of an installed package's part, and none has one"
+    return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}"
 
 
 def unknown_key(key: str) -> str:

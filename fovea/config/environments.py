@@ -6,9 +6,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import Fraction, HttpUrl, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import Fraction, HttpUrl, NonNegativeInt, OpenUnion, PositiveFloat, PositiveInt, Section
 from fovea.config.curriculum import GeoSpotEnvironment
-from fovea.config.splits import SplitFiles
+from fovea.config.splits import EnvironmentSettings, SplitFiles
 from fovea.config.type_text import Example
 
 Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes"]
@@ -32,7 +32,7 @@ Score: <a number from 0 to 10>
 """
 
 
-class ShapesEnvironment(Section):
+class ShapesEnvironment(EnvironmentSettings):
     """Rendered scenes with questions on number, colour, shape and existence."""
 
     name: Literal["shapes"] = "shapes"
@@ -271,7 +271,7 @@ class CaptionEnvironment(FileEnvironment):
         return self
 
 
-class OwnEnvironment(Section):
+class OwnEnvironment(EnvironmentSettings):
     """A class of your own (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
 
     name: Literal["own"] = "own"
@@ -289,7 +289,8 @@ PartEnvironment: TypeAlias = Annotated[
     | CaptionEnvironment
     | RowsEnvironment
     | GeoSpotEnvironment
-    | OwnEnvironment,
-    Field(discriminator="name"),
+    | OwnEnvironment
+    | EnvironmentSettings,
+    OpenUnion("fovea.environments", "make_environment"),
 ]
 """Any environment but a mixture, of which these may be parts (`fovea.config.mixture`)."""

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import MAY_CHANGE, NAME, Section, sections_of, variants_of
+from fovea.config.base import MAY_CHANGE, NAME, Section, is_union, names_of, sections_of, variants_of
 from fovea.config.run import Config
 from fovea.config.type_text import GROUP, one_of, type_text
+from fovea.utils.entry_points import state
 
 ANY_PART = "PART"
 """Stands for the name of a part of a mixture in the table."""
@@ -64,9 +65,16 @@ def has_setting(choice: str, key: str) -> bool:
     )
 
 
-@cache
 def settings() -> dict[Setting, list[str]]:
-    """Every setting, with the members of a union that have it where not all do: some share a setting."""
+    """Every setting, with the members of a union that have it where not all do: some share a setting.
+
+    The members of other packages are among them once they have been imported.
+    """
+    return _settings(state())
+
+
+@cache
+def _settings(_state: object) -> dict[Setting, list[str]]:
     found: dict[Setting, list[str]] = {}
     for variant, setting in _walk(Config, ""):
         found.setdefault(setting, []).extend([variant] if variant else [])
@@ -85,15 +93,15 @@ def _walk(section: type[Section], path: str, variant: str = "", may: bool = Fals
             continue
         sections, variants = sections_of(field), variants_of(field)
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if variants:
+        if is_union(field):
             chosen = "null" if default is None else getattr(default, NAME)
-            yield "", Setting(f"{key}.{NAME}", one_of(variants), chosen, doc, may_change)
+            yield "", Setting(f"{key}.{NAME}", one_of(names_of(field)) or "text", chosen, doc, may_change)
         elif sections and default is None and not field.is_required():
             yield variant, Setting(key, type_text(field.annotation), "null", doc, may_change)
         elif not sections:
             type_ = type_text(field.annotation, field.metadata)
             yield variant, Setting(key, type_, _default_text(field), doc, may_change)
-        for inner in sections:
+        for inner in variants.values() if is_union(field) else sections:
             choice = f"{key}.{NAME}={inner.model_fields[NAME].default}" if variants else variant
             yield from _walk(inner, f"{key}.", choice, may_change)
     for alias, names in section.aliases.items():
@@ -105,6 +113,7 @@ def _walk(section: type[Section], path: str, variant: str = "", may: bool = Fals
 def _doc(section: type[Section], field: FieldInfo) -> str:
     variants = variants_of(field)
     choices = [f"{choice}: {_first_line(inner)}" for choice, inner in variants.items()]
+    choices += [f"{choice}: of another package." for choice in names_of(field) if choice not in variants]
     only = sections_of(field)[:1] if not variants else ()
     text = " ".join(filter(None, [field.description, *choices])) or _first_line(only[0] if only else section)
     return " ".join(text.split())

@@ -23,14 +23,24 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import NAME, Section, Tree, leaves, long_forms, sections_of, variants_of
-from fovea.config.describe import describe, full_key, moved_key, unknown_key
+from fovea.config.base import (
+    NAME,
+    Section,
+    Tree,
+    default_name,
+    is_union,
+    leaves,
+    long_forms,
+    sections_of,
+    variant_of,
+)
+from fovea.config.describe import describe, full_key, moved_key, unknown_key, unknown_name
 from fovea.config.elsewhere import hint_for, hint_for_last_name
 from fovea.config.listing import allowed_at, has_setting, is_at_or_below, listed, settings
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER
-from fovea.config.type_text import hint, one_of, show
+from fovea.config.type_text import hint, show
 from fovea.errors import ConfigError
 from fovea.utils.shown_text import tree_without_secrets
 
@@ -275,13 +285,13 @@ def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:
 
 def _section_for(field: FieldInfo, current: Tree, new: Tree, key: str) -> tuple[Tree, type[Section]]:
     """What of the current values a section starts from (nothing where another member is chosen), and which it is."""
-    variants = variants_of(field)
-    if not variants:
+    if not is_union(field):
         return current, sections_of(field)[0]
-    name = new.get(NAME, current.get(NAME, next(iter(variants))))
-    if not isinstance(name, str) or name not in variants:
-        raise ConfigError(f"{key}.{NAME}: {show(name)} does not fit; allowed: {one_of(variants)}")
-    return (current if current.get(NAME) == name else {NAME: name}), variants[name]
+    name = new.get(NAME, current.get(NAME, default_name(field)))
+    chosen = variant_of(field, name)
+    if chosen is None:
+        raise ConfigError(unknown_name(key, field, name))
+    return (current if current.get(NAME) == name else {NAME: name}), chosen
 
 
 def _choices_first(override: Tree) -> int:

@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import PositiveFloat, Section
+from fovea.config.base import OpenUnion, PositiveFloat, Section
 from fovea.config.environments import PartEnvironment, ShapesEnvironment
+from fovea.config.splits import EnvironmentSettings
 
 
 class MixturePart(Section):
@@ -47,7 +48,7 @@ class MixtureParts(Section):
         return self
 
 
-class MixtureEnvironment(Section):
+class MixtureEnvironment(EnvironmentSettings):
     """Several data sets in one run, each with its own environment and share (docs/data.md)."""
 
     name: Literal["mixture"] = "mixture"
@@ -55,4 +56,6 @@ class MixtureEnvironment(Section):
     """The data sets, by name."""
 
 
-EnvironmentConfig: TypeAlias = Annotated[PartEnvironment | MixtureEnvironment, Field(discriminator="name")]
+EnvironmentConfig: TypeAlias = Annotated[
+    PartEnvironment | MixtureEnvironment, OpenUnion("fovea.environments", "make_environment")
+]

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.algorithm_parts import KlInReward
-from fovea.config.backends import EmbeddedEngine, VllmServersEngine
+from fovea.config.backends import EmbeddedEngine, EngineUse, VllmServersEngine
 from fovea.config.base import (
     MayChange,
     NonNegativeInt,
@@ -27,7 +27,6 @@ from fovea.config.base import (
 )
 from fovea.config.cluster import Cluster
 from fovea.config.curriculum import Curriculum, GeoSpotEnvironment
-from fovea.config.engine_checks import engine_complaints, lora_complaints
 from fovea.config.environments import (
     CaptionEnvironment,
     FileEnvironment,
@@ -249,8 +248,7 @@ def _disagreements(config: Config) -> Iterator[str]:
             f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1, so that no "
             "group has a signal; set rollout.samples_per_prompt=2 or more"
         )
-    yield from engine_complaints(rollout, config.data, corrected=algorithm.corrects_for_engine)
-    yield from lora_complaints(rollout.engine, config.model.lora)
+    yield from rollout.engine.complaints(_engine_use(config))
     yield from megatron_complaints(config.train, config.model, algorithm, config.cluster)
     yield from _rates_of_frozen_parts(config)
     yield from _without_dev(config)
@@ -274,6 +272,20 @@ def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
                 f"train.{part}_learning_rate={rate:g}, but the {part.replace('_', ' ')} is frozen; leave it out, or "
                 f"set model.freeze_{part}=false, or model.lora.parts=[language_model, {part}] with model.lora"
             )
+
+
+def _engine_use(config: Config) -> EngineUse:
+    rollout = config.rollout
+    return EngineUse(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_new_tokens=rollout.max_new_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        corrects_for_engine=config.algorithm.corrects_for_engine,
+        lora=config.model.lora,
+    )
 
 
 def _without_dev(config: Config) -> Iterator[str]:

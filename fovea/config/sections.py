@@ -10,8 +10,10 @@ from fovea.config.backends import BackendConfig, EmbeddedEngine, EngineConfig, T
 from fovea.config.base import (
     Fraction,
     MayChange,
+    Member,
     NonNegativeFloat,
     NonNegativeInt,
+    OpenUnion,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -240,6 +242,10 @@ class Checkpoint(Section):
     """Go on with the next step while a checkpoint is written, from a copy in host memory."""
 
 
+class TrackerSettings(Member):
+    """Settings of an experiment tracker of another package."""
+
+
 class Log(Section):
     """Outputs of a run besides its metrics."""
 
@@ -257,6 +263,8 @@ class Log(Section):
     """MLflow experiment to log to (extra: mlflow), at MLFLOW_TRACKING_URI, by default mlflow.db of this folder."""
     swanlab_project: str | None = None
     """SwanLab project to log to (extra: swanlab); SWANLAB_MODE=offline stays on this machine."""
+    tracker: Annotated[TrackerSettings | None, OpenUnion("fovea.trackers", "connect")] = None
+    """Tracker of another package to log to (docs/extending.md)."""
     tracker_images: NonNegativeInt = 4
     """Images that TensorBoard and the other trackers get of a step whose samples are kept, one per group; 0: none."""
     tracker_max_pixels: PositiveInt = 262_144

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import NonNegativeInt, Section
+from fovea.config.base import Member, NonNegativeInt
 
 ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
@@ -17,7 +17,11 @@ RUN_DIR = "{run_dir}"
 _GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)")
 
 
-class SplitFiles(Section):
+class EnvironmentSettings(Member):
+    """Settings of an environment."""
+
+
+class SplitFiles(EnvironmentSettings):
     """Files of the three splits, or the shares of the training rows that serve as dev and test."""
 
     train_files: tuple[str, ...]

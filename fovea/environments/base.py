@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+from fovea.data.rows import RowAccess
 from fovea.types import Message, Task, Turn
 
 Split: TypeAlias = Literal["train", "dev", "test"]
+
+
+@runtime_checkable
+class MakesEnvironment(Protocol):
+    """Settings of an environment in another package, which make it."""
+
+    def make_environment(self, access: RowAccess, seed: int) -> object:
+        """Make an `Environment` with a method `score`, or with the property `graders`; `access` reads rows in files."""
+        ...
 
 
 class Environment(Protocol):

@@ -7,7 +7,8 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from PIL.Image import Image
 
@@ -37,6 +38,15 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """End the connection when all is sent."""
+
+
+@runtime_checkable
+class ConnectsTracker(Protocol):
+    """Settings of a tracker in another package, which connect to it."""
+
+    def connect(self, run_dir: Path, run_id: str) -> Tracker:
+        """Connect to the tracker's run `run_id`, which goes on if the tracker has it; `run_dir` is the run folder."""
+        ...
 
 
 def readable(text: str) -> str:

@@ -18,6 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+DEPENDS_ON_OTHERS = (
+    "the loss of a token depends on the log-probs of other tokens, which are not known when its gradient is made; set "
+    "couples_tokens = 'always' in the class of the loss's settings"
+)
+
 Scores: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Log-probs, entropies and banned mass, [A] each."""
 
@@ -150,7 +155,7 @@ def _check_slopes(used: Sequence[Tensor], found: Sequence[Tensor], rounding: Ten
         limit = 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max() + rounding
         near_A = (used_A - found_A).abs() <= limit
         # on the device, for which the host does not wait
-        torch._assert_async((near_A | ~used_A.isfinite()).all(), "the loss is none whose slopes were known before it")
+        torch._assert_async((near_A | ~used_A.isfinite()).all(), DEPENDS_ON_OTHERS)
 
 
 def gradients_of_head(

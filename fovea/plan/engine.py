@@ -116,7 +116,8 @@ def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Num
     if isinstance(engine, VllmEngine):
         gib = engine.kv_cache_gib or (None if numerics.cuda else CPU_KV_CACHE_GIB)
         return None if gib is None else int(gib * GIB)
-    assert isinstance(engine, SglangEngine), engine.name
+    if not isinstance(engine, SglangEngine):
+        return None
     tokens = engine.max_total_tokens or (None if numerics.cuda else max(CPU_KV_CACHE_TOKENS, 2 * longest))
     return None if tokens is None else tokens * token
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import Distribution, version
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any, BinaryIO
@@ -38,6 +38,7 @@ from fovea.errors import DataError
 from fovea.run.context import Sources
 from fovea.run.fingerprint import IMPORT, LIBRARY, Fingerprint
 from fovea.types import ImageRef, Task
+from fovea.utils.entry_points import registered
 
 MAX_FILE_BYTES = 2**30
 MAX_IMAGE_BYTES = 2**20
@@ -70,7 +71,16 @@ def take_fingerprint(config: Config, model: Model, sources: Sources, given: Give
         **_files(dict(model_files(config, model))),
         f"{LIBRARY}fovea": __version__,
         **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
+        **{f"{LIBRARY}{each.name}": each.version for each in _packages(config)},
     }
+
+
+def _packages(config: Config) -> Iterator[Distribution]:
+    """The packages that bring the environments, the loss and the engine of the settings."""
+    parts = [("fovea.environments", each.name) for each in config.environments.values()]
+    parts += [("fovea.losses", config.algorithm.loss.name), ("fovea.engines", config.rollout.engine.name)]
+    for group, name in parts:
+        yield from (point.dist for point in registered(group).get(name, ()) if point.dist is not None)
 
 
 def _row_files(config: Config) -> Iterator[Path]:

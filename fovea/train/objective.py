@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
-from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from fovea.algorithms.policy_loss import HasFormula, PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.value_loss import value_loss
 from fovea.config.algorithm_parts import CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
 from fovea.config.run import Algorithm
@@ -79,6 +79,9 @@ def _policy_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings:
             return cispo_loss(*given, clip_low=low, clip_high=high)
         case SapoLoss(temperature_positive=positive, temperature_negative=negative):
             return sapo_loss(*given, temperature_positive=positive, temperature_negative=negative)
+        case theirs:
+            assert isinstance(theirs, HasFormula), theirs.name
+            return theirs.policy_loss(*given, micro.lengths)
 
 
 def _importance_weights(old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> ImportanceWeights:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fovea.config.algorithm_parts import GspoLoss
 from fovea.config.run import Algorithm
 from fovea.models.head_gradients import Slopes
 from fovea.models.token_logprobs import TokenScores
@@ -52,6 +51,6 @@ def slopes_are_known(algorithm: Algorithm, *, on_policy: bool) -> bool:
     `on_policy`: the old log-probs are those of the pass itself. Importance ratios are 1 then, and what is a constant
     otherwise, weights from old log-probs, depends on the pass.
     """
-    by_completion = isinstance(algorithm.loss, GspoLoss) and not on_policy
+    by_token = algorithm.loss.couples_tokens in (("never", "off-policy") if on_policy else ("never",))
     weighed_by_completion = algorithm.importance_sampling_fix and algorithm.importance_sampling_level != "token"
-    return not (by_completion or (weighed_by_completion and on_policy))
+    return by_token and not (weighed_by_completion and on_policy)

@@ -11,12 +11,13 @@ DISTRIBUTION = "fovea-rl"
 CHECKOUT = Path(__file__).parents[2]
 
 
-def pip_install(extra: str) -> str:
-    """The command that adds an extra to this installation: `pip install -e '/src/fovea[hub]'` in a checkout."""
+def pip_install(extra: str | None) -> str:
+    """The command that installs Fovea as here, with an extra: `pip install -e '/src/fovea[hub]'` in a checkout."""
     folder, editable = _installed_from()
+    with_extra = "" if extra is None else f"[{extra}]"
     if folder is None:
-        return f"pip install '{DISTRIBUTION}[{extra}]'"
-    return f"pip install {'-e ' if editable else ''}'{folder}[{extra}]'"
+        return f"pip install '{DISTRIBUTION}{with_extra}'"
+    return f"pip install {'-e ' if editable else ''}'{folder}{with_extra}'"
 
 
 def _installed_from() -> tuple[Path | None, bool]:

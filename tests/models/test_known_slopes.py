@@ -167,7 +167,7 @@ def test_slopes_that_cancel_may_differ_by_rounding() -> None:
     scores = scores_of(hidden, head, targets, Slopes(lambda *_: (noise[0], None), rounding=1e-7))
     (noise[1] * scores.logprobs_A).sum().backward()
     scores = scores_of(hidden, head, targets, Slopes(lambda *_: (noise[0], None)))
-    with pytest.raises(RuntimeError, match="the loss is none whose slopes were known before it"):
+    with pytest.raises(RuntimeError, match="the loss of a token depends on the log-probs of other tokens"):
         (noise[1] * scores.logprobs_A).sum().backward()
 
 
@@ -205,7 +205,7 @@ def test_nothing_of_the_size_of_logits_waits_for_the_backward_pass() -> None:
 def test_a_loss_of_other_slopes_is_refused() -> None:
     hidden, head, targets = inputs()
     scores = scores_of(hidden, head, targets, LINEAR)
-    with pytest.raises(RuntimeError, match="the loss is none whose slopes were known before it"):
+    with pytest.raises(RuntimeError, match="the loss of a token depends on the log-probs of other tokens"):
         (linear_loss(scores.logprobs_A, scores.entropies_A) + 0.001 * scores.logprobs_A[-1]).backward()
     scores = scores_of(hidden, head, targets, LINEAR)
     with pytest.raises(AssertionError, match="gradients of 2 slopes were made, and the loss has 1"):

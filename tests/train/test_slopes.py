@@ -10,11 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.run import Algorithm
-from fovea.samples import replace_samples
 from fovea.train.slopes import slopes_are_known
 from fovea.train.torch import backward
 from fovea.types import Batch, Metrics
-from tests.policies import make_batch, make_policy, repeated, stepped_gradients, update_gradients
+from tests.policies import batch_of, make_batch, make_policy, stepped_gradients, update_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import PPO, gradients, ppo_policy, scored
@@ -32,16 +31,6 @@ LOSSES: dict[str, dict[str, object]] = {
     "weighed": {"importance_sampling_fix": True, "kl": {"coef": 0.3, "estimator": "k3"}},
     "weighed by completion": OF_COMPLETIONS,
 }
-
-
-def batch_of(*, on_policy: bool) -> Batch:
-    """Equal completions among others; the old log-probs are those of the pass, or off from them."""
-    rng = np.random.default_rng(2)
-    batch = replace_samples(
-        repeated(make_batch(tiny("qwen3_vl"))),
-        lambda sample: replace(sample, reference_logprobs_T=sample.rollout_logprobs_T + np.float32(rng.normal())),
-    )
-    return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=None)) if on_policy else batch
 
 
 def update(algorithm: Algorithm, batch: Batch) -> tuple[dict[str, torch.Tensor], Metrics, int]:

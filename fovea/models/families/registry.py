@@ -12,6 +12,10 @@ from fovea.models.families.qwen2_5_vl import Qwen25VL
 from fovea.models.families.qwen2_vl import Qwen2VL
 from fovea.models.families.qwen3_vl import Qwen3VL
 from fovea.models.families.qwen3_vl_moe import Qwen3VLMoe
+from fovea.utils.entry_points import load, registered
+
+GROUP = "fovea.families"
+"""Entry points by which other packages add constructors of families, by `model_type`."""
 
 FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
     Qwen2VL.model_type: Qwen2VL.of,
@@ -23,12 +27,18 @@ FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
 """Constructors of families from a transformers config, by its `model_type`."""
 
 
+def known() -> list[str]:
+    """The `model_type`s of all families, with those that other packages add."""
+    return [*FAMILIES, *registered(GROUP)]
+
+
 def family_of(config: Any, path: str) -> ModelFamily:
     """Model family of a transformers config; ModelError for an unsupported `model_type`. `path` is for the message."""
-    make = FAMILIES.get(config.model_type)
+    make: Any = load(GROUP, config.model_type, FAMILIES) or FAMILIES.get(config.model_type)
     if make is None:
         raise ModelError(
-            f"model.path={path}: its model_type is {config.model_type}, and Fovea trains {', '.join(FAMILIES)}; "
-            "give one of these"
+            f"model.path={path}: its model_type is {config.model_type}, and Fovea trains {', '.join(known())}; give "
+            "one of these, or add the family (docs/extending.md)"
         )
-    return make(config)
+    family: ModelFamily = make(config)
+    return family

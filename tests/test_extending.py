@@ -1,0 +1,423 @@
+"""The package that docs/extending.md builds: its code as it stands there, installed beside Fovea, in real runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from typer.testing import CliRunner
+
+from fovea.build.run import build
+from fovea.build.trust import check_trust
+from fovea.cli import main
+from fovea.config.describe import describe
+from fovea.config.loading import dump_config, load_config
+from fovea.config.run import Algorithm, Config, Model
+from fovea.errors import ConfigError, DataError, ModelError
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from fovea.models.load import load_network
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
+from tests.idefics3 import SIDE_PX, make_network, make_tokenizer, save_idefics3
+from tests.policies import batch_of, make_policy, update_gradients
+from tests.reference import largest_relative_difference
+from tests.tiny_models import CORPUS, from_array, image, tiny, user
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+BLOCKS = {
+    name: code
+    for language, name, code in re.findall(r"^```(\w+)\n(?:# (\S+)\n)?(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    if name or language == "toml"
+}
+PROJECT = tomllib.loads(BLOCKS[""])
+SMALL = [
+    "max_steps=2",
+    "environment.step=20",
+    "warmup={max_steps: 30, stop_accuracy: 0.7}",
+    "rollout.prompts_per_step=2",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_new_tokens=3",
+    "algorithm.entropy_coef=0.01",
+    "algorithm.max_groups_without_signal=2",
+    "log.tensorboard=false",
+    "log.progress=false",
+]
+
+
+def install(folder: Path, project: dict[str, Any], files: dict[str, str]) -> None:
+    """Lay out a package and its metadata as pip does."""
+    for name, code in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(code, encoding="utf-8")
+    name, version = project["name"], project["version"]
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    groups = [
+        f"[{group}]\n" + "".join(f"{part} = {value}\n" for part, value in parts.items())
+        for group, parts in project["entry-points"].items()
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+
+
+def forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages; the working directory is an empty one."""
+    folder, work = tmp_path / "site", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for package in ("fovea_plus", "other"):
+        forget(package)
+
+
+@pytest.fixture
+def plus(site: Path) -> Path:
+    """The package of the page, installed."""
+    install(site, PROJECT["project"], {name: code for name, code in BLOCKS.items() if name.endswith(".py")})
+    Path("plus.yaml").write_text(BLOCKS["plus.yaml"], encoding="utf-8")
+    return site
+
+
+def other(site: Path, group: str, name: str, code: str, package: str = "other-parts") -> None:
+    """Install a package with one part, `Part` of this code."""
+    project = {"name": package, "version": "1.0", "entry-points": {group: {name: "other:Part"}}}
+    install(site, project, {"other.py": code})
+
+
+def settings(*overrides: str) -> Config:
+    return load_config([Path("plus.yaml")], [*SMALL, *overrides])
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(*overrides)
+    return str(caught.value)
+
+
+def test_the_page_registers_all_of_its_files() -> None:
+    modules = {
+        value.partition(":")[0] for parts in PROJECT["project"]["entry-points"].values() for value in parts.values()
+    }
+    assert {f"{module.replace('.', '/')}.py" for module in modules} == {name for name in BLOCKS if name.endswith(".py")}
+
+
+def test_a_run_of_a_loss_an_engine_an_environment_and_a_tracker(plus: Path) -> None:
+    config = settings("run_dir=run", "algorithm.minibatches=2", "train.backend.logits_mib=0.005")
+    train(build(config))
+    rows = read_metrics(Path("run"))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    parity = json.loads(Path("run/parity.json").read_text())
+    assert (parity["engine"], parity["passed"]) == ("slow", True)
+    first, *steps = map(json.loads, Path("lines.jsonl").read_text().splitlines())
+    assert first["seed"] == config.seed
+    assert [(line["run"], line["step"], line["reward"]) for line in steps] == [
+        (first["run"], row["step"], row["reward"]) for row in rows
+    ]
+    assert load_config([Path("run/config.yaml")], []) == config
+
+
+def test_a_resumed_run_compares_the_version_of_a_package(plus: Path) -> None:
+    given = ("run_dir=run", "warmup=null", "rollout.engine=embedded", "checkpoint.every_steps=1")
+    train(build(settings(*given, "max_steps=1")))
+    metadata = plus / "fovea_plus-0.1.dist-info/METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 0.1", "Version: 0.2"))
+    with pytest.raises(DataError, match=r"library fovea-plus was 0\.1 and is 0\.2"):
+        build(settings(*given, "resume=auto"))
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_loss_that_couples_tokens_has_the_gradients_of_whole_rows_in_chunks(plus: Path, on_policy: bool) -> None:
+    """The loss of the page says nothing of `couples_tokens`."""
+    algorithm, batch = Algorithm.model_validate({"loss": "gmpo"}), batch_of(on_policy=on_policy)
+    whole, chunks = (
+        update_gradients(make_policy(tiny("qwen3_vl"), algorithm=algorithm, backend=backend, lr_warmup_steps=0), batch)
+        for backend in ({}, {"logits_mib": 0.005})
+    )
+    assert largest_relative_difference(whole, chunks) < 1e-5
+
+
+def test_a_loss_that_couples_tokens_and_denies_it_is_refused(plus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = Algorithm.model_validate({"loss": "gmpo"})
+    monkeypatch.setattr(type(algorithm.loss), "couples_tokens", "never")
+    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, backend={"logits_mib": 0.005}, lr_warmup_steps=0)
+    with pytest.raises(RuntimeError, match=r"depends on the log-probs of other tokens.*set couples_tokens = 'always'"):
+        policy.update(batch_of(on_policy=False))
+
+
+def test_an_engine_refuses_settings_of_its_own(plus: Path) -> None:
+    assert refusal("rollout.top_p=0.9").startswith(
+        "plus.yaml and command line: rollout.engine=slow draws from all tokens"
+    )
+    assert settings("rollout.temperature=5").rollout.temperature == 5, "and none of vLLM's"
+
+
+def python_with(folder: Path) -> Path:
+    """An interpreter whose environment has the packages of a folder besides."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{folder}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(plus: Path, tmp_path: Path) -> None:
+    """The environment, the loss and the tracker of the run are another package's there."""
+    elsewhere = tmp_path / "elsewhere"
+    points = {"fovea.engines": PROJECT["project"]["entry-points"]["fovea.engines"]}
+    code = {"fovea_plus/slow_engine.py": BLOCKS["fovea_plus/slow_engine.py"]}
+    install(elsewhere, PROJECT["project"] | {"entry-points": points}, code)
+    train(
+        build(settings("run_dir=run", f"rollout.engine.python={python_with(elsewhere)}", "warmup=null", "max_steps=1"))
+    )
+    parity = json.loads(Path("run/parity.json").read_text())
+    assert (parity["engine"], parity["passed"]) == ("slow", True)
+
+
+def test_an_environment_without_the_engine_says_so(plus: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    python = python_with(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"empty/python: the settings do not fit there .*rollout\.engine.*'slow'"):
+        build(settings("run_dir=run", f"rollout.engine.python={python}"))
+
+
+def test_settings_of_a_package_are_as_strict_as_ours(plus: Path) -> None:
+    assert refusal("environment.stpe=3").endswith("environment.stpe: no such setting; did you mean environment.step?")
+    assert refusal("environment.step=41").endswith("environment.step: 41 does not fit; allowed: integer >= 1 and <= 40")
+    assert "environment.step: 3.0 does not fit" in refusal("environment.step=3.0")
+    with pytest.raises(ConfigError, match=r"command line: log\.tracker\.file: must be set; allowed: text"):
+        load_config([], ["model.tiny={}", "log.tracker=lines"])
+    assert "environment.step: a setting of environment.name=grey only" in refusal("environment=shapes")
+
+
+def test_help_lists_the_settings_of_a_package(plus: Path) -> None:
+    shown = CliRunner().invoke(main.app, ["config", "environment=grey"]).stdout
+    assert shown == (
+        "environment.step = 3    (integer >= 1 and <= 40)\n    Distance between two shades of grey of 256.\n"
+    )
+    assert "grey: A grey image, which is dark or light." in describe("environment.name")[0].doc
+    lines = CliRunner().invoke(main.app, ["config", "log.tracker=lines"]).stdout
+    assert lines.startswith("log.tracker.file = must be set    (text; may change on resume)\n")
+    assert "\n  step: 5\n" in dump_config(load_config([Path("plus.yaml")], []))
+
+
+def test_nothing_is_imported_before_a_setting_names_it(plus: Path) -> None:
+    """In a process that lists every name, and reads settings that name none."""
+    script = (
+        "import sys\n"
+        "from fovea.cli.main import app\n"
+        "from fovea.config.describe import describe\n"
+        "from fovea.config.loading import load_config\n"
+        "from fovea.errors import ConfigError\n"
+        "from typer.testing import CliRunner\n"
+        "print(describe('algorithm.loss.name')[0].type, describe('log.tracker')[0].type)\n"
+        "print(CliRunner().invoke(app, ['--help']).stdout)\n"
+        "load_config([], ['model.tiny={}'])\n"
+        "try:\n"
+        "    load_config([], ['model.tiny={}', 'rollout.engine=slwo'])\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "assert not [name for name in sys.modules if name.startswith(('fovea_plus', 'torch'))]\n"
+        "load_config([], ['model.tiny={}', 'rollout.engine=slow'])\n"
+        "assert [name for name in sys.modules if name.startswith('fovea_plus.')] == ['fovea_plus.slow_engine']\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{plus}"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "clip | gspo | cispo | sapo | gmpo lines\n" in ran.stdout
+    assert re.search(r"steps +A command of the package fovea-plus\.", ran.stdout)
+    assert (
+        'rollout.engine.name: "slwo" does not fit; allowed: embedded | vllm | vllm_servers | sglang | slow'
+        in ran.stdout
+    )
+
+
+def test_a_folder_that_names_a_part_of_a_package_needs_trust(plus: Path) -> None:
+    file, config = Path("run/config.yaml"), settings()
+    with pytest.raises(ConfigError, match=r"runs the code of another package by environment\.name=grey"):
+        check_trust(config, file, [], trust=False)
+    check_trust(config, file, ["environment=grey"], trust=False)
+    for key, named in {"algorithm.loss": "gmpo", "rollout.engine": "slow", "log.tracker": "lines"}.items():
+        given = [f"{key}={named}", "environment=grey"]
+        rest = {"algorithm.loss": "gmpo", "rollout.engine": "slow", "log.tracker": "lines"}.items() - {(key, named)}
+        with pytest.raises(ConfigError, match="runs the code of another package"):
+            check_trust(config, file, given, trust=False, trains=True)
+        check_trust(config, file, [*given, *(f"{each}={name}" for each, name in rest)], trust=False, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "setting"),
+    [
+        ("fovea.losses", "clip", "algorithm.loss=clip"),
+        ("fovea.engines", "embedded", "rollout.engine.max_batch_tokens=9"),
+        ("fovea.environments", "geo3k", "environment=geo3k"),
+    ],
+)
+def test_a_name_of_ours_is_refused(group: str, name: str, setting: str, site: Path) -> None:
+    other(site, group, name, "raise AssertionError('imported')\n")
+    load_config([], ["model.tiny={}"])
+    with pytest.raises(ConfigError, match=f"{group}: other-parts registers {name}, which is a name of Fovea's own"):
+        load_config([], ["model.tiny={}", setting])
+
+
+def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
+    code = (
+        "from typing import Literal\nfrom fovea.config.algorithm_parts import SapoLoss\n"
+        "class Part(SapoLoss):\n"
+        "    name: Literal['clip'] = 'clip'\n    extra: int = 1\n    def policy_loss(self): ...\n"
+    )
+    other(site, "fovea.losses", "clip", code)
+    importlib.import_module("other")
+    assert describe("algorithm.loss.name")[0].type == "clip | gspo | cispo | sapo"
+    assert not [setting for setting in describe("algorithm.loss") if setting.key == "algorithm.loss.extra"]
+
+
+def test_a_name_of_two_packages_is_refused(plus: Path) -> None:
+    other(plus, "fovea.losses", "gmpo", "Part = 1\n")
+    assert re.search(r"fovea\.losses: (\S+ and \S+) both register gmpo; uninstall one", refusal())
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import no_such_package\n",
+            "which cannot be imported: it raised ModuleNotFoundError: No module named 'no_such",
+        ),
+        ("Part = 1\n", "part is registered as 1, which does not fit; register a class that derives from fovea.config"),
+        (
+            "from fovea.config.algorithm_parts import LossSettings\nclass Part(LossSettings):\n    name: str = ''\n",
+            "with the line `name: Literal['part'] = 'part'`",
+        ),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused(code: str, message: str, site: Path) -> None:
+    other(site, "fovea.losses", "part", code)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config([], ["model.tiny={}", "algorithm.loss=part"])
+
+
+@pytest.mark.parametrize(
+    ("group", "base", "setting", "missing"),
+    [
+        ("fovea.losses", "algorithm_parts.LossSettings", "algorithm.loss", "policy_loss"),
+        ("fovea.engines", "backends.StreamedEngine", "rollout.engine", "make_engine"),
+        ("fovea.environments", "splits.EnvironmentSettings", "environment", "make_environment"),
+        ("fovea.trackers", "sections.TrackerSettings", "log.tracker", "connect"),
+    ],
+)
+def test_a_part_without_its_method_is_refused(group: str, base: str, setting: str, missing: str, site: Path) -> None:
+    module, _, name = base.partition(".")
+    code = (
+        f"from typing import Literal\nfrom fovea.config.{module} import {name}\n"
+        f"class Part({name}):\n    name: Literal['part'] = 'part'\n"
+    )
+    other(site, group, "part", code)
+    with pytest.raises(
+        ConfigError, match=rf"part is registered as .*Part.*, which does not fit; .* method {missing} \("
+    ):
+        load_config([], ["model.tiny={}", f"{setting}=part"])
+
+
+def save_smolvlm(folder: Path) -> None:
+    """A tiny SmolVLM of transformers' own classes, with the tokenizer and sizes of the tests' Idefics 3."""
+    tokenizer = make_tokenizer(CORPUS)
+    sizes = make_network(tokenizer).config.to_dict()
+    sizes = {key: sizes[key] for key in ("text_config", "vision_config", "scale_factor", "image_token_id")}
+    sizes["vision_config"].pop("model_type")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = SmolVLMForConditionalGeneration(
+            SmolVLMConfig(**sizes, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True)
+        )
+    network.generation_config.eos_token_id = tokenizer.eos_token_id
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    SmolVLMImageProcessorPil(
+        do_image_splitting=True, size={"longest_edge": 2 * SIDE_PX}, max_image_size={"longest_edge": SIDE_PX}
+    ).save_pretrained(folder)
+
+
+def test_a_family(plus: Path) -> None:
+    """Its prompts are fed to transformers' own forward, whose log-probs those of the run equal; the run is graded."""
+    save_smolvlm(Path("model"))
+    model = Model(path="model")
+    prompt = Renderer(load_processor(model), from_array).prompt(user(image(1, 90, 40), "How many circles?"))
+    (picture,) = prompt.images
+    network = load_network(model)
+    pixels = SmolVLMImageProcessorPil.from_pretrained("model")(
+        images=[[from_array(image(1, 90, 40))]], return_tensors="pt"
+    )
+    np.testing.assert_array_equal(picture.tensors["pixel_values"], pixels["pixel_values"][0].numpy())
+    ids = torch.from_numpy(prompt.token_ids_L)[None]
+    assert int((ids == network.config.image_token_id).sum()) == picture.num_tokens > 9, "several tiles"
+    assert torch.isfinite(network(input_ids=ids, **pixels).logits).all()
+    config = settings("run_dir=run", "model.tiny=null", "model.path=model", "warmup=null", "rollout.engine=embedded")
+    train(build(config))
+    parity = json.loads(Path("run/parity.json").read_text())
+    assert (parity["engine"], parity["passed"]) == ("plain", True)
+    assert len(read_metrics(Path("run"))) == 2
+
+
+def test_a_family_that_nobody_has_is_named_with_those_of_packages(plus: Path) -> None:
+    save_idefics3(Path("model"))
+    written = json.loads(Path("model/config.json").read_text()) | {"model_type": "idefics2"}
+    Path("model/config.json").write_text(json.dumps(written))
+    with pytest.raises(ModelError, match=r"model_type is idefics2, and Fovea trains .*idefics3, smolvlm; give one"):
+        load_processor(Model(path="model"))
+
+
+def test_a_command(plus: Path) -> None:
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert CliRunner().invoke(main.app, ["steps", "run"]).stdout == "2\n"
+    assert "Print the number of steps of a run." in CliRunner().invoke(main.app, ["steps", "--help"]).stdout
+
+
+def test_a_command_of_our_name_is_refused(site: Path) -> None:
+    other(site, "fovea.commands", "plan", "raise AssertionError('imported')\n")
+    refused = CliRunner().invoke(main.app, ["plan", "shapes"])
+    assert refused.exit_code == 2
+    assert "fovea.commands: other-parts registers plan, which is a name of Fovea's own" in refused.stderr
+    assert CliRunner().invoke(main.app, ["config", "seed"]).exit_code == 0
+
+
+def test_a_class_in_a_file_needs_no_package(site: Path) -> None:
+    Path("mine.py").write_text(
+        BLOCKS["fovea_plus/grey.py"].replace("step: int", "settings: dict").replace("= step", '= settings["step"]')
+    )
+    given = [
+        "model.tiny={}",
+        "run_dir=run",
+        *SMALL[4:],
+        "environment=mine.py:DarkOrLight",
+        "environment.settings.step=40",
+    ]
+    graded = build(load_config([], [*given, "max_steps=1"]))
+    assert len(graded.sources.train.tasks) == 7
