@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from fovea.environments.custom.loading import checked_reward, load_reward, name_of
+from fovea.build.environment import GradedEnvironment
+from fovea.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
 from fovea.errors import ConfigError
 from fovea.run.inputs import GivenCode
 
@@ -21,6 +22,7 @@ def given_code(environment: object, reward: RewardArgument) -> GivenCode:
         raise ConfigError(
             f"environment={environment.__name__} is a class; give an object of it, {environment.__name__}(...)"
         )
+    _check_environment(environment)
     rewards = _listed(reward)
     for each in rewards:
         _check_reward(each)
@@ -38,9 +40,25 @@ def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
     return [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
 
 
+def _check_environment(environment: object) -> None:
+    """ConfigError for an object that lacks the methods of an environment, and for a name without a file."""
+    if isinstance(environment, str) and ".py" in environment:
+        check_named(environment, "environment")
+    if isinstance(environment, int | float | list | tuple | set):
+        raise ConfigError(
+            f"environment={environment!r:.60} is of type {type(environment).__name__}; give a name such as 'shapes' "
+            "(docs/environments.md), path/to/file.py:Class, the section environment={...}, or an object of yours "
+            "(docs/own.md)"
+        )
+    of_fovea = environment is None or isinstance(environment, str | Mapping) or hasattr(environment, "graders")
+    if not of_fovea and not isinstance(environment, GradedEnvironment):
+        checked_environment(environment, type(environment).__name__)
+
+
 def _check_reward(reward: object) -> None:
-    """ConfigError for an object that cannot be called as a reward, at the constructor."""
+    """ConfigError for an object that cannot be called as a reward, and for a name without a file."""
     if isinstance(reward, str):
+        check_named(reward, "reward")
         return
     if isinstance(reward, type) or not callable(reward):
         kind = f"the class {reward.__name__}" if isinstance(reward, type) else f"of type {type(reward).__name__}"

@@ -63,6 +63,11 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
     """
     found: dict[Path, object] = {}
     for mapping in given:
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f"settings={mapping!r:.60} is of type {type(mapping).__name__}; give a mapping of names to values, "
+                "such as settings={'seed': 1, 'rollout.top_p': 0.9}"
+            )
         for key, value in mapping.items():
             if not isinstance(key, str):
                 raise ConfigError(

@@ -64,7 +64,7 @@ class Trainer:
           ones win; the arguments win over all.
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
         * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings, a mapping of columns, or the name of a
-          file or data set (`train.parquet`, `owner/name@train`), to train on.
+          file or data set (`train.parquet`, `owner/name@train`) or a list of names, to train on.
           With a reward of your own the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
           `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). Rows in
           memory are written into the run folder.
@@ -214,6 +214,8 @@ def _grader(
     if rows is None or recipes or named:
         return {}
     if reward is None and not is_set("reward", *others):
+        # a misspelt name, or TRL's reward_funcs, has an error that helps more
+        load_run_config(recipes, overrides_of(*others, {"environment.name": "vqa"}))
         raise ConfigError(
             "rows are given, but nothing that grades their answers; give reward=function, or environment='vqa', "
             "'geo3k', 'caption' or 'geospot', which grade by themselves (docs/environments.md)"

@@ -359,7 +359,20 @@ def test_of_several_recipes_later_ones_win() -> None:
             {"rows": [{"image": b""}], "recipe": "shapes"},
             r"rows are given, but environment\.name=shapes takes none; choose rows \(with a reward of your own\), vqa",
         ),
-        ({"rows": [{"image": b""}], "environment": "a.py:C"}, r"rows are given, but environment\.name=own takes none"),
+        (
+            {"rows": [{"image": b""}], "environment": {"name": "own", "file": "a.py:C"}},
+            r"rows are given, but environment\.name=own takes none",
+        ),
+        ({"rows": [{"image": b""}], "reward_funcs": later}, r"reward_funcs: no such setting; TRL's is reward here"),
+        (
+            {"reward": "accuracy"},
+            r"reward=accuracy does not name a file and something in it; write path/to/file\.",
+        ),
+        ({"reward": ["mine.py:f", later]}, r"reward=mine\.py:f: there is no file mine\.py in .*; fix the path"),
+        ({"environment": "mine.py:C"}, r"environment=mine\.py:C: there is no file mine\.py in .*; fix the path"),
+        ({"environment": 3}, r"environment=3 is of type int; give a name such as 'shapes' .*, path/to/file\.py:Class"),
+        ({"environment": Half(1)}, r"environment=Half has no method tasks; add tasks\(split\)"),
+        ({"settings": "seed=1"}, r"settings='seed=1' is of type str; give a mapping of names to values, such as setti"),
         ({"test_rows": [{"image": b""}]}, r"no rows to train on; give rows, too"),
         (
             {"model": torch.nn.Linear(1, 1)},
@@ -395,6 +408,9 @@ def test_rows_may_be_the_names_of_files() -> None:
     assert trainer.config.environment.train_files == ("train.jsonl",)
     assert trainer.config.environment.test_files == ("test.jsonl",)
     assert trainer.train().summary is not None
+    names = ["train.jsonl", Path("test.jsonl")]
+    several = fovea.GRPO(settings=SETTINGS, reward=lambda task, text, images: 1.0, rows=names)
+    assert several.config.environment.train_files == ("train.jsonl", "test.jsonl")
     with pytest.raises(fovea.FoveaError, match=r"no such file absent\.parquet"):
         fovea.GRPO(settings=SETTINGS, rows="absent.parquet", reward=lambda task, text, images: 1.0).train()
 

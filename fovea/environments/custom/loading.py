@@ -105,6 +105,17 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
 
 def load_named(spec: str, setting: str) -> object:
     """The object that a file defines under a name."""
+    path, name = check_named(spec, setting)
+    module = _imported(path, setting)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
+        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
+    return getattr(module, name)
+
+
+def check_named(spec: str, setting: str) -> tuple[Path, str]:
+    """The file and the name that `path/to/file.py:name` gives; ConfigError for another form, or where no file is."""
     if spec.startswith(FROM_PYTHON):
         raise ConfigError(_is_from_python(spec, setting))
     file, _, name = spec.rpartition(":")
@@ -113,12 +124,7 @@ def load_named(spec: str, setting: str) -> object:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; fix the path")
-    module = _imported(path, setting)
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
-        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
-    return getattr(module, name)
+    return path, name
 
 
 def _is_from_python(spec: str, setting: str) -> str:
