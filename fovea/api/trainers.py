@@ -215,7 +215,8 @@ def _grader(
         return {}
     if reward is None and not is_set("reward", *others):
         # a misspelt name, or TRL's reward_funcs, has an error that helps more
-        load_run_config(recipes, overrides_of(*others, {"environment.name": "vqa"}))
+        some_rows = {"environment.name": "vqa", "environment.train_files": [], "environment.test_files": []}
+        load_run_config(recipes, overrides_of(*others, some_rows))
         raise ConfigError(
             "rows are given, but nothing that grades their answers; give reward=function, or environment='vqa', "
             "'geo3k', 'caption' or 'geospot', which grade by themselves (docs/environments.md)"

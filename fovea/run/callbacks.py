@@ -80,9 +80,7 @@ def _named(callback: str) -> Iterator[None]:
         yield
     except BaseException as error:
         # printed below the traceback
-        error.add_note(
-            f"raised by the callback {callback}, which ended the run; resume='auto' goes on from its checkpoint"
-        )
+        error.add_note(f"the callback {callback} raised this and ended the run; correct it, then resume='auto'")
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,9 +56,11 @@ def graded(*functions: Callable[..., Any], **settings: object) -> Grading:
 
 
 @pytest.mark.slow
-def test_the_weighted_sum_is_that_of_trls_trainer() -> None:
+def test_the_weighted_sum_is_that_of_trls_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's own code calls the functions with the whole batch, and `nansum` adds what they give."""
-    from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: PLC0415 (it takes seconds)
+    from trl.trainer import grpo_trainer  # noqa: PLC0415 (it takes seconds)
+
+    monkeypatch.setattr(grpo_trainer, "logger", logging.getLogger("trl"))  # its own one needs a trainer
 
     loop = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu", is_main_process=False),
@@ -74,7 +77,7 @@ def test_the_weighted_sum_is_that_of_trls_trainer() -> None:
     )
     rows = [dict(TASK.row) for _ in ANSWERS]
     prompts = [TASK.question] * len(ANSWERS)
-    theirs_FR = GRPOTrainer._calculate_rewards(loop, rows, prompts, ANSWERS, [[0]] * len(ANSWERS))
+    theirs_FR = grpo_trainer.GRPOTrainer._calculate_rewards(loop, rows, prompts, ANSWERS, [[0]] * len(ANSWERS))
     expected_R = (theirs_FR * torch.tensor(WEIGHTS[:2])).nansum(dim=1)
     grading = graded(right, short, reward_weights=WEIGHTS[:2])
     for place, answer in enumerate(ANSWERS):
