@@ -73,12 +73,13 @@ def test_a_run_with_callbacks_resumes_without_them() -> None:
 
 BREAKS = """
 import fovea
-from tests.api.test_callbacks import SETTINGS, SHAPES
+from tests.api.small import SETTINGS
 
 def follow(record):
     if {condition}:
         raise KeyError("no such metric")
 
+SHAPES = {{"environment": {{"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}}}
 fovea.GRPO(settings={{**SETTINGS, **SHAPES, "run_dir": "run", "checkpoint.every_steps": 1}}, {argument}=follow).train()
 """
 
